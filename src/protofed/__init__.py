@@ -1,0 +1,23 @@
+"""Federated learning when the clients' domains differ."""
+
+from __future__ import annotations
+
+from protofed import methods
+from protofed.config import Config, make_config
+from protofed.errors import Diverged, ProtofedError
+from protofed.federation.run import Federation, Observer, Result, load_run, run
+from protofed.version import __version__
+
+__all__ = [
+    "Config",
+    "Diverged",
+    "Federation",
+    "Observer",
+    "ProtofedError",
+    "Result",
+    "__version__",
+    "load_run",
+    "make_config",
+    "methods",
+    "run",
+]

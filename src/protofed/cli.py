@@ -1,0 +1,395 @@
+"""The command line: ``protofed run``, ``compare``, ``methods``, ``tasks``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from protofed.errors import ProtofedError
+from protofed.version import __version__
+
+app = typer.Typer(
+    name="protofed",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Federated learning when the clients' domains differ.\n\n"
+    "Start with [bold]protofed compare --task glyphs --methods fedavg,fedproto,fpl[/bold]: "
+    "three methods on a task that needs no download.",
+)
+console = Console()
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        console.print(f"protofed {__version__}")
+        raise typer.Exit
+
+
+# ---- options that several commands share -------------------------------------------------------
+
+TaskOption = Annotated[str | None, typer.Option("--task", help="The task (see `protofed tasks`).")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="A hyper-parameter of the method; repeatable."
+    ),
+]
+ProtocolOption = Annotated[
+    str | None,
+    typer.Option(help="Model, batch, epochs, rounds, optimiser; default: the task's own."),
+]
+RoundsOption = Annotated[int | None, typer.Option(help="Communication rounds.")]
+EpochsOption = Annotated[int | None, typer.Option(help="Local epochs a round.")]
+BatchOption = Annotated[int | None, typer.Option(help="Batch size.")]
+LrOption = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
+MomentumOption = Annotated[float | None, typer.Option(help="Momentum, reset every round.")]
+DecayOption = Annotated[float | None, typer.Option("--weight-decay", help="Weight decay.")]
+ModelOption = Annotated[str | None, typer.Option(help="resnet10, resnet18, cnn3 or cnn2.")]
+WidthOption = Annotated[int | None, typer.Option(help="Channels of the first layer.")]
+NormOption = Annotated[str | None, typer.Option(help="batch, group or none.")]
+ClientsOption = Annotated[
+    str | None,
+    typer.Option(metavar="N | D=N,...", help="Clients of each domain, e.g. scan=4,inverse=1."),
+]
+SamplesOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N | D=N,...",
+        help="Training images a client holds: a count, or a fraction of the domain like 0.2.",
+    ),
+]
+ParticipationOption = Annotated[
+    float | None, typer.Option(help="Fraction of the clients that train in a round.")
+]
+AverageOption = Annotated[
+    str | None, typer.Option(help="Averaging weights of the model: samples or uniform.")
+]
+PrecisionOption = Annotated[str | None, typer.Option(help="fp32 or fp64.")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
+EveryOption = Annotated[
+    int | None, typer.Option("--checkpoint-every", help="Rounds between checkpoints.")
+]
+
+
+@app.command()
+def run(
+    task: TaskOption = None,
+    method: Annotated[
+        str | None, typer.Option(help="A method's name, or path/to/file.py:Class.")
+    ] = None,
+    set_: SetOption = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of split, start and training.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file, e.g. another run's config.toml; options given here win."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; default: runs/<task>-<method>-...")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")
+    ] = False,
+    protocol: ProtocolOption = None,
+    rounds: RoundsOption = None,
+    epochs: EpochsOption = None,
+    batch: BatchOption = None,
+    lr: LrOption = None,
+    momentum: MomentumOption = None,
+    weight_decay: DecayOption = None,
+    model: ModelOption = None,
+    width: WidthOption = None,
+    norm: NormOption = None,
+    clients: ClientsOption = None,
+    samples: SamplesOption = None,
+    participation: ParticipationOption = None,
+    average: AverageOption = None,
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+    checkpoint_every: EveryOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Run one method on one task and keep everything in a folder.
+
+    Without --config and options this is FedAvg on glyphs. Ctrl-C writes a checkpoint; the same
+    command with --resume goes on from it and ends with the very same numbers.
+    """
+    from protofed.config import make_config, read_config
+    from protofed.federation.run import is_finished, load_run
+    from protofed.federation.run import run as run_federation
+    from protofed.progress import RunProgress
+
+    given = _given(locals())
+    settings = read_config(config) if config else {}
+    if task is not None:
+        given["task"] = task
+    if method is not None and method != settings.get("method"):
+        settings.pop("options", None)  # another method: the file's hyper-parameters are not its
+        given["method"] = method
+    options = {**settings.pop("options", {}), **_assignments(set_)}
+    complete = make_config(**{"task": "glyphs", **settings, **given, "options": options})
+    folder = out or Path("runs") / complete.label
+    if is_finished(folder, complete) and not overwrite:
+        if not quiet:
+            console.print(f"{folder} already holds this run, complete:")
+            _print_results([load_run(folder)])
+        return
+    observers = [] if quiet else [RunProgress(console)]
+    result = run_federation(
+        config=complete, out=folder, resume=resume, overwrite=overwrite, observers=observers
+    )
+    if not quiet:
+        result_plot = folder / "curves.png"
+        result_plot.write_bytes(result.plot())
+        _print_results([result])
+        console.print(f"model, rounds, curves.png and config.toml are in [bold]{folder}[/bold]")
+
+
+@app.command()
+def compare(
+    task: TaskOption = None,
+    methods: Annotated[
+        str, typer.Option(help="Names separated by commas, or all; file.py:Class works too.")
+    ] = "all",
+    seeds: Annotated[int, typer.Option(help="Number of seeds, from --seed on.")] = 1,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="METHOD.NAME=VALUE", help="A method's hyper-parameter; repeatable."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the runs; default: runs/compare-<task>.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time; default: one for each core.")
+    ] = None,
+    protocol: ProtocolOption = None,
+    rounds: RoundsOption = None,
+    epochs: EpochsOption = None,
+    batch: BatchOption = None,
+    lr: LrOption = None,
+    momentum: MomentumOption = None,
+    weight_decay: DecayOption = None,
+    model: ModelOption = None,
+    width: WidthOption = None,
+    norm: NormOption = None,
+    clients: ClientsOption = None,
+    samples: SamplesOption = None,
+    participation: ParticipationOption = None,
+    average: AverageOption = None,
+    precision: PrecisionOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Run several methods on the same clients and put them into one table and one figure.
+
+    Runs that are complete in the folder are not done again; interrupted ones go on.
+    """
+    from protofed.config import make_config
+    from protofed.methods import METHODS, method_class
+    from protofed.study.compare import compare as compare_runs
+
+    given = _given(locals())
+    task = task or "glyphs"
+    names = list(METHODS) if methods == "all" else [m.strip() for m in methods.split(",")]
+    options = _by_method(_assignments(set_), {method_class(n).name: n for n in names})
+    if seeds < 1:
+        raise ProtofedError(f"--seeds must be at least 1, got {seeds}")
+    configs = [
+        make_config(task, name, options.get(name, {}), seed=s, **given)
+        for s in range(seed, seed + seeds)
+        for name in names
+    ]
+    folder = out or Path("runs") / f"compare-{task}"
+    results = compare_runs(configs, folder, jobs or os.cpu_count() or 1, console)
+    _print_results(results)
+    console.print(f"table.md, curves.png and the runs are in [bold]{folder}[/bold]")
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method to show; or the word check.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="After check: the method, e.g. file.py:Class.")
+    ] = None,
+) -> None:
+    """List the methods, show one (protofed methods fpl), or check one.
+
+    [bold]protofed methods check file.py:Class[/bold] runs the whole battery of tests on a method:
+    gradients, weights at 0, a missing class, one client, resume, serialisation, capture-safety.
+    """
+    from protofed.methods import METHODS
+
+    if name == "check":
+        if target is None:
+            raise ProtofedError("check what?", "protofed methods check path/to/file.py:Class")
+        _check(target)
+    elif target is not None:
+        raise ProtofedError(f"too many names: {name} {target}", "protofed methods fpl")
+    elif name is not None:
+        _show_method(name)
+    else:
+        table = Table("method", "paper", "what travels", box=None, header_style="bold")
+        for cls in METHODS.values():
+            table.add_row(cls.name, cls.paper, cls.travels)
+        console.print(table)
+        console.print("[dim]protofed methods NAME shows hyper-parameters and deviations.[/dim]")
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks: domains, classes, images, and the clients they are split into."""
+    from protofed.data import TASKS, load_task
+    from protofed.protocols import TASK_PROTOCOL
+
+    for name in TASKS:
+        task = load_task(name)
+        console.print(
+            f"[bold]{name}[/bold]: {len(task.classes)} classes, {task.image_size}×"
+            f"{task.image_size} pixels, protocol {TASK_PROTOCOL[name]}. {escape(task.note)}"
+        )
+        table = Table("domain", "training", "test", "clients", "samples each", box=None)
+        for domain, images in task.domains.items():
+            counts = (len(images.train), len(images.test), task.clients[domain])
+            table.add_row(domain, *map(str, counts), f"{task.samples[domain]:g}")
+        console.print(table)
+
+
+def main() -> None:
+    """The entry point: errors are one line, with exit code 2."""
+    try:
+        app()
+    except ProtofedError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; the same command with --resume goes on")
+        sys.exit(130)
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+
+_SETTINGS = (
+    "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
+    "width", "norm", "participation", "average", "precision", "device", "checkpoint_every",
+)  # fmt: skip
+
+
+def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were typed."""
+    given = {k: arguments[k] for k in _SETTINGS if arguments.get(k) is not None}
+    for name in ("clients", "samples"):
+        if arguments[name] is not None:
+            given[name] = _per_domain(name, arguments[name])
+    if "seeds" in arguments:
+        given.pop("seed", None)
+    return given
+
+
+def _per_domain(name: str, text: str) -> Any:
+    if "=" not in text:
+        return _value(text)
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {domain.strip(): _value(number) for domain, number in pairs}
+    except ValueError:
+        raise ProtofedError(
+            f"cannot read --{name} '{text}'", f"write --{name} scan=4,print=3"
+        ) from None
+
+
+def _assignments(texts: list[str] | None) -> dict[str, Any]:
+    values = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ProtofedError(f"cannot read --set '{text}'", "write --set tau=0.05")
+        values[name.strip()] = _value(value.strip())
+    return values
+
+
+def _by_method(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """``fpl.tau`` → the options of the method whose name is fpl."""
+    from protofed.errors import unknown
+
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        method, dot, name = key.partition(".")
+        if not dot:
+            raise ProtofedError(f"--set {key}: which method?", f"write --set METHOD.{key}={value}")
+        if method not in names:
+            raise unknown("method in --set", method, names)
+        options.setdefault(names[method], {})[name] = value
+    return options
+
+
+def _value(text: str) -> Any:
+    """A number or a boolean as TOML reads it; anything else is a word."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _print_results(results: Any) -> None:
+    from protofed.study.tables import caption, cells, rows
+
+    header, body = cells(rows(results))
+    table = Table(box=None, header_style="bold")
+    for i, column in enumerate(header):
+        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in body:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    console.print(f"[dim]{escape(caption(results))}[/dim]")
+
+
+def _show_method(name: str) -> None:
+    from protofed.methods import method_class
+
+    cls = method_class(name)
+    module = sys.modules[cls.__module__]
+    console.print(
+        f"[bold]{cls.name}[/bold]   {escape(cls.paper)}\ntravels: {escape(cls.travels)}\n"
+    )
+    console.print(escape((module.__doc__ or cls.__doc__ or "").strip()), highlight=False)
+    if not cls.hypers():
+        console.print("\nno hyper-parameters")
+        return
+    table = Table("hyper-parameter", "symbol", "default", "meaning", box=None, header_style="bold")
+    defaults = cls().options()
+    for key, hyper in cls.hypers().items():
+        allowed = f" [{' | '.join(hyper.choices)}]" if hyper.choices else ""
+        meaning = escape(hyper.meaning + allowed)
+        table.add_row(key, hyper.symbol, str(defaults[key]), meaning)
+    console.print()
+    console.print(table)
+
+
+def _check(target: str) -> None:
+    from protofed.methods import method_class
+    from protofed.testing import run_checks
+
+    verdicts = run_checks(method_class(target), lambda v: console.print(v.line(), highlight=False))
+    failed = [v for v in verdicts if v.failed]
+    if failed:
+        raise ProtofedError(f"{len(failed)} of {len(verdicts)} checks failed for {target}")
+    console.print(f"[green]all {len(verdicts)} checks passed[/green] for {escape(target)}")

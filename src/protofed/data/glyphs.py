@@ -1,0 +1,268 @@
+"""The task ``glyphs``: digits in four domains, made on the spot from scans and a font.
+
+``scan``, ``photo`` and ``inverse`` show scikit-learn's handwritten digits, ``print`` those of
+Pillow's default font. Every scan is used once: in one domain, for training or for test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from protofed.data.cache import cache_folder
+from protofed.data.task import Augment, Domain, Images, Task
+from protofed.files import write_atomic
+
+# Raise this whenever an image changes: the caches of older versions are then left alone.
+GENERATOR = 1
+
+SIDE = 32
+CLASSES = tuple("0123456789")
+DOMAINS = ("scan", "print", "photo", "inverse")
+SPLITS = ("train", "test")
+# Images per class.
+COUNTS: Mapping[str, Mapping[str, int]] = {
+    "scan": {"train": 50, "test": 20},
+    "print": {"train": 50, "test": 20},
+    "photo": {"train": 35, "test": 20},
+    "inverse": {"train": 25, "test": 20},
+}
+SCANNED = ("scan", "photo", "inverse")
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+def glyphs(seed: int = 0, cache: Path | None = None) -> Task:
+    """The task, from the cache folder where it is there, else made and cached.
+
+    A comparison between two people's results needs the same ``seed``: leave it at 0.
+    """
+    path = (cache_folder() if cache is None else cache) / _file_name(seed)
+    tensors = _load(path)
+    if tensors is None:
+        tensors = {name: torch.from_numpy(array) for name, array in make(seed).items()}
+        # The cache only saves time: a folder that cannot be written must not stop a run.
+        with contextlib.suppress(OSError):
+            write_atomic(path, save(tensors, metadata={"sha256": _digest(tensors)}))
+
+    def images(domain: str, split: str) -> Images:
+        return Images(tensors[f"{domain}.{split}.x"], tensors[f"{domain}.{split}.y"])
+
+    return Task(
+        name="glyphs",
+        classes=CLASSES,
+        domains={d: Domain(images(d, "train"), images(d, "test")) for d in DOMAINS},
+        augment=Augment(padding=2, flip=False, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+        clients={"scan": 4, "print": 3, "photo": 2, "inverse": 1},
+        samples={"scan": 100, "print": 80, "photo": 80, "inverse": 60},
+        note=(
+            "Digits made by the package itself, without a download, from scikit-learn's "
+            "handwritten digits, Pillow's default font and random textures."
+        ),
+    )
+
+
+def make(seed: int) -> dict[str, NDArray[Any]]:
+    """Every array of the task: ``{domain}.{split}.x`` uint8 [N, 3, 32, 32], ``.y`` int64 [N]."""
+    scans, labels = _scans()
+    rows = sources(seed)
+    arrays: dict[str, NDArray[Any]] = {}
+    for domain in DOMAINS:
+        for split in SPLITS:
+            rng = _generator(seed, domain, split)
+            if domain == "print":
+                y = rng.permutation(np.repeat(np.arange(len(CLASSES)), COUNTS[domain][split]))
+                x = _print(y, rng)
+            else:
+                chosen = rows[domain, split]
+                y = labels[chosen]
+                x = {"scan": _scan, "photo": _photo, "inverse": _inverse}[domain](
+                    scans[chosen], rng
+                )
+            arrays[f"{domain}.{split}.x"] = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+            arrays[f"{domain}.{split}.y"] = y.astype(np.int64)
+    return arrays
+
+
+def sources(seed: int) -> dict[tuple[str, str], Ints]:
+    """Which scans each (domain, split) shows, in the order of its rows. No scan is used twice."""
+    _, labels = _scans()
+    rng = np.random.default_rng([seed, 0, 0])
+    parts: dict[tuple[str, str], list[Ints]] = {(d, s): [] for d in SCANNED for s in SPLITS}
+    for label in range(len(CLASSES)):
+        free = rng.permutation(np.flatnonzero(labels == label))
+        for (domain, split), part in parts.items():
+            count = COUNTS[domain][split]
+            part.append(free[:count])
+            free = free[count:]
+    # Shuffled, so that the first n rows are not all of one class.
+    return {key: rng.permutation(np.concatenate(part)) for key, part in parts.items()}
+
+
+def _generator(seed: int, domain: str, split: str) -> np.random.Generator:
+    # From 1 on, as [seed, 0, 0] deals out the scans.
+    return np.random.default_rng([seed, 1 + DOMAINS.index(domain), 1 + SPLITS.index(split)])
+
+
+def _scans() -> tuple[Bytes, Ints]:
+    """The handwritten digits: [1797, 8, 8], 0 paper to 255 ink, and their labels."""
+    # Imported here because scikit-learn is slow to import and a cached task needs none of it.
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
+
+
+def _enlarge(scan: Bytes, side: int) -> Image.Image:
+    """A scan drawn ``side`` pixels wide in the middle of a black square."""
+    canvas = Image.new("L", (SIDE, SIDE))
+    large = Image.fromarray(scan).resize((side, side), Image.Resampling.BICUBIC)
+    canvas.paste(large, ((SIDE - side) // 2, (SIDE - side) // 2))
+    return canvas
+
+
+def _warp(
+    image: Image.Image, angle: float, shear: float, scale: float, shift: tuple[float, float]
+) -> Image.Image:
+    """Rotate (degrees), shear, scale and shift (pixels) ``image`` about its middle."""
+    cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    # Pillow wants the way back, from a pixel of the result to the place it is taken from.
+    a, b = (cos + shear * sin) / scale, (shear * cos - sin) / scale
+    d, e = sin / scale, cos / scale
+    cx, cy = image.width / 2, image.height / 2
+    x, y = cx + shift[0], cy + shift[1]
+    back = (a, b, cx - a * x - b * y, d, e, cy - d * x - e * y)
+    return image.transform(image.size, Image.Transform.AFFINE, back, Image.Resampling.BICUBIC)
+
+
+def _blend(paper: Floats, ink: Floats, mask: Floats) -> Floats:
+    return paper + (ink - paper) * mask[..., None]
+
+
+def _quantise(x: Floats) -> Bytes:
+    return np.clip(np.rint(x), 0, 255).astype(np.uint8)
+
+
+def _scan(scans: Bytes, rng: np.random.Generator) -> Bytes:
+    """Light strokes on black, as they were scanned."""
+    sides = rng.choice([24, 26, 28], len(scans))
+    pairs = zip(scans, sides, strict=True)
+    grey = np.stack([np.asarray(_enlarge(scan, int(side))) for scan, side in pairs])
+    return np.repeat(grey[..., None], 3, axis=-1)
+
+
+def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
+    """A font's digits in one flat colour on another, light on dark or dark on light."""
+    fine = 3  # Drawn at three times the size and reduced, so that edges are smooth.
+    sizes = range(72, 106)
+    fonts = {size: ImageFont.load_default(size=size) for size in sizes}
+    masks = []
+    for label in labels:
+        font = fonts[int(rng.integers(sizes.start, sizes.stop))]
+        sheet = Image.new("L", (SIDE * fine, SIDE * fine))
+        # Centred by its own outline: the font's line height leaves a digit too high or too low.
+        stroke = int(rng.integers(0, 5))
+        text = CLASSES[label]
+        pen = ImageDraw.Draw(sheet)
+        left, top, right, bottom = pen.textbbox((0, 0), text, font=font, stroke_width=stroke)
+        corner = ((sheet.width - left - right) / 2, (sheet.height - top - bottom) / 2)
+        pen.text(corner, text, fill=255, font=font, stroke_width=stroke)
+        shift = (float(rng.uniform(-9, 9)), float(rng.uniform(-7, 7)))
+        angle, shear = float(rng.uniform(-20, 20)), float(rng.uniform(-0.25, 0.25))
+        masks.append(np.asarray(_warp(sheet, angle, shear, 1.0, shift).reduce(fine)))
+    dark = rng.uniform(0, 110, (len(labels), 1, 1, 3))
+    light = rng.uniform(145, 255, (len(labels), 1, 1, 3))
+    swap = rng.random((len(labels), 1, 1, 1)) < 0.5
+    paper, ink = np.where(swap, dark, light), np.where(swap, light, dark)
+    return _quantise(_blend(paper, ink, np.stack(masks) / 255))
+
+
+def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
+    """|texture - digit| per channel: MNIST-M's recipe, with textures for its photographs."""
+    digit = np.stack([np.asarray(_enlarge(scan, 28), np.float64) for scan in scans])[..., None]
+    # A stroke turns a value v into 255 - v and is unseen where v is in the middle: every
+    # channel keeps to one side of it, more or less.
+    count = len(scans)
+    base = rng.uniform(20, 85, (count, 1, 1, 3))
+    base = np.where(rng.random((count, 1, 1, 3)) < 0.5, base, 255 - base)
+    texture = np.clip(base + rng.uniform(60, 130, (count, 1, 1, 1)) * _noise(count, rng), 0, 255)
+    return _quantise(np.abs(texture - digit))
+
+
+def _noise(count: int, rng: np.random.Generator) -> Floats:
+    """Smooth colour noise [count, 32, 32, 3] around 0: octaves, the finer the fainter."""
+    total = np.zeros((count, SIDE, SIDE, 3))
+    for cells, weight in ((2, 0.5), (4, 0.3), (8, 0.25), (16, 0.15)):
+        grid = rng.uniform(-1, 1, (count, cells + 1, cells + 1, 3))
+        place = np.arange(SIDE) * (cells / SIDE)
+        low = place.astype(np.int64)
+        part = place - low
+        part = part * part * (3 - 2 * part)  # Smoothstep: no creases along the grid's lines.
+        # Plain arithmetic, no matrix product: the same bytes whatever BLAS is installed.
+        across, down = part[None, None, :, None], part[None, :, None, None]
+        wide = grid[:, :, low] * (1 - across) + grid[:, :, low + 1] * across
+        total += weight * (wide[:, low] * (1 - down) + wide[:, low + 1] * down)
+    return total
+
+
+def _inverse(scans: Bytes, rng: np.random.Generator) -> Bytes:
+    """Dark, thick, blurred strokes, moved and tilted, on light and slightly tinted paper."""
+    masks = []
+    for scan in scans:
+        shift = (float(rng.uniform(-3, 3)), float(rng.uniform(-3, 3)))
+        angle, shear = float(rng.uniform(-12, 12)), float(rng.uniform(-0.2, 0.2))
+        moved = _warp(_enlarge(scan, 28), angle, shear, float(rng.uniform(0.8, 1.0)), shift)
+        if rng.random() < 0.5:
+            # One pixel thicker; Pillow's MaxFilter adds two and fills the loops of 6, 8 and 9.
+            again = Image.new("L", moved.size)
+            again.paste(moved, (1, 0))
+            moved = ImageChops.lighter(moved, again)
+        radius = float(rng.uniform(0.6, 1.1))
+        masks.append(np.asarray(moved.filter(ImageFilter.GaussianBlur(radius))))
+    count = len(scans)
+    paper = rng.uniform(195, 240, (count, 1, 1, 1)) + rng.uniform(-12, 12, (count, 1, 1, 3))
+    ink = rng.uniform(10, 80, (count, 1, 1, 1)) + rng.uniform(-8, 8, (count, 1, 1, 3))
+    grain = rng.normal(0, 4, (count, SIDE, SIDE, 1))
+    return _quantise(_blend(paper, ink, np.stack(masks) / 255) + grain)
+
+
+def _file_name(seed: int) -> str:
+    # What the images depend on besides the seed: the renderer, the scans, the random numbers.
+    made_with = "-".join(f"{p}{version(p)}" for p in ("pillow", "scikit-learn", "numpy"))
+    return f"glyphs-v{GENERATOR}-seed{seed}-{made_with}.safetensors"
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}".encode())
+        digest.update(tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _load(path: Path) -> dict[str, Tensor] | None:
+    """The cached tensors, or None where the file is absent or is not what was written."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            # Cloned: what comes out of the file may lie unaligned in memory.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            # The format has no checksum, and a crash can leave blocks of zeros in a whole file.
+            intact = (file.metadata() or {}).get("sha256") == _digest(tensors)
+    except (OSError, SafetensorError):
+        return None
+    return tensors if intact else None

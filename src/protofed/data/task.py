@@ -1,0 +1,72 @@
+"""A task: several domains with the same classes, as uint8 images in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images ``x`` [N, 3, H, W] uint8 with labels ``y`` [N] int64."""
+
+    x: Tensor
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        if self.x.dtype != torch.uint8 or self.x.ndim != 4:
+            raise ValueError(
+                f"images must be uint8 [N, C, H, W], got {self.x.dtype} {self.x.shape}"
+            )
+        if self.y.dtype != torch.int64 or self.y.shape != self.x.shape[:1]:
+            raise ValueError(f"labels must be int64 [N], got {self.y.dtype} {self.y.shape}")
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One domain's training and test images; no image is in both."""
+
+    train: Images
+    test: Images
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What happens to a training image: a random crop after zero padding, a horizontal flip.
+
+    Training and test images are then scaled to [0, 1] and normalised with ``mean`` and ``std``.
+    """
+
+    padding: int = 4
+    flip: bool = True
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Domains + classes + image size, and what a comparison on it uses unless told otherwise.
+
+    ``clients`` is the number of clients a domain has, ``samples`` how many training images each
+    of them holds: a count, or a fraction of the domain's training images.
+    """
+
+    name: str
+    classes: tuple[str, ...]
+    domains: Mapping[str, Domain]
+    augment: Augment
+    clients: Mapping[str, int]
+    samples: Mapping[str, float]
+    note: str = field(default="")
+
+    @property
+    def image_size(self) -> int:
+        """Side length of the (square) images in pixels."""
+        first = next(iter(self.domains.values()))
+        return int(first.train.x.shape[-1])

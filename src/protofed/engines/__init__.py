@@ -1,0 +1,1 @@
+"""Engines: where and how the clients of a round are trained."""

@@ -1,0 +1,31 @@
+"""Errors that say what was wrong, where, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ProtofedError(Exception):
+    """Something the user can mend. ``hint`` says how; the command line prints both on one line."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.message = message
+        self.hint = hint
+        super().__init__(f"{message} ({hint})" if hint else message)
+
+
+class Diverged(ProtofedError):
+    """Training produced a number that is not finite."""
+
+    exit_code = 3
+
+
+def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
+    """The error for a name that does not exist, with the nearest names that do."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
+    return ProtofedError(f"unknown {what} '{given}'", hint)

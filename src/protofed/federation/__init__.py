@@ -1,0 +1,1 @@
+"""A federation: local training, the server, rounds, run folders."""

@@ -1,0 +1,95 @@
+"""What a run records: a line per round, a summary, and how they are read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from protofed.errors import ProtofedError
+
+LAST = 5
+"""The papers' metric: the mean over this many last rounds. Never the best round on test data."""
+
+SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
+
+Record = dict[str, Any]
+
+
+class Records(list[Record]):
+    """A line per round; ``records["average"]`` or ``records["accuracy.scan"]`` is a column."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return [_lookup(record, key) for record in self]
+        return super().__getitem__(key)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the columns."""
+        return list(_flat(self[0])) if self else []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Flat rows, ready for ``pandas.DataFrame(records.rows())``."""
+        return [_flat(record) for record in self]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{c}</th>" for c in self.columns)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{_short(v)}</td>" for v in row.values()) + "</tr>"
+            for row in self.rows()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def last_mean(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Accuracy per domain and ``average``, as means over the last five rounds."""
+    last = records[-LAST:]
+    domains = list(last[0]["accuracy"])
+    means = {d: sum(r["accuracy"][d] for r in last) / len(last) for d in domains}
+    return {**means, "average": sum(r["average"] for r in last) / len(last)}
+
+
+def line(record: Record) -> str:
+    """A record as a line of ``rounds.jsonl``."""
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def read_records(path: Path) -> Records:
+    """The complete lines of a ``rounds.jsonl``; a last line cut by a crash is left out."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
+    lines = text.split("\n")[:-1]  # what follows the last newline is not a complete line
+    try:
+        return Records(json.loads(entry) for entry in lines)
+    except ValueError as error:
+        raise ProtofedError(f"'{path}' is damaged: {error}") from None
+
+
+def without_times(records: Iterable[Record]) -> list[Record]:
+    """The records without what differs between two equal runs: seconds."""
+    return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+
+
+def _lookup(record: Record, key: str) -> Any:
+    value: Any = record
+    for part in key.split(".", 1):
+        value = value[part]
+    return value
+
+
+def _flat(record: Record) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{k}": v for k, v in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

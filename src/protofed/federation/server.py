@@ -1,0 +1,147 @@
+"""The server: its state, the clients of a round, the average, the method's own step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from protofed import keys
+from protofed.errors import ProtofedError
+from protofed.federation import tree
+from protofed.federation.local import Reply, entry_list
+from protofed.federation.spool import MEMORY_LIMIT, Spool
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Method, Sizes
+from protofed.models import Network
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a method's server hooks see: state, the round, and who takes part in the federation."""
+
+    state: Tree
+    round: int
+    rounds: int
+    clients: tuple[str, ...]
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class Update:
+    """One client's contribution to a round; ``update["slot"]`` gives a slot of its message."""
+
+    name: str
+    samples: int
+    steps: int
+    lr: float
+    spool: Spool
+
+    def __getitem__(self, slot: str) -> Slot:
+        return self.spool.get(self.name, slot)
+
+
+def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot:
+    """The weighted mean of a slot, one update in memory at a time, in the order given.
+
+    Sums are float64, so the mean of equal models is that model. Integers (BatchNorm's counter)
+    are never averaged: the largest is taken.
+    """
+    total = math.fsum(weights)
+    sums: dict[str, Tensor] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for update, weight in zip(updates, weights, strict=True):
+        entries = update[slot]
+        if sums and entries.keys() != sums.keys():
+            odd = ", ".join(sorted(entries.keys() ^ sums.keys())[:3])
+            raise ProtofedError(
+                f"{update.name} and {updates[0].name} sent different entries in '{slot}': {odd}"
+            )
+        for name, t in entries.items():
+            if t.is_floating_point():
+                part = t.double() * (weight / total)
+                sums[name] = sums[name].add_(part) if name in sums else part
+            else:
+                sums[name] = torch.maximum(sums[name], t) if name in sums else t.clone()
+            dtypes[name] = t.dtype
+    return {name: s.to(dtypes[name]) for name, s in sums.items()}
+
+
+class Server:
+    """Runs the server's side of every round; engines and deployments use the same one."""
+
+    def __init__(
+        self,
+        method: Method,
+        network: Network,
+        sizes: Sizes,
+        clients: Sequence[str],
+        *,
+        rounds: int,
+        seed: int,
+        participation: float = 1.0,
+        average: str = "samples",
+        memory_limit: int = MEMORY_LIMIT,
+    ) -> None:
+        self.method, self.sizes, self.clients = method, sizes, tuple(clients)
+        self.rounds, self.seed = rounds, seed
+        self.participation, self.average = participation, average
+        self.memory_limit = memory_limit
+        state = network.state_dict()
+        self.travels = {e.name: method.shared(e) for e in entry_list(network)}
+        model = {n: state[n] for n, way in self.travels.items() if way != "no"}
+        self.state: Tree = tree.copy({**method.init_server(model, sizes), "model": model})
+        self.round = 0
+        """The next round to run."""
+        self._spool = Spool(memory_limit)
+        self._updates: dict[str, Update] = {}
+
+    def view(self) -> ServerView:
+        """The server as a method sees it."""
+        return ServerView(self.state, self.round, self.rounds, self.clients, self.sizes)
+
+    def sample(self) -> list[str]:
+        """The clients of this round, in the federation's order."""
+        count = math.ceil(self.participation * len(self.clients) - 1e-9)
+        rng = keys.generator(self.seed, self.round, "participants")
+        chosen = rng.choice(len(self.clients), size=max(1, count), replace=False)
+        return [self.clients[i] for i in sorted(chosen)]
+
+    def broadcast(self) -> Tree:
+        """What goes down to every client of this round."""
+        return self.method.broadcast(self.view())
+
+    def initial_client(self, model: Slot) -> Tree:
+        """A client's private state before its first round; ``model`` is its initial network."""
+        private = {n: model[n] for n, way in self.travels.items() if way == "no"}
+        return tree.copy({**self.method.init_client(model, self.sizes), "model": private})
+
+    def accept(self, name: str, reply: Reply) -> None:
+        """Take a client's reply; its message waits in the spool for the end of the round."""
+        self._spool.put(name, reply.message)
+        self._updates[name] = Update(name, reply.samples, reply.steps, reply.lr, self._spool)
+
+    def finish(self) -> None:
+        """Close the round with the replies that came; without any, the state stays as it is.
+
+        Updates are taken in the federation's order: the order of arrival cannot change a bit.
+        """
+        updates = [self._updates[name] for name in self.clients if name in self._updates]
+        if updates:
+            weights = self.method.weights(self.view(), updates)
+            if weights is None:
+                weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
+            # entries that only go down are the server's own: the mean leaves them as they are
+            averaged = self.state.get("model", {}) | mean(updates, "model", weights)
+            self.state = tree.copy(self.method.aggregate(self.view(), averaged, updates))
+        self.abandon()
+        self.round += 1
+
+    def abandon(self) -> None:
+        """Forget the replies of an unfinished round."""
+        self._spool.close()
+        self._spool = Spool(self.memory_limit)
+        self._updates = {}

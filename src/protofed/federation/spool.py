@@ -1,0 +1,52 @@
+"""Where messages wait until the round is complete: in memory up to a limit, then on disk."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from protofed.federation import tree
+from protofed.federation.tree import Slot, Tree
+
+MEMORY_LIMIT = 2 << 30
+"""Bytes of waiting messages a round keeps in memory; what comes after goes to disk."""
+
+
+class Spool:
+    """Holds Trees by name for the length of a round."""
+
+    def __init__(self, limit: int = MEMORY_LIMIT) -> None:
+        self.limit = limit
+        self.used = 0
+        self._memory: dict[str, Tree] = {}
+        self._disk: dict[str, dict[str, Path]] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def put(self, name: str, message: Tree) -> None:
+        """Keep a message; each slot is a file of its own if it goes to disk."""
+        size = tree.nbytes(message)
+        if self.used + size <= self.limit:
+            self._memory[name] = message
+            self.used += size
+            return
+        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="protofed-spool-")
+        at = Path(self._folder.name) / str(len(self._disk))
+        self._disk[name] = {slot: at / f"{slot}.safetensors" for slot in message}
+        for slot, path in self._disk[name].items():
+            tree.save({slot: message[slot]}, path)
+
+    def get(self, name: str, slot: str) -> Slot:
+        """A slot of a message; empty if the message has none of that name."""
+        if name in self._memory:
+            return self._memory[name].get(slot, {})
+        path = self._disk[name].get(slot)
+        return tree.load(path)[0][slot] if path else {}
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._memory.clear()
+        self._disk.clear()
+        self.used = 0
+        if self._folder:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,0 +1,105 @@
+"""Clients' private states: in memory up to a limit, then on disk, and safe against a crash.
+
+States of a round in progress are staged and count only once the round is accepted. On disk each
+state is a file of its own, written beside the old one; the index that a checkpoint carries tells
+which files are in force, and all others are litter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+from protofed.federation import tree
+from protofed.federation.tree import Tree
+
+MEMORY_LIMIT = 2 << 30
+"""Bytes of client state kept in memory by a run that has a folder."""
+
+Index = dict[str, Tree | str]
+"""For each client its state, or the name of the file that holds it."""
+
+
+class ClientStore:
+    """The private state of every client; ``initial`` makes the one before its first round."""
+
+    def __init__(
+        self, initial: Callable[[], Tree], folder: Path | None, limit: int = MEMORY_LIMIT
+    ) -> None:
+        self.folder, self.limit = folder, limit
+        self._initial = initial
+        self._current: Index = {}
+        self._staged: Index = {}
+        self._saved: dict[str, tuple[Tree, str]] = {}
+
+    def get(self, name: str) -> Tree:
+        """A client's state as of the last accepted round."""
+        state = self._current.get(name)
+        if state is None:
+            return self._initial()
+        return self._read(state) if isinstance(state, str) else state
+
+    def stage(self, name: str, state: Tree, round: int) -> None:
+        """Keep what a client's round ended with, until the round is accepted."""
+        if not any(state.values()):
+            return  # nothing private: nothing to remember
+        used = sum(
+            tree.nbytes(s)
+            for index in (self._current, self._staged)
+            for s in index.values()
+            if not isinstance(s, str)
+        )
+        if self.folder is not None and used + tree.nbytes(state) > self.limit:
+            self._staged[name] = self._write(name, state, round)
+        else:
+            self._staged[name] = state
+
+    def accept(self) -> Index:
+        """Make the staged states current; returns what is now in force."""
+        self._current = self._current | self._staged
+        self._staged = {}
+        return self._current
+
+    def abandon(self) -> None:
+        """Forget the staged states."""
+        self._staged = {}
+
+    def save(self, index: Index, round: int) -> dict[str, str]:
+        """Bring an index onto disk, for a checkpoint; returns the file of each client."""
+        files = {}
+        for name, state in index.items():
+            if isinstance(state, str):
+                files[name] = state
+                continue
+            saved, file = self._saved.get(name, (None, ""))
+            if saved is not state:  # a client that sat out since the last checkpoint is there
+                file = self._write(name, state, round)
+                self._saved[name] = (state, file)
+            files[name] = file
+        return files
+
+    def restore(self, files: Mapping[str, str]) -> None:
+        """Take up the states a checkpoint names."""
+        self._current = dict(files)
+        self.clean(files)
+
+    def clean(self, files: Mapping[str, str]) -> None:
+        """Remove the files that no checkpoint names and no client uses."""
+        if self.folder is not None and self.folder.is_dir():
+            held = {
+                s for i in (self._current, self._staged) for s in i.values() if isinstance(s, str)
+            }
+            for path in self.folder.iterdir():
+                if path.name not in held and path.name not in files.values():
+                    path.unlink()
+
+    def _write(self, name: str, state: Tree, round: int) -> str:
+        assert self.folder is not None
+        file = f"{quote(name, safe='')}.{round}.safetensors"
+        tree.save(state, self.folder / file)
+        return file
+
+    def _read(self, file: str) -> Tree:
+        assert self.folder is not None
+        return tree.load(self.folder / file)[0]

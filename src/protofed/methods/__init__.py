@@ -1,0 +1,112 @@
+"""The methods, one file each; ``base`` is the contract they are written on."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from protofed import keys
+from protofed.errors import ProtofedError, unknown
+from protofed.methods.base import Batch, Entry, Hyper, Method, Phase, Sizes, Terms, hyper
+from protofed.methods.fedavg import FedAvg
+from protofed.methods.fedproto import FedProto
+from protofed.methods.fpl import FPL
+
+METHODS: dict[str, type[Method]] = {m.name: m for m in (FedAvg, FedProto, FPL)}
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a built-in method, or of ``path/to/file.py:Class``."""
+    if ".py:" in name or name.endswith(".py"):
+        return _from_file(name)
+    if name not in METHODS:
+        raise unknown("method", name, METHODS)
+    return METHODS[name]
+
+
+def create(name: str, options: Mapping[str, Any] | None = None) -> Method:
+    """The method of that name with these hyper-parameters."""
+    return method_class(name).create(options or {})
+
+
+def reference(method: Method) -> str:
+    """The name by which a method can be named again: built-in, or ``path/to/file.py:Class``."""
+    cls = type(method)
+    if METHODS.get(cls.name) is cls:
+        return cls.name
+    try:
+        return f"{inspect.getsourcefile(cls)}:{cls.__qualname__}"
+    except (TypeError, OSError):  # a class typed into a notebook has no file
+        return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def fingerprint(method: Method) -> str:
+    """Stands for the text of a method that is not built in; empty for those that are."""
+    cls = type(method)
+    if METHODS.get(cls.name) is cls:
+        return ""
+    try:
+        text = inspect.getsource(inspect.getmodule(cls) or cls)
+    except (TypeError, OSError):
+        text = f"{cls.__module__}:{cls.__qualname__}"
+    return f"{keys.key(text):x}"
+
+
+def _from_file(name: str) -> type[Method]:
+    path, _, wanted = name.rpartition(":")
+    if not wanted or wanted.endswith(".py"):
+        raise ProtofedError(f"'{name}' names no class", "write path/to/file.py:Class")
+    file = Path(path)
+    if not file.is_file():
+        raise ProtofedError(f"no file '{path}' to take method {wanted} from")
+    # One module per content: a method's dataclass needs its module in sys.modules, and two
+    # files of the same name must not meet there.
+    module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_text('utf-8')):x}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise ProtofedError(f"'{path}' cannot be imported: {error!r}") from error
+    classes = {
+        n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method)
+    }
+    if wanted not in classes:
+        raise unknown(f"method in {path}", wanted, [n for n in classes if n != "Method"])
+    cls = classes[wanted]
+    if "__dataclass_fields__" not in vars(cls):
+        raise ProtofedError(
+            f"{wanted} in {path} is not a dataclass", "put @dataclass(frozen=True) above it"
+        )
+    if not cls.name or cls.name in METHODS:
+        cls.name = wanted.lower()
+    return cls
+
+
+__all__ = [
+    "FPL",
+    "METHODS",
+    "Batch",
+    "Entry",
+    "FedAvg",
+    "FedProto",
+    "Hyper",
+    "Method",
+    "Phase",
+    "Sizes",
+    "Terms",
+    "create",
+    "fingerprint",
+    "hyper",
+    "method_class",
+    "reference",
+]

@@ -1,0 +1,26 @@
+"""FedAvg: the reference of every comparison.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning of Deep
+Networks from Decentralized Data", AISTATS 2017.
+
+    client m   minimises CE over its own samples, from the global θ^t
+    server     θ^{t+1} = Σ_m (n_m / Σ n) θ_m
+
+Deviations: none. The whole state is averaged, BatchNorm statistics included; the integer
+batch counter is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from protofed.methods.base import Method
+
+
+@dataclass(frozen=True)
+class FedAvg(Method):
+    """The base class as it stands."""
+
+    name: ClassVar[str] = "fedavg"
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"

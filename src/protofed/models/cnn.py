@@ -1,0 +1,31 @@
+"""Plain convolutional networks: a few 3×3 convolutions, each with a max-pool, and one FC layer."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from protofed.errors import ProtofedError
+from protofed.models.network import Network, conv, normalise
+
+FEATURES = 512
+
+
+def cnn(convolutions: int, classes: int, image_size: int, width: int, norm: str) -> Network:
+    """A CNN with channels ``width``, 2 × ``width``, ...; its features are always 512."""
+    shrink = 2**convolutions
+    if image_size % shrink:
+        raise ProtofedError(
+            f"cnn{convolutions} halves the image {convolutions} times and cannot take images of "
+            f"{image_size}×{image_size}",
+            f"use an image size that is a multiple of {shrink}",
+        )
+    layers: list[nn.Module] = []
+    inputs = 3
+    for layer in range(convolutions):
+        outputs = width * 2**layer
+        layers += [conv(inputs, outputs, 3, 1, norm), normalise(norm, outputs)]
+        # Pooled first: the largest stays the largest under ReLU, which then has a quarter to do.
+        layers += [nn.MaxPool2d(2), nn.ReLU()]
+        inputs = outputs
+    layers += [nn.Flatten(), nn.Linear(inputs * (image_size // shrink) ** 2, FEATURES), nn.ReLU()]
+    return Network(nn.Sequential(*layers), FEATURES, classes)

@@ -1,0 +1,73 @@
+"""What every model is: an encoder, a linear head, and names for what its state holds."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from protofed.errors import unknown
+
+NORMS = ("batch", "group", "none")
+
+
+class Output(NamedTuple):
+    """What a network says of a batch: ``feature`` [B, d] and ``logits`` [B, K]."""
+
+    feature: Tensor
+    logits: Tensor
+
+
+class Network(nn.Module):
+    """An encoder and a linear head on its feature; ``features`` is the feature's size."""
+
+    def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = nn.Linear(features, classes)
+        self.features = features
+
+    def forward(self, x: Tensor) -> Output:
+        """Feature and logits of images ``x`` [B, 3, H, W]."""
+        feature = self.encoder(x)
+        return Output(feature, self.head(feature))
+
+
+def normalise(norm: str, channels: int) -> nn.Module:
+    """The normalisation layer called ``norm`` for ``channels`` channels."""
+    if norm == "batch":
+        return nn.BatchNorm2d(channels)
+    if norm == "group":
+        return nn.GroupNorm(math.gcd(8, channels), channels)
+    if norm == "none":
+        return nn.Identity()
+    raise unknown("norm", norm, NORMS)
+
+
+def conv(inputs: int, outputs: int, kernel: int, stride: int, norm: str) -> nn.Conv2d:
+    """A convolution that keeps the image size up to its stride, for use before ``norm``."""
+    # A norm subtracts any bias again and has its own, so a bias before it would do nothing.
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=norm == "none")
+
+
+def entries(network: nn.Module) -> dict[str, str]:
+    """The kind of every name in ``network.state_dict()``: "bn", "weight" or "buffer".
+
+    "bn" is a parameter or buffer of a batch normalisation, "weight" any other parameter. The
+    module's type decides: a shortcut's batch normalisation has no "bn" in its name.
+    """
+    batch_norms = {
+        name
+        for name, module in network.named_modules(remove_duplicate=False)
+        if isinstance(module, _BatchNorm)
+    }
+    parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
+
+    def kind(name: str) -> str:
+        if name.rpartition(".")[0] in batch_norms:
+            return "bn"
+        return "weight" if name in parameters else "buffer"
+
+    return {name: kind(name) for name in network.state_dict()}

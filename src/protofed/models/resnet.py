@@ -1,0 +1,44 @@
+"""ResNets for small images: a 3×3 stem without max-pool, then four stages of BasicBlocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from protofed.models.network import Network, conv, normalise
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions and a shortcut around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            conv(inputs, outputs, 3, stride, norm),
+            normalise(norm, outputs),
+            nn.ReLU(),
+            conv(outputs, outputs, 3, 1, norm),
+            normalise(norm, outputs),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(
+                conv(inputs, outputs, 1, stride, norm), normalise(norm, outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ReLU of the convolutions' result plus the shortcut's."""
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(blocks: int, classes: int, width: int, norm: str) -> Network:
+    """A ResNet with ``blocks`` BasicBlocks in each stage; its features are 8 × ``width``."""
+    layers: list[nn.Module] = [conv(3, width, 3, 1, norm), normalise(norm, width), nn.ReLU()]
+    inputs = width
+    for stage, first_stride in enumerate((1, 2, 2, 2)):
+        outputs = width * 2**stage
+        for block in range(blocks):
+            layers.append(BasicBlock(inputs, outputs, first_stride if block == 0 else 1, norm))
+            inputs = outputs
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return Network(nn.Sequential(*layers), inputs, classes)

@@ -1,0 +1,76 @@
+"""Losses that pull features to prototypes.
+
+Shapes: B batch, K classes, d features, J prototypes of a class (padded), N rows.
+
+These run in every training step, also inside a captured graph: tensor expressions only, nothing
+that looks at a value, and masked_fill instead of torch.where with a number, which would copy
+the number from the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from protofed.errors import unknown
+from protofed.prototypes.means import full_precision
+
+# Stands for minus infinity. Finite, since a sample without prototypes takes the difference of two
+# such numbers, and inf - inf is NaN.
+ABSENT = -1e30
+
+# A row shorter than 1e-12 has no direction. The backward of rsqrt cubes it, and (1e-24)^-1.5 is
+# still a float32.
+NO_LENGTH = 1e-24
+
+
+def _unit(rows_Nd: Tensor) -> Tensor:
+    # A feature whose ReLUs are all dead has no direction. Dividing by max(norm, eps), as is usual,
+    # would give it a gradient of 1/eps. Both fills are needed: the 0 gives the row cosine 0 and
+    # gradient 0, the 1 keeps the backward of rsqrt from 0 · inf = NaN.
+    square_N1 = (rows_Nd * rows_Nd).sum(-1, keepdim=True)
+    none_N1 = square_N1 <= NO_LENGTH
+    return rows_Nd * square_N1.masked_fill(none_N1, 1).rsqrt().masked_fill(none_N1, 0)
+
+
+@full_precision
+def cosine(a_Bd: Tensor, b_Nd: Tensor) -> Tensor:
+    """Cosines [B, N]; a row of norm 0 has cosine 0 with everything, and gradient 0."""
+    return _unit(a_Bd) @ _unit(b_Nd).T
+
+
+@full_precision
+def contrast(
+    z_Bd: Tensor, y_B: Tensor, mean_KJd: Tensor, mask_KJ: Tensor, tau: float | Tensor
+) -> Tensor:
+    """Contrast with the prototypes of all classes (FPL, Eq. 7).
+
+    Batch mean of -log(Σ_own exp(cos/τ) / Σ_all exp(cos/τ)). A sample whose class has no prototype
+    contributes 0 and stays in the mean. No gradient reaches the prototypes.
+    """
+    classes, _, features = mean_KJd.shape
+    prototype_Nd = mean_KJd.detach().to(z_Bd.dtype).reshape(-1, features)
+    logit_BKJ = (cosine(z_Bd, prototype_Nd) / tau).view(-1, *mask_KJ.shape)
+    other_BK = y_B[:, None] != torch.arange(classes, device=y_B.device)
+    all_BKJ = logit_BKJ.masked_fill(mask_KJ <= 0, ABSENT)
+    own_BKJ = all_BKJ.masked_fill(other_BK[..., None], ABSENT)
+    loss_B = all_BKJ.flatten(1).logsumexp(1) - own_BKJ.flatten(1).logsumexp(1)
+    unknown_B = (mask_KJ <= 0).all(1)[y_B]
+    return loss_B.masked_fill(unknown_B, 0).mean()
+
+
+@full_precision
+def consistency(
+    z_Bd: Tensor, y_B: Tensor, target_Kd: Tensor, mask_K: Tensor, reduction: str = "mean"
+) -> Tensor:
+    """Batch mean of the squared distance to the own class's target, as mean or sum over d.
+
+    "mean" is FedProto's loss and the one in FPL's code, "sum" is FPL's Eq. 10. A sample whose
+    class has no target contributes 0 and stays in the mean. No gradient reaches the targets.
+    """
+    if reduction not in ("mean", "sum"):
+        raise unknown("reduction", reduction, ("mean", "sum"))
+    target_Bd = target_Kd.detach()[y_B]
+    difference_Bd = (z_Bd - target_Bd).masked_fill((mask_K <= 0)[y_B][:, None], 0)
+    square_B = (difference_Bd * difference_Bd).sum(1)
+    return square_B.mean() / (z_Bd.shape[1] if reduction == "mean" else 1)

@@ -1,0 +1,78 @@
+"""Accuracy over rounds: one panel for the average, one for each domain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from protofed.federation.run import Result
+
+# Okabe and Ito's palette: told apart by colour-blind readers too
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8C8C00")
+
+
+def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
+    """Draw runs, grouped by method: the mean over seeds, and the range between them as a band."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.summary["method"], []).append(result)
+    domains = list(results[0].rounds[0]["accuracy"])
+    panels = ["average", *(f"accuracy.{d}" for d in domains)]
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False}):
+        figure = Figure(figsize=(3.4 * columns, 2.6 * rows + 0.5), layout="constrained")
+        axes = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
+        for axis, column in zip(axes, panels, strict=False):
+            for (name, runs), colour, style in zip(
+                groups.items(), _cycle(COLOURS, len(groups)), _styles(len(groups)), strict=True
+            ):
+                length = min(len(r.rounds) for r in runs)
+                values = np.array([r.rounds[column][:length] for r in runs], dtype=float)
+                x = np.arange(1, length + 1)
+                axis.plot(x, values.mean(0), style, color=colour, label=name, linewidth=1.6)
+                if len(runs) > 1:
+                    axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15)
+            title = column.removeprefix("accuracy.")
+            axis.set_title("average of the domains" if title == "average" else title)
+            axis.spines["right"].set_visible(False)
+            axis.grid(axis="y", alpha=0.3)
+            axis.set_ylim(bottom=0, top=100)
+        for axis in axes[len(panels) :]:
+            axis.axis("off")
+        for axis in axes[: len(panels)]:
+            axis.tick_params(labelbottom=True)
+        axes[0].set_ylabel("test accuracy, %")
+        figure.supxlabel("round", fontsize=9)
+        handles, labels = axes[0].get_legend_handles_labels()
+        spare = axes[len(panels)] if len(axes) > len(panels) else None
+        if spare is not None:
+            spare.legend(handles, labels, loc="center left", frameon=False)
+        else:
+            axes[0].legend(handles, labels, frameon=False)
+        figure.suptitle(_title(results), fontsize=9)
+        figure.savefig(file, dpi=150, format=None if isinstance(file, (str, Path)) else "png")
+
+
+def _title(results: Sequence[Result]) -> str:
+    first = results[0].config
+    seeds = sorted({r.config.seed for r in results})
+    shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds (band: their range)"
+    return (
+        f"{first.task}, protocol {first.protocol}, {sum(first.clients.values())} clients, {shown}"
+    )
+
+
+def _cycle(values: Sequence[str], n: int) -> list[str]:
+    return [values[i % len(values)] for i in range(n)]
+
+
+def _styles(n: int) -> list[str]:
+    """Another dash for each turn through the colours."""
+    return [("-", "--", ":", "-.")[(i // len(COLOURS)) % 4] for i in range(n)]
