@@ -14,6 +14,41 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from protofed.cli_data import data_app
+from protofed.cli_options import (
+    AugmentOption,
+    AverageOption,
+    BatchOption,
+    ClientsOption,
+    DataOption,
+    DecayOption,
+    DeviceOption,
+    DirichletOption,
+    EngineOption,
+    EpochsOption,
+    EveryOption,
+    FlipOption,
+    LeaveOutOption,
+    LeftoverOption,
+    LrOption,
+    ModelOption,
+    MomentumOption,
+    NormOption,
+    ParticipationOption,
+    PrecisionOption,
+    ProtocolOption,
+    QuantityOption,
+    RepairOption,
+    RoundsOption,
+    SamplesOption,
+    SetOption,
+    SizeOption,
+    SkipBadOption,
+    TaskOption,
+    TestSplitOption,
+    WidthOption,
+    WorkersOption,
+)
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
@@ -28,6 +63,7 @@ app = typer.Typer(
     "three methods on a task that needs no download.",
 )
 console = Console()
+app.add_typer(data_app)
 
 
 @app.callback(invoke_without_command=True)
@@ -37,52 +73,6 @@ def _root(
     if version:
         console.print(f"protofed {__version__}")
         raise typer.Exit
-
-
-# ---- options that several commands share -------------------------------------------------------
-
-TaskOption = Annotated[str | None, typer.Option("--task", help="The task (see `protofed tasks`).")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="NAME=VALUE", help="A hyper-parameter of the method; repeatable."
-    ),
-]
-ProtocolOption = Annotated[
-    str | None,
-    typer.Option(help="Model, batch, epochs, rounds, optimiser; default: the task's own."),
-]
-RoundsOption = Annotated[int | None, typer.Option(help="Communication rounds.")]
-EpochsOption = Annotated[int | None, typer.Option(help="Local epochs a round.")]
-BatchOption = Annotated[int | None, typer.Option(help="Batch size.")]
-LrOption = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
-MomentumOption = Annotated[float | None, typer.Option(help="Momentum, reset every round.")]
-DecayOption = Annotated[float | None, typer.Option("--weight-decay", help="Weight decay.")]
-ModelOption = Annotated[str | None, typer.Option(help="resnet10, resnet18, cnn3 or cnn2.")]
-WidthOption = Annotated[int | None, typer.Option(help="Channels of the first layer.")]
-NormOption = Annotated[str | None, typer.Option(help="batch, group or none.")]
-ClientsOption = Annotated[
-    str | None,
-    typer.Option(metavar="N | D=N,...", help="Clients of each domain, e.g. scan=4,inverse=1."),
-]
-SamplesOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N | D=N,...",
-        help="Training images a client holds: a count, or a fraction of the domain like 0.2.",
-    ),
-]
-ParticipationOption = Annotated[
-    float | None, typer.Option(help="Fraction of the clients that train in a round.")
-]
-AverageOption = Annotated[
-    str | None, typer.Option(help="Averaging weights of the model: samples or uniform.")
-]
-PrecisionOption = Annotated[str | None, typer.Option(help="fp32 or fp64.")]
-DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda.")]
-EveryOption = Annotated[
-    int | None, typer.Option("--checkpoint-every", help="Rounds between checkpoints.")
-]
 
 
 @app.command()
@@ -118,10 +108,23 @@ def run(
     norm: NormOption = None,
     clients: ClientsOption = None,
     samples: SamplesOption = None,
+    leave_out: LeaveOutOption = None,
+    dirichlet: DirichletOption = None,
+    quantity: QuantityOption = None,
+    leftover: LeftoverOption = None,
+    repair: RepairOption = None,
     participation: ParticipationOption = None,
     average: AverageOption = None,
     precision: PrecisionOption = None,
     device: DeviceOption = None,
+    engine: EngineOption = None,
+    workers: WorkersOption = None,
+    data: DataOption = None,
+    image_size: SizeOption = None,
+    flip: FlipOption = None,
+    augment: AugmentOption = None,
+    test_split: TestSplitOption = None,
+    skip_bad: SkipBadOption = None,
     checkpoint_every: EveryOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
@@ -130,20 +133,13 @@ def run(
     Without --config and options this is FedAvg on glyphs. Ctrl-C writes a checkpoint; the same
     command with --resume goes on from it and ends with the very same numbers.
     """
-    from protofed.config import make_config, read_config
+    from protofed.config import merged_config
     from protofed.federation.run import is_finished, load_run
     from protofed.federation.run import run as run_federation
     from protofed.progress import RunProgress
 
     given = _given(locals())
-    settings = read_config(config) if config else {}
-    if task is not None:
-        given["task"] = task
-    if method is not None and method != settings.get("method"):
-        settings.pop("options", None)  # another method: the file's hyper-parameters are not its
-        given["method"] = method
-    options = {**settings.pop("options", {}), **_assignments(set_)}
-    complete = make_config(**{"task": "glyphs", **settings, **given, "options": options})
+    complete = merged_config(config, task, method, _assignments(set_), given)
     folder = out or Path("runs") / complete.label
     if is_finished(folder, complete) and not overwrite:
         if not quiet:
@@ -193,31 +189,55 @@ def compare(
     norm: NormOption = None,
     clients: ClientsOption = None,
     samples: SamplesOption = None,
+    leave_out: LeaveOutOption = None,
+    dirichlet: DirichletOption = None,
+    quantity: QuantityOption = None,
+    leftover: LeftoverOption = None,
+    repair: RepairOption = None,
     participation: ParticipationOption = None,
     average: AverageOption = None,
     precision: PrecisionOption = None,
     device: DeviceOption = None,
+    engine: EngineOption = None,
+    workers: WorkersOption = None,
+    data: DataOption = None,
+    image_size: SizeOption = None,
+    flip: FlipOption = None,
+    augment: AugmentOption = None,
+    test_split: TestSplitOption = None,
+    skip_bad: SkipBadOption = None,
 ) -> None:
     """Run several methods on the same clients and put them into one table and one figure.
 
     Runs that are complete in the folder are not done again; interrupted ones go on.
     """
-    from protofed.config import make_config
+    from protofed.config import make_config, short_task
     from protofed.methods import METHODS, method_class
     from protofed.study.compare import compare as compare_runs
 
     given = _given(locals())
     task = task or "glyphs"
     names = list(METHODS) if methods == "all" else [m.strip() for m in methods.split(",")]
-    options = _by_method(_assignments(set_), {method_class(n).name: n for n in names})
-    if seeds < 1:
-        raise ProtofedError(f"--seeds must be at least 1, got {seeds}")
+    names = list(dict.fromkeys(names))
+    called: dict[str, str] = {}
+    for name in names:
+        own = method_class(name).name
+        if own in called:
+            raise ProtofedError(
+                f"{called[own]} and {name} are both named {own}",
+                "give one of the classes another name: ClassVar[str]",
+            )
+        called[own] = name
+    options = _by_method(_assignments(set_), called)
+    for option, number in (("--seeds", seeds), ("--jobs", jobs)):
+        if number is not None and number < 1:
+            raise ProtofedError(f"{option} must be at least 1, got {number}")
     configs = [
         make_config(task, name, options.get(name, {}), seed=s, **given)
         for s in range(seed, seed + seeds)
         for name in names
     ]
-    folder = out or Path("runs") / f"compare-{task}"
+    folder = out or Path("runs") / f"compare-{short_task(task)}"
     results = compare_runs(configs, folder, jobs or os.cpu_count() or 1, console)
     _print_results(results)
     console.print(f"table.md, curves.png and the runs are in [bold]{folder}[/bold]")
@@ -229,6 +249,9 @@ def methods(
     target: Annotated[
         str | None, typer.Argument(help="After check: the method, e.g. file.py:Class.")
     ] = None,
+    task: Annotated[
+        str, typer.Option(help="Show the defaults that the paper gives on this task.")
+    ] = "",
 ) -> None:
     """List the methods, show one (protofed methods fpl), or check one.
 
@@ -244,7 +267,7 @@ def methods(
     elif target is not None:
         raise ProtofedError(f"too many names: {name} {target}", "protofed methods fpl")
     elif name is not None:
-        _show_method(name)
+        _show_method(name, task)
     else:
         table = Table("method", "paper", "what travels", box=None, header_style="bold")
         for cls in METHODS.values():
@@ -255,21 +278,35 @@ def methods(
 
 @app.command()
 def tasks() -> None:
-    """List the tasks: domains, classes, images, and the clients they are split into."""
-    from protofed.data import TASKS, load_task
+    """List the tasks: domains, classes, images, and the clients they are split into.
+
+    Images are counted as published; protofed data show TASK counts those that are there.
+    """
+    from protofed.data import TASKS, load_task, outline
+    from protofed.data.find import DataMissing, find
+    from protofed.data.specs import SPECS
     from protofed.protocols import TASK_PROTOCOL
 
     for name in TASKS:
-        task = load_task(name)
+        spec = SPECS.get(name)
+        task = outline(name, spec.domains) if spec else load_task(name)
         console.print(
             f"[bold]{name}[/bold]: {len(task.classes)} classes, {task.image_size}×"
             f"{task.image_size} pixels, protocol {TASK_PROTOCOL[name]}. {escape(task.note)}"
         )
         table = Table("domain", "training", "test", "clients", "samples each", box=None)
         for domain, images in task.domains.items():
-            counts = (len(images.train), len(images.test), task.clients[domain])
-            table.add_row(domain, *map(str, counts), f"{task.samples[domain]:g}")
+            counts = spec.official[domain] if spec else (len(images.train), len(images.test))
+            row = (*counts, task.clients[domain])
+            table.add_row(domain, *map(str, row), f"{task.samples[domain]:g}")
         console.print(table)
+        if spec:
+            try:
+                where = f"files: {find(spec)[0]}"
+            except DataMissing:
+                where = f"not found, protofed data fetch {name}"
+            console.print(f"[dim]{escape(where)}[/dim]", highlight=False, soft_wrap=True)
+    console.print("[bold]folder:PATH[/bold]: any tree domain/class/image of your own.")
 
 
 def main() -> None:
@@ -279,16 +316,20 @@ def main() -> None:
     except ProtofedError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; the same command with --resume goes on")
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # typer's word for Ctrl-C
+            text = "stopped; what is complete is kept: the same command goes on (run: --resume)"
+            Console(stderr=True).print(text)
+        raise
 
 
 # ---- helpers -----------------------------------------------------------------------------------
 
 _SETTINGS = (
     "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
-    "width", "norm", "participation", "average", "precision", "device", "checkpoint_every",
+    "width", "norm", "leave_out", "dirichlet", "quantity", "leftover", "repair", "participation",
+    "average", "precision", "device", "engine", "workers", "checkpoint_every",
+    "data", "image_size", "flip", "augment", "test_split", "skip_bad",
 )  # fmt: skip
 
 
@@ -358,28 +399,40 @@ def _print_results(results: Any) -> None:
     for row in body:
         table.add_row(*row)
     console.print()
-    console.print(table)
+    # where there is no terminal there is no width to keep to either
+    wide = console if console.is_terminal else Console(file=console.file, width=400)
+    wide.print(table)
     console.print(f"[dim]{escape(caption(results))}[/dim]")
 
 
-def _show_method(name: str) -> None:
+def _show_method(name: str, task: str) -> None:
+    from protofed.data import TASKS
+    from protofed.errors import unknown
     from protofed.methods import method_class
+
+    if task and task not in TASKS:
+        raise unknown("task", task, TASKS)
 
     cls = method_class(name)
     module = sys.modules[cls.__module__]
     console.print(
         f"[bold]{cls.name}[/bold]   {escape(cls.paper)}\ntravels: {escape(cls.travels)}\n"
     )
-    console.print(escape((module.__doc__ or cls.__doc__ or "").strip()), highlight=False)
+    text = escape((module.__doc__ or cls.__doc__ or "").strip())
+    console.print(text, highlight=False, soft_wrap=True)
     if not cls.hypers():
         console.print("\nno hyper-parameters")
         return
-    table = Table("hyper-parameter", "symbol", "default", "meaning", box=None, header_style="bold")
-    defaults = cls().options()
+    default = f"on {task}" if task else "default"
+    table = Table("hyper-parameter", "symbol", default, "meaning", box=None, header_style="bold")
+    defaults = cls.defaults(task)
     for key, hyper in cls.hypers().items():
-        allowed = f" [{' | '.join(hyper.choices)}]" if hyper.choices else ""
-        meaning = escape(hyper.meaning + allowed)
-        table.add_row(key, hyper.symbol, str(defaults[key]), meaning)
+        meaning = hyper.meaning
+        if hyper.choices:
+            meaning += f" [{' | '.join(hyper.choices)}]"
+        if hyper.per_task and not task:
+            meaning += f" ({', '.join(f'{t}: {v}' for t, v in hyper.per_task.items())})"
+        table.add_row(key, hyper.symbol, str(defaults[key]), escape(meaning))
     console.print()
     console.print(table)
 

@@ -17,12 +17,27 @@ from typing import Any
 
 import torch
 
-from protofed.data import Task, load_task
+from protofed.data import Task, distribution, distributions, load_task
+from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
 from protofed.methods import Method, create, fingerprint, reference
-from protofed.protocols import TASK_PROTOCOL, protocol
+from protofed.models import MODELS, NORMS
+from protofed.protocols import Protocol, protocol
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "tf32": torch.float32,
+    "bf16": torch.float32,
+}
+"""The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
+
+
+UNHASHED = ("checkpoint_every", "engine", "workers", "data", "skip_bad")
+"""Settings that cannot change a number (to the last bit on a CPU, to rounding on a GPU).
+
+Where images lie cannot, as ``digest`` says what they are.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,17 +59,33 @@ class Config:
     norm: str | None
     clients: Mapping[str, int]
     samples: Mapping[str, float]
+    leave_out: str | None
+    dirichlet: float | None
+    quantity: float | None
+    leftover: bool
+    repair: bool
     participation: float
     average: str
     precision: str
     device: str
+    engine: str
+    workers: int | None
     checkpoint_every: int
+    image_size: int
+    flip: bool
+    augment: str
+    test_split: str | None
+    skip_bad: bool
+    data: str | None
+    digest: str | None
 
     @property
     def hash(self) -> str:
         """Ten hexadecimal digits of all that can change a number (a method file's text too)."""
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
-        del parts["checkpoint_every"]
+        for name in UNHASHED:
+            del parts[name]
+        parts["task"] = short_task(self.task)
         parts["method"] = [self.method.name, fingerprint(self.method), self.method.options()]
         text = json.dumps(parts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
@@ -62,7 +93,7 @@ class Config:
     @property
     def label(self) -> str:
         """A folder's name for this run."""
-        return f"{self.task}-{self.method.name}-{self.seed}-{self.hash}"
+        return f"{short_task(self.task)}-{self.method.name}-{self.seed}-{self.hash}"
 
     def toml(self) -> str:
         """The configuration as TOML."""
@@ -84,24 +115,39 @@ _LIMITS: dict[str, tuple[str, Any]] = {
     "epochs": ("a whole number of at least 1", lambda v: _whole(v) and v >= 1),
     "batch": ("a whole number of at least 1", lambda v: _whole(v) and v >= 1),
     "checkpoint_every": ("a whole number of at least 1", lambda v: _whole(v) and v >= 1),
+    "workers": ("a whole number of at least 1", lambda v: v is None or (_whole(v) and v >= 1)),
     "width": ("a whole number of at least 1", lambda v: v is None or (_whole(v) and v >= 1)),
     "lr": ("a number above 0", lambda v: _number(v) and v > 0),
     "momentum": ("a number in [0, 1)", lambda v: _number(v) and 0 <= v < 1),
     "weight_decay": ("a number of at least 0", lambda v: _number(v) and v >= 0),
     "participation": ("a number in (0, 1]", lambda v: _number(v) and 0 < v <= 1),
+    "dirichlet": ("a number from 1e-6 to 1e6", lambda v: v is None or _concentration(v)),
+    "quantity": ("a number from 1e-6 to 1e6", lambda v: v is None or _concentration(v)),
+    "leftover": ("true or false", lambda v: isinstance(v, bool)),
+    "repair": ("true or false", lambda v: isinstance(v, bool)),
 }
 _CHOICES = {
     "average": ("samples", "uniform"),
-    "precision": tuple(DTYPES),
+    "precision": ("auto", *DTYPES),
     "device": ("auto", "cpu", "cuda"),
-    "norm": ("batch", "group", "none"),
+    "norm": NORMS,
+    "model": tuple(MODELS),
+    "engine": ENGINES,
 }
 DEFAULTS: dict[str, Any] = {
     "seed": 0,
+    "augment": "crop",
+    "skip_bad": False,
+    "data": None,
+    "leave_out": None,
+    "dirichlet": None,
+    "quantity": None,
     "participation": 1.0,
     "average": "samples",
-    "precision": "fp32",
+    "precision": "auto",
     "device": "auto",
+    "engine": "auto",
+    "workers": None,
     "checkpoint_every": 5,
 }
 
@@ -117,35 +163,98 @@ def make_config(
         if options:
             raise ProtofedError("hyper-parameters belong into the method object here")
     else:
-        method = create(method, options)
-    task = load_task(task) if isinstance(task, str) else task
+        method = create(method, options, task if isinstance(task, str) else task.name)
     given = {k: v for k, v in given.items() if v is not None}
     names = [f.name for f in fields(Config)]
     for name in given:
         if name not in names:
             raise unknown("setting", name, names)
-    base = protocol(given.get("protocol") or TASK_PROTOCOL.get(task.name, "glyphs"))
+    if isinstance(task, str):
+        task = load_task(task, **{k: given[k] for k in TASK_OPTIONS if k in given})
+    base = protocol(given.get("protocol"), task.name)
     values: dict[str, Any] = {
         **DEFAULTS,
+        "leftover": task.leftover,
+        "repair": task.repair and given.get("dirichlet") is None,  # label skew: classes may miss
         **{k: v for k, v in asdict(base).items() if k in names},
         "protocol": base.name,
         **given,
+        **_of_task(task, given),
         "task": task.name,
         "method": method,
-        "clients": _per_domain("clients", given.get("clients", task.clients), task),
         "samples": _per_domain("samples", given.get("samples", task.samples), task),
     }
     for name, (words, holds) in _LIMITS.items():
         if not holds(values[name]):
             raise ProtofedError(f"{name} must be {words}, got {values[name]!r}")
+    for name in ("lr", "momentum", "weight_decay", "participation"):
+        values[name] = float(values[name])  # 1 and 1.0 are the same run
     for name, choices in _CHOICES.items():
         if values[name] is not None and values[name] not in choices:
             raise unknown(f"value for {name}", values[name], choices)
+    values["clients"] = _clients(values, base, task)
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
     elif values["device"] == "cuda" and not torch.cuda.is_available():
         raise ProtofedError("device cuda is asked for, but torch sees no GPU", "use --device cpu")
+    if values["precision"] == "auto":
+        fast = values["device"] == "cuda" and torch.cuda.is_bf16_supported()
+        values["precision"] = "bf16" if fast else "fp32"
+    choose(values["engine"], values["device"])  # an engine that cannot run is said now
     return Config(**values)
+
+
+TASK_OPTIONS = ("data", "image_size", "flip", "test_split", "skip_bad", "augment")
+"""Settings that ``load_task`` takes."""
+
+
+def config_task(config: Config) -> Task:
+    """The task of a configuration."""
+    if config.digest is None:  # not from files
+        return load_task(config.task, flip=config.flip)
+    return load_task(config.task, **{k: getattr(config, k) for k in TASK_OPTIONS})
+
+
+def short_task(name: str) -> str:
+    """A task's name as part of a file's name: ``folder:pictures/pets`` is folder-pets."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}-{Path(path).resolve().name}" if colon else name
+
+
+def _of_task(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the task at hand has; an error where something else is asked for."""
+    own = {
+        "image_size": task.image_size,
+        "flip": task.augment.flip,
+        "test_split": task.test_split,
+        "digest": task.digest or None,
+    }
+    if "digest" in given and given["digest"] != own["digest"]:
+        raise ProtofedError(
+            f"the images of task '{task.name}' are not those of the configuration",
+            "point --data at the same files, or remove the configuration's line 'digest'",
+        )
+    for name, value in own.items():
+        if name in given and given[name] != value:
+            raise ProtofedError(f"{name} of task '{task.name}' is {value}, not {given[name]}")
+    return own
+
+
+def merged_config(
+    file: str | Path | None,
+    task: str | Task | None,
+    method: str | Method | None,
+    options: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> Config:
+    """A configuration from a TOML file, if any, over which all that is given wins."""
+    found = read_config(Path(file)) if file is not None else {}
+    if method is not None and method != found.get("method"):
+        found.pop("options", None)  # another method: the file's hyper-parameters are not its
+    given = {"task": task, "method": method, **settings}
+    found |= {name: value for name, value in given.items() if value is not None}
+    merged = {**found.pop("options", {}), **(options or {})}
+    return make_config(**{"task": "glyphs", **found}, options=merged)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -168,7 +277,36 @@ def read_config(path: Path) -> dict[str, Any]:
         raw |= {"method": options.pop("name"), "options": options}
     else:
         raw["method"] = method
+    for name in ("task", "method", "protocol", "model"):
+        if name in raw and not isinstance(raw[name], str):
+            raise ProtofedError(f"{name} in '{path}' must be a name, got {raw[name]!r}")
     return raw
+
+
+def _clients(values: Mapping[str, Any], base: Protocol, task: Task) -> dict[str, int]:
+    """Clients of each domain: given as numbers or by name, else the protocol's, else the task's.
+
+    With a domain left out and nothing given, each other domain is one client.
+    """
+    left_out, clients = values["leave_out"], values.get("clients")
+    if left_out is not None and left_out not in task.domains:
+        raise unknown(f"domain of {task.name}", left_out, task.domains)
+    if clients is None:
+        named = "one" if left_out is not None else base.distribution
+        # a protocol of one paper may name a distribution that only its own tasks have
+        clients = named if named in distributions(task) else task.clients
+    numbers = isinstance(clients, Mapping)
+    if isinstance(clients, str):
+        clients = distribution(task, clients, values["seed"])
+    each: dict[str, int] = _per_domain("clients", clients, task)
+    if left_out is not None:
+        if numbers and each.get(left_out):
+            raise ProtofedError(
+                f"domain '{left_out}' is left out, but has {each[left_out]} clients",
+                f"give it none ({left_out}=0), or name a distribution: --clients one",
+            )
+        each[left_out] = 0
+    return {d: each[d] for d in task.domains if d in each}
 
 
 def _per_domain(name: str, value: Any, task: Task) -> dict[str, Any]:
@@ -189,6 +327,11 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _concentration(value: Any) -> bool:
+    # beyond these a Dirichlet draw is one-hot or even anyway, and its arithmetic overflows
+    return _number(value) and 1e-6 <= value <= 1e6
+
+
 def _number(value: Any) -> bool:
     return _whole(value) or (isinstance(value, float) and math.isfinite(value))
 
@@ -199,4 +342,5 @@ def _toml(value: Any) -> str:
 
 
 def _key(name: str) -> str:
-    return name if name.isascii() and name.replace("_", "").isalnum() else json.dumps(name)
+    plain = name.isascii() and name.replace("_", "").isalnum()
+    return name if plain else json.dumps(name, ensure_ascii=False)

@@ -22,7 +22,9 @@ from torch import Tensor
 
 def key(*parts: int | str) -> int:
     """A 63-bit number that stands for these parts (types told apart, boundaries kept)."""
-    text = "\x1f".join(f"{type(p).__name__}:{p}" for p in parts)
+    # a separator inside a part is doubled: no text of one part can look like two parts
+    words = (f"{type(p).__name__}:{p}".replace("\x1f", "\x1f\x1f") for p in parts)
+    text = "\x1f".join(words)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

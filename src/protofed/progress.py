@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,6 +29,31 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
 
 
+def client_lines(federation: Federation) -> list[str]:
+    """The client-to-domain table, a line per domain, and a line for what a rule changed."""
+    table, unseen = federation.table(), federation.config.leave_out
+    total = len(federation.task.classes)
+    width = max(map(len, federation.task.domains))
+    lines = []
+    for domain in federation.task.domains:
+        own = [row for row in table if row["domain"] == domain]
+        if own:
+            samples = _range([row["samples"] for row in own])
+            classes = _range([row["classes"] for row in own])
+            text = f"{len(own)} client{'s' * (len(own) > 1)} × {samples} samples"
+            text += f", {classes} of {total} classes"
+        else:
+            left_out = "left out" if domain == unseen else "no clients"
+            text = f"{left_out}: only tested on, with {len(federation.tests[domain])} images"
+        lines.append(f"  {domain:<{width}}  {text}")
+    return lines + [f"  {row['client']} {row['note']}" for row in table if "note" in row]
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low}–{high}"
+
+
 class RunProgress(Observer):
     """Round, clients of the round, accuracy per domain, time left."""
 
@@ -41,13 +66,17 @@ class RunProgress(Observer):
         config = federation.config
         self.rounds, self.first = config.rounds, len(records)
         self.began = time.perf_counter()
-        clients = ", ".join(f"{d} {n}" for d, n in config.clients.items() if n)
         resumed = f", resumed after round {len(records)}" if records else ""
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
-            f"{config.seed}: {len(federation.sites)} clients ({clients}), {config.rounds} rounds "
-            f"of {config.epochs} epochs, {config.model}, {config.device}{resumed}"
+            f"{config.seed}: {len(federation.sites)} clients, {config.rounds} rounds "
+            f"of {config.epochs} epochs, {config.model}, engine {federation.engine_name}{resumed}"
         )
+        for text in client_lines(federation):
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        for name in federation.task.skipped:
+            text = f"  left out: {name}"
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),
             BarColumn(bar_width=24),

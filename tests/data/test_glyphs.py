@@ -14,12 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 import protofed
-from protofed.data import glyphs as module
 from protofed.data.cache import cache_folder
 from protofed.data.glyphs import glyphs, make, sources
 from protofed.data.task import Task
 from protofed.files import write_atomic
 
+# By name: in the package, glyphs is the function of the module.
+module = sys.modules["protofed.data.glyphs"]
 Arrays = dict[str, NDArray[Any]]
 PER_CLASS = {
     ("scan", "train"): 50,

@@ -74,6 +74,7 @@ def glyphs(seed: int = 0, cache: Path | None = None) -> Task:
             "Digits made by the package itself, without a download, from scikit-learn's "
             "handwritten digits, Pillow's default font and random textures."
         ),
+        whole_unseen=True,
     )
 
 

@@ -5,58 +5,176 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed import keys
 from protofed.data.task import Task
 from protofed.errors import ProtofedError, unknown
 
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True)
 class Share:
-    """A client's part of the data: rows of its domain's training images."""
+    """A client's part of the data: rows of its domain's training images.
+
+    ``note`` says in words where it is not what was asked for, but what a rule made of it.
+    """
 
     name: str
     domain: str
     rows: Tensor
+    note: str = ""
 
 
 def split(
-    task: Task, clients: Mapping[str, int], samples: Mapping[str, float], seed: int
+    task: Task,
+    clients: Mapping[str, int],
+    samples: Mapping[str, float],
+    seed: int,
+    *,
+    leftover: bool | None = None,
+    repair: bool | None = None,
+    dirichlet: float | None = None,
+    quantity: float | None = None,
 ) -> list[Share]:
     """Give each client its own random samples of one domain, without overlap.
 
     ``samples`` is, per domain, a count (int) or a fraction of the training images (float). A
     domain without clients is only tested on. Clients are named ``domain-0``, ``domain-1``, ...
+    More than a domain has is an error, unless a rule is on (``None``: as the task has it):
+
+    - ``leftover``: where a domain has too few, its last client gets what the others left.
+    - ``repair``: every client gets each class of its domain. For a class it misses, a sample
+      drawn from the whole training split (so perhaps another client's too) replaces one of a
+      class it has twice. Off unless asked for where there is label skew.
+
+    On top of the difference between domains:
+
+    - ``quantity`` (β): a domain's clients differ in size, as Dirichlet(β) draws it; together they
+      have as many samples as without, and each at least one.
+    - ``dirichlet`` (α): clients differ in their classes, their sizes stay. Each draws the classes
+      it prefers from a Dirichlet distribution around the domain's own class frequencies (with
+      concentration α for a class of average size), and takes its samples accordingly, one client
+      after the other. What its classes no longer have comes from the classes it prefers next, in
+      the end from any that are left, so each pass meets the demand or empties a class.
     """
     for domain in [*clients, *samples]:
         if domain not in task.domains:
             raise unknown(f"domain of {task.name}", domain, task.domains)
-    shares = []
+    leftover = task.leftover if leftover is None else leftover
+    repair = (task.repair and dirichlet is None) if repair is None else repair
+    shares: list[Share] = []
     for domain, images in task.domains.items():
-        count, pool = clients.get(domain, 0), len(images.train)
-        if not count:
+        if not clients.get(domain, 0):
             continue
         if domain not in samples:
             raise ProtofedError(f"no number of samples is given for clients of domain '{domain}'")
-        each = _count(samples[domain], pool)
-        if each < 1 or each * count > pool:
-            raise ProtofedError(
-                f"domain '{domain}' has {pool} training images: too few for {count} clients "
-                f"with {each} each"
-                if each
-                else f"{samples[domain]} of domain '{domain}' is none",
-                f"lower --clients or --samples: at most {pool // count} each for {count} clients",
-            )
-        order = torch.from_numpy(keys.generator(seed, domain, "split").permutation(pool))
-        shares += [
-            Share(f"{domain}-{i}", domain, order[i * each : (i + 1) * each]) for i in range(count)
-        ]
+        sizes, notes = _sizes(domain, clients[domain], samples[domain], len(images.train), leftover)
+        if quantity is not None:
+            rng = keys.generator(seed, domain, "quantity")
+            skew = rng.dirichlet(np.full(len(sizes), quantity))
+            total = sum(sizes)
+            sizes = [1 + int(n) for n in apportion(total - len(sizes), skew)]
+            if any(notes):
+                notes[-1] = f"{domain}'s clients share {total} samples: what there is"
+        order = keys.generator(seed, domain, "split").permutation(len(images.train))
+        labels: Ints = images.train.y.numpy()
+        if dirichlet is None:
+            parts = np.split(order, np.cumsum(sizes))[:-1]
+        else:
+            parts = _label_skew(order, labels, sizes, dirichlet, (seed, domain))
+        for i, (rows, note) in enumerate(zip(parts, notes, strict=True)):
+            if repair:
+                rows, mended = _repair(f"{domain}-{i}", rows, labels, task.classes, seed)
+                note = "; ".join(filter(None, (note, mended)))
+            shares.append(Share(f"{domain}-{i}", domain, torch.from_numpy(rows), note))
     if not shares:
         raise ProtofedError("no domain has a client", "give --clients at least one, e.g. scan=1")
     return shares
 
 
-def _count(samples: float, pool: int) -> int:
-    return samples if isinstance(samples, int) else int(samples * pool)
+def apportion(total: int, weights: NDArray[np.float64]) -> Ints:
+    """Whole numbers in proportion to the weights that sum up to the total (largest remainder)."""
+    exact = total * weights / weights.sum()
+    # a hair less, lest rounding errors of the weights make the whole parts exceed the total
+    whole: Ints = np.floor(exact * (1 - 1e-12)).astype(np.int64)
+    first = np.argsort(whole - exact, kind="stable")[: total - whole.sum()]
+    whole[first] += 1
+    return whole
+
+
+def _sizes(
+    domain: str, count: int, samples: float, pool: int, leftover: bool
+) -> tuple[list[int], list[str]]:
+    """How many samples each client of the domain gets, and a word on those that get less."""
+    # 0.29 · 100 is 28.999… in floating point, and means 29
+    each = samples if isinstance(samples, int) else int(samples * pool + 1e-9)
+    sizes = [min(each, pool - i * each) for i in range(count)]
+    if each < 1:
+        raise ProtofedError(
+            f"{samples:g} of the {pool} training images of domain '{domain}' is none",
+            f"raise --samples: at most {pool // count} each for {count} clients",
+        )
+    if sizes[-1] < (1 if leftover else each):
+        raise ProtofedError(
+            f"domain '{domain}' has {pool} training images: too few for {count} clients "
+            f"with {each} each"
+            + (f", nothing is left for {domain}-{-(-pool // each)}" if leftover else ""),
+            f"lower --clients or --samples: at most {pool // count} each for {count} clients",
+        )
+    notes = [f"gets {n} of {each} samples: what was left" if n < each else "" for n in sizes]
+    return sizes, notes
+
+
+def _label_skew(
+    order: Ints, labels: Ints, sizes: list[int], alpha: float, key: tuple[int, str]
+) -> list[Ints]:
+    """Rows for each client, by its own Dirichlet draw of classes; see ``split``."""
+    classes, frequency = np.unique(labels, return_counts=True)
+    places = [np.flatnonzero(labels[order] == c) for c in classes]  # of each class, in ``order``
+    taken = np.zeros(len(classes), np.int64)
+    parts = []
+    for i, size in enumerate(sizes):
+        rng = keys.generator(*key, i, "dirichlet")
+        prefers = rng.dirichlet(alpha * frequency / frequency.mean())
+        mine: list[Ints] = []
+        missing = size
+        while missing:
+            left = frequency - taken
+            weights = np.where(left > 0, prefers, 0.0)
+            if weights.sum() < 1e-300:  # all that it prefers is used up
+                weights = left.astype(np.float64)
+            counts = np.minimum(apportion(missing, weights), left)
+            for place, start, n in zip(places, taken, counts, strict=True):
+                mine.append(place[start : start + n])
+            taken += counts
+            missing -= int(counts.sum())
+        parts.append(order[np.sort(np.concatenate(mine))])
+    return parts
+
+
+def _repair(
+    name: str, rows: Ints, labels: Ints, classes: tuple[str, ...], seed: int
+) -> tuple[Ints, str]:
+    """The client's rows with each class of the domain among them, and what was done for it."""
+    missing = np.setdiff1d(labels, labels[rows])
+    if not len(missing):
+        return rows, ""
+    rows = rows.copy()
+    rng = keys.generator(seed, name, "repair")
+    for label in missing:
+        own, inverse, counts = np.unique(labels[rows], return_inverse=True, return_counts=True)
+        spare = np.flatnonzero(counts[inverse] >= 2)
+        if not len(spare):
+            raise ProtofedError(
+                f"{name} has {len(rows)} samples of {len(own)} classes, too few for the "
+                f"{len(np.unique(labels))} classes of its domain",
+                "raise --samples, or allow missing classes with --no-repair",
+            )
+        rows[rng.choice(spare)] = rng.choice(np.flatnonzero(labels == label))
+    names = ", ".join(classes[label] for label in missing)
+    return rows, f"had no sample of {names}: given one each, drawn from the whole training split"

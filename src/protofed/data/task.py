@@ -40,6 +40,8 @@ class Domain:
 class Augment:
     """What happens to a training image: a random crop after zero padding, a horizontal flip.
 
+    For larger images: ``resized_crop``, a random part of that fraction of the area, enlarged;
+    ``jitter`` of brightness, contrast, saturation and hue; ``grayscale`` with that probability.
     Training and test images are then scaled to [0, 1] and normalised with ``mean`` and ``std``.
     """
 
@@ -47,6 +49,9 @@ class Augment:
     flip: bool = True
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    resized_crop: tuple[float, float] | None = None
+    jitter: tuple[float, float, float, float] | None = None
+    grayscale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,13 @@ class Task:
     """Domains + classes + image size, and what a comparison on it uses unless told otherwise.
 
     ``clients`` is the number of clients a domain has, ``samples`` how many training images each
-    of them holds: a count, or a fraction of the domain's training images.
+    of them holds: a count, or a fraction of the domain's training images. ``leftover`` and
+    ``repair`` are rules of ``protofed.data.split`` that are part of the task's published protocol.
+    ``whole_unseen``: a domain that is left out of training is tested on all of its images, not
+    only on its test images.
+
+    ``digest`` is a hash of classes, splits, labels and pixels of images that come from files,
+    ``test_split`` the way they were divided, ``skipped`` what could not be decoded.
     """
 
     name: str
@@ -64,6 +75,12 @@ class Task:
     clients: Mapping[str, int]
     samples: Mapping[str, float]
     note: str = field(default="")
+    leftover: bool = False
+    repair: bool = False
+    whole_unseen: bool = False
+    digest: str = ""
+    test_split: str | None = None
+    skipped: tuple[str, ...] = ()
 
     @property
     def image_size(self) -> int:

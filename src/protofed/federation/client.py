@@ -27,7 +27,8 @@ class Client:
     """One client during one round. A plain class with tensors, so that a step can be captured.
 
     Hot hooks may use ``network``, ``received``, ``mine``, ``start``, ``parameters``, ``round``,
-    ``progress``, ``forward``, ``probe``, ``uniform`` and ``normal``; the rest is for cold hooks.
+    ``progress``, ``drawn``, ``forward``, ``probe``, ``uniform`` and ``normal``; the rest is for
+    cold hooks.
     """
 
     def __init__(
@@ -64,10 +65,12 @@ class Client:
         self.progress = torch.tensor(round / max(1, rounds - 1), device=device)
         """0 in the first round, 1 in the last."""
         self.key = torch.zeros((), dtype=torch.int64, device=device)
+        self.drawn: Slot = {}
+        """This step's row of the method's ``draws``."""
         self.samples = samples
         self.steps = 0
         self.lr = lr
-        self._clean = clean
+        self.clean = clean
         self._draws = 0
         self._main: Tensor | None = None
         self._sum_Kd: Tensor | None = None
@@ -111,6 +114,10 @@ class Client:
 
     # ---- cold ----------------------------------------------------------------------------------
 
+    def model(self) -> Slot:
+        """A copy of the model as it is now, buffers included."""
+        return {name: t.detach().clone() for name, t in self.network.state_dict().items()}
+
     def class_means(self) -> tuple[Tensor, Tensor]:
         """Mean feature [K, d] of each class and how many samples [K] it is made of."""
         if self._sum_Kd is None or self._count_K is None:
@@ -142,9 +149,12 @@ class Client:
 
     # ---- for the system ------------------------------------------------------------------------
 
-    def begin_step(self, key: int) -> None:
+    def begin_step(self, key: int | Tensor) -> None:
         """Start a step: its key, and the next forward pass is the main one."""
-        self.key.fill_(key)
+        if isinstance(key, Tensor):
+            self.key = key
+        else:
+            self.key.fill_(key)
         self._draws = 0
         self._main = None
 
@@ -152,10 +162,18 @@ class Client:
         """Empty buffers for the class sums."""
         self._sum_Kd = self._count_K = None
 
+    def main_feature(self) -> Tensor:
+        """The features of the step's main pass, without gradient."""
+        assert self._main is not None, "the loss made no forward pass"
+        return self._main.detach()
+
     def collect(self, y: Tensor) -> None:
         """Add the step's main features to the class sums."""
-        assert self._main is not None, "the loss made no forward pass"
-        self._add(self._main, y)
+        self._add(self.main_feature(), y)
+
+    def use_sums(self, sum_Kd: Tensor, count_K: Tensor) -> None:
+        """Class sums that are kept elsewhere."""
+        self._sum_Kd, self._count_K = sum_Kd, count_K
 
     def collect_post(self) -> None:
         """Fill the class sums in a clean pass over the training samples."""
@@ -163,7 +181,7 @@ class Client:
             self._add(self._evaluate(x).feature, y)
 
     def _add(self, feature_Bd: Tensor, y: Tensor) -> None:
-        sum_Kd, count_K = class_sums(feature_Bd.detach(), y, self.classes)
+        sum_Kd, count_K = class_sums(feature_Bd, y, self.classes)
         if self._sum_Kd is None or self._count_K is None:
             self._sum_Kd, self._count_K = sum_Kd, count_K
         else:
@@ -179,9 +197,9 @@ class Client:
         return out
 
     def _batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
-        if self._clean is None:
+        if self.clean is None:
             raise RuntimeError("there are no samples here: the server evaluates")
-        return self._clean(part)
+        return self.clean(part)
 
 
 class _Swap(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from protofed import keys
-from protofed.data.augment import Choices, cropped, normalised
+from protofed.data.augment import Choices, cropped, crops, normalised, padded
 from protofed.data.task import Augment, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import tree
@@ -26,7 +26,8 @@ from protofed.methods.base import Batch, Entry, Method, Phase, Sizes
 from protofed.models import Network, entries
 
 EVALUATION_BATCH = 256
-_CHUNK_BYTES = 64 << 20  # float images prepared at once; an epoch of large images does not fit
+_READY_BYTES = 128 << 20  # images that are kept in memory a second time, ready for cropping
+_CHUNK_BYTES = 8 << 20  # float images made at once: few enough to stay in a CPU cache
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ class Setup:
     rounds: int
     seed: int
     dtype: torch.dtype = torch.float32
+    bf16: bool = False
+    """Whether convolutions and matrix products compute in bfloat16 (the weights stay float32)."""
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The context in which networks run."""
+        # Without its cache: that would keep the bfloat16 copies of weights which have moved on.
+        return torch.autocast(device.type, torch.bfloat16, self.bf16, cache_enabled=False)
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,13 @@ class Reply:
     samples: int
     steps: int
     lr: float
-    losses: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Of each loss term the sum over the steps that have it, and how many these are."""
+
+    def add_loss(self, term: str, total: float, steps: int) -> None:
+        """Count a phase's steps in."""
+        before, count = self.losses.get(term, (0.0, 0))
+        self.losses[term] = (before + total, count + steps)
 
 
 def local(
@@ -81,7 +95,7 @@ def local(
     """Train one client for one round. ``network`` is only a place to compute in."""
     method, device = setup.method, site.images.x.device
     received, mine = tree.to(received, device), tree.to(mine, device)
-    data = _Data(setup, site)
+    data = Data(setup, site)
     client = Client(
         method,
         network,
@@ -97,28 +111,35 @@ def local(
     )
     load(network, client.start)
     network.train()
-    losses: dict[str, float] = {}
+    reply = Reply({}, {}, client.samples, 0, 0.0)
     phases = method.phases(round, setup.training.epochs)
-    for number, phase in enumerate(phases):
-        collect = method.proto_pass == "last_epoch" and number == len(phases) - 1
-        losses |= _train(setup, client, data, phase, round, number, collect)
+    with setup.autocast(device):
+        for number, phase in enumerate(phases):
+            collect = method.proto_pass == "last_epoch" and number == len(phases) - 1
+            for term, total in _train(setup, client, data, phase, round, number, collect).items():
+                reply.add_loss(term, *total)
+        reply.message, reply.mine = finish(method, client)
+    reply.steps, reply.lr = client.steps, client.lr
+    return reply
+
+
+def finish(method: Method, client: Client, device: torch.device | str = "cpu") -> tuple[Tree, Tree]:
+    """After training: the message and the private state, shared and private entries in them."""
     if method.proto_pass == "post":
         client.begin_prototypes()
         client.collect_post()
     message, private = method.upload(client)
-    state = network.state_dict()
-    travel = {e.name: method.shared(e) for e in entry_list(network)}
+    state = client.network.state_dict()
+    travel = {e.name: method.shared(e) for e in entry_list(client.network)}
     message = {**message, "model": {n: state[n] for n, way in travel.items() if way == "both"}}
     private = {**private, "model": {n: state[n] for n, way in travel.items() if way == "no"}}
-    return Reply(
-        tree.copy(message), tree.copy(private), client.samples, client.steps, client.lr, losses
-    )
+    return tree.copy(message, device), tree.copy(private, device)
 
 
 def _train(
-    setup: Setup, client: Client, data: _Data, phase: Phase, round: int, number: int, collect: bool
-) -> dict[str, float]:
-    """One phase; returns the mean of each loss term over its steps."""
+    setup: Setup, client: Client, data: Data, phase: Phase, round: int, number: int, collect: bool
+) -> dict[str, tuple[float, int]]:
+    """One phase; returns the sum of each loss term over its steps, and their number."""
     training, network = setup.training, client.network
     epochs = training.epochs if phase.epochs is None else phase.epochs
     batch_size = phase.batch or training.batch
@@ -126,7 +147,7 @@ def _train(
         parameter.requires_grad_(phase.trainable is None or phase.trainable(name))
     parameters = [p for p in network.parameters() if p.requires_grad]
     client.lr = training.lr if phase.lr is None else phase.lr
-    optimiser = _optimiser(training, phase, parameters)
+    stepper = optimiser(training, phase, parameters)
     sums: dict[str, Tensor] = {}
     where = (setup.seed, round, client.name, number)
     steps = 0
@@ -134,17 +155,19 @@ def _train(
         last = collect and epoch == epochs - 1
         if last:
             client.begin_prototypes()
-        for batch in data.epoch((*where, epoch), batch_size):
+        table = _draws(setup, (*where, epoch), -(-client.samples // batch_size), client)
+        for row, batch in enumerate(data.epoch((*where, epoch), batch_size)):
             client.begin_step(keys.key(*where, steps, "step"))
+            client.drawn = {name: t[row] for name, t in table.items()}
             terms = phase.loss(client, batch)
             total = torch.stack(list(terms.values())).sum()
-            optimiser.zero_grad()
+            stepper.zero_grad()
             total.backward()
             if phase.clip is not None:
                 torch.nn.utils.clip_grad_norm_(parameters, phase.clip)
             if last:
                 client.collect(batch.y)
-            optimiser.step()
+            stepper.step()
             for name, term in terms.items():
                 sums[name] = sums.get(name, 0) + term.detach()
             steps += 1
@@ -152,32 +175,54 @@ def _train(
     for parameter in network.parameters():
         parameter.requires_grad_(True)
         parameter.grad = None
-    losses = {name: float(s) / steps for name, s in sums.items()}
-    for name, value in losses.items():
-        if not math.isfinite(value):
-            raise Diverged(
-                f"client {client.name}, round {round}, phase {number}: loss term '{name}' is "
-                f"{value}",
-                "try a smaller --lr, or check the method's hyper-parameters",
-            )
-    return losses
+    losses = {name: float(s) for name, s in sums.items()}
+    require_finite_losses(client.name, round, number, losses)
+    return {name: (total, steps) for name, total in losses.items()}
 
 
-def _optimiser(
+def require_finite_losses(client: str, round: int, phase: int, losses: Mapping[str, float]) -> None:
+    """An error that names client, round, phase and terms if a loss is not finite."""
+    odd = [f"'{name}' is {value}" for name, value in losses.items() if not math.isfinite(value)]
+    if odd:  # one term that breaks soon breaks the others, so all are named
+        raise Diverged(
+            f"client {client}, round {round}, phase {phase}: loss term {', '.join(odd)}",
+            "try a smaller --lr, or check the method's hyper-parameters",
+        )
+
+
+def _draws(setup: Setup, key: tuple[int | str, ...], steps: int, client: Client) -> Slot:
+    """The method's host draws of an epoch, as tensors [steps, ...] where the client computes."""
+    arrays = setup.method.draws(keys.generator(*key, "draws"), steps)
+    device = client.key.device
+    return {n: torch.from_numpy(a).to(device, setup.dtype) for n, a in arrays.items()}
+
+
+def optimiser(
     training: Training, phase: Phase, parameters: list[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
+    """The optimiser of a phase, with fresh state."""
     lr = training.lr if phase.lr is None else phase.lr
     momentum = training.momentum if phase.momentum is None else phase.momentum
+    on_gpu = parameters[0].is_cuda
     if (phase.optimiser or training.optimiser) == "adam":
-        return torch.optim.Adam(parameters, lr=lr, weight_decay=training.weight_decay)
-    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=training.weight_decay)
+        return torch.optim.Adam(
+            parameters, lr=lr, weight_decay=training.weight_decay, capturable=on_gpu
+        )
+    return torch.optim.SGD(
+        parameters,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=training.weight_decay,
+        fused=on_gpu or None,
+    )
 
 
-class _Data:
+class Data:
     """A client's images as batches: augmented epochs for training, clean passes for the rest."""
 
     def __init__(self, setup: Setup, site: Site) -> None:
         self.setup, self.images = setup, site.images
+        self._padded: Tensor | None = None
         n = len(site.images)
         kept = int(n * setup.method.holdout)
         shuffled = keys.generator(setup.seed, site.name, "holdout").permutation(n)
@@ -194,13 +239,30 @@ class _Data:
         setup, (x, y) = self.setup, (self.images.x, self.images.y)
         rows = self.parts["train"]
         order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
-        choices = Choices.draw(keys.generator(*key, "augment"), len(x), setup.augment)
+        rng = keys.generator(*key, "augment")
+        choices = Choices.draw(rng, len(x), setup.augment, x.shape[-1])
+        ready = self.ready()
         per_batch = batch * x[0].numel() * setup.dtype.itemsize
         for chunk in order.split(batch * max(1, _CHUNK_BYTES // per_batch)):
             index = chunk.to(x.device)
-            images = cropped(x[index], choices.rows(chunk, x.device), setup.augment)
+            chosen = choices.rows(chunk, x.device)
+            if ready is None:
+                images = cropped(x[index], chosen, setup.augment)
+            else:
+                images = crops(ready, index, chosen, setup.augment)
             images = normalised(images, setup.augment, setup.dtype)
             yield from map(Batch, images.split(batch), y[index].split(batch), index.split(batch))
+
+    def ready(self) -> Tensor | None:
+        """The images prepared for cropping, once for all epochs; None where they do not allow it.
+
+        A resized crop or colours need them as they are, and very many must not be kept twice.
+        """
+        x, augment = self.images.x, self.setup.augment
+        plain = augment.resized_crop is None and augment.jitter is None and not augment.grayscale
+        if self._padded is None and plain and x.numel() <= _READY_BYTES:
+            self._padded = padded(x, augment)
+        return self._padded
 
     def clean(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The images of a part in their order, without augmentation."""
@@ -217,6 +279,7 @@ def evaluate(
     mine: Tree,
     tests: Mapping[str, Images],
     round: int = 0,
+    batch: int = EVALUATION_BATCH,
 ) -> dict[str, float]:
     """Accuracy in percent on each test set of the model ``mine | received``.
 
@@ -232,19 +295,44 @@ def evaluate(
         round=round,
         rounds=setup.rounds,
     )
-    load(network, client.start)
+    absent = _absent(network, setup.method, client.start)
+    load(network, client.start | absent)
     network.eval()
     accuracy = {}
-    with torch.no_grad():
+    with torch.no_grad(), setup.autocast(device):
         for name, images in tests.items():
             right = torch.zeros((), dtype=torch.int64, device=device)
-            for x, y in zip(
-                images.x.split(EVALUATION_BATCH), images.y.split(EVALUATION_BATCH), strict=True
-            ):
+            for x, y in zip(images.x.split(batch), images.y.split(batch), strict=True):
                 scores = setup.method.predict(client, normalised(x, setup.augment, setup.dtype))
+                if absent and not bool(torch.isfinite(scores).all()):
+                    _require_finite(client.start)
+                    raise ProtofedError(
+                        f"{setup.method.name} predicts with entries that clients keep to "
+                        f"themselves ({next(iter(absent))} ...), which the server does not have",
+                        "such a method is evaluated by its clients: evaluates = 'clients'",
+                    )
                 right += (scores.argmax(1) == y).sum()
             accuracy[name] = 100 * int(right) / len(images)
     return accuracy
+
+
+def _require_finite(model: Slot) -> None:
+    for name, t in model.items():
+        if not bool(torch.isfinite(t).all()):
+            raise Diverged(
+                f"entry {name} of the model is not finite",
+                "try a smaller --lr, or check the method's hyper-parameters",
+            )
+
+
+def _absent(network: Network, method: Method, model: Slot) -> Slot:
+    """The private entries that a server's model lacks, as NaN: a prediction must not need them."""
+    state = network.state_dict()
+    return {
+        e.name: torch.full_like(state[e.name], math.nan)
+        for e in entry_list(network)
+        if e.name not in model and method.shared(e) == "no" and state[e.name].is_floating_point()
+    }
 
 
 def entry_list(network: Network) -> list[Entry]:
@@ -260,6 +348,11 @@ def load(network: Network, model: Slot) -> None:
         odd = sorted(state.keys() ^ model.keys())[:3]
         raise ProtofedError(f"the model does not fit the network: {', '.join(odd)} ...")
     for name, t in state.items():
+        if model[name].shape != t.shape:
+            raise ProtofedError(
+                f"the model does not fit the network: {name} is {tuple(model[name].shape)}, "
+                f"not {tuple(t.shape)}"
+            )
         t.copy_(model[name])
 
 

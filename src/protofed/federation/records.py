@@ -28,7 +28,7 @@ class Records(list[Record]):
     @property
     def columns(self) -> list[str]:
         """The names of the columns."""
-        return list(_flat(self[0])) if self else []
+        return list(dict.fromkeys(name for record in self for name in _flat(record)))
 
     def rows(self) -> list[dict[str, Any]]:
         """Flat rows, ready for ``pandas.DataFrame(records.rows())``."""
@@ -37,7 +37,7 @@ class Records(list[Record]):
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{c}</th>" for c in self.columns)
         body = "".join(
-            "<tr>" + "".join(f"<td>{_short(v)}</td>" for v in row.values()) + "</tr>"
+            "<tr>" + "".join(f"<td>{_short(row.get(c, ''))}</td>" for c in self.columns) + "</tr>"
             for row in self.rows()
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -59,10 +59,10 @@ def line(record: Record) -> str:
 def read_records(path: Path) -> Records:
     """The complete lines of a ``rounds.jsonl``; a last line cut by a crash is left out."""
     try:
-        text = path.read_text("utf-8")
+        content = path.read_bytes()
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
-    lines = text.split("\n")[:-1]  # what follows the last newline is not a complete line
+    lines = content.split(b"\n")[:-1]  # what follows the last newline is not a complete line
     try:
         return Records(json.loads(entry) for entry in lines)
     except ValueError as error:

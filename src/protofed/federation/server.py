@@ -53,10 +53,13 @@ def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot
     total = math.fsum(weights)
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
+    first: dict[str, torch.Size] = {}
     for update, weight in zip(updates, weights, strict=True):
         entries = update[slot]
-        if sums and entries.keys() != sums.keys():
-            odd = ", ".join(sorted(entries.keys() ^ sums.keys())[:3])
+        shapes = {name: t.shape for name, t in entries.items()}
+        first = shapes if update is updates[0] else first
+        if shapes != first:
+            odd = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
             raise ProtofedError(
                 f"{update.name} and {updates[0].name} sent different entries in '{slot}': {odd}"
             )
@@ -85,18 +88,19 @@ class Server:
         participation: float = 1.0,
         average: str = "samples",
         memory_limit: int = MEMORY_LIMIT,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.method, self.sizes, self.clients = method, sizes, tuple(clients)
         self.rounds, self.seed = rounds, seed
         self.participation, self.average = participation, average
-        self.memory_limit = memory_limit
+        self.memory_limit, self.device = memory_limit, device
         state = network.state_dict()
         self.travels = {e.name: method.shared(e) for e in entry_list(network)}
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
-        self.state: Tree = tree.copy({**method.init_server(model, sizes), "model": model})
+        self.state: Tree = tree.copy({**method.init_server(model, sizes), "model": model}, device)
         self.round = 0
         """The next round to run."""
-        self._spool = Spool(memory_limit)
+        self._spool = Spool(memory_limit, device)
         self._updates: dict[str, Update] = {}
 
     def view(self) -> ServerView:
@@ -136,12 +140,14 @@ class Server:
                 weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
             # entries that only go down are the server's own: the mean leaves them as they are
             averaged = self.state.get("model", {}) | mean(updates, "model", weights)
-            self.state = tree.copy(self.method.aggregate(self.view(), averaged, updates))
+            self.state = tree.copy(
+                self.method.aggregate(self.view(), averaged, updates), self.device
+            )
         self.abandon()
         self.round += 1
 
     def abandon(self) -> None:
         """Forget the replies of an unfinished round."""
         self._spool.close()
-        self._spool = Spool(self.memory_limit)
+        self._spool = Spool(self.memory_limit, self.device)
         self._updates = {}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import torch
+
 from protofed.federation import tree
 from protofed.federation.tree import Slot, Tree
 
@@ -15,8 +17,8 @@ MEMORY_LIMIT = 2 << 30
 class Spool:
     """Holds Trees by name for the length of a round."""
 
-    def __init__(self, limit: int = MEMORY_LIMIT) -> None:
-        self.limit = limit
+    def __init__(self, limit: int = MEMORY_LIMIT, device: torch.device | str = "cpu") -> None:
+        self.limit, self.device = limit, device
         self.used = 0
         self._memory: dict[str, Tree] = {}
         self._disk: dict[str, dict[str, Path]] = {}
@@ -25,6 +27,8 @@ class Spool:
     def put(self, name: str, message: Tree) -> None:
         """Keep a message; each slot is a file of its own if it goes to disk."""
         size = tree.nbytes(message)
+        self.used -= tree.nbytes(self._memory.pop(name, {}))
+        message = {slot: entries for slot, entries in message.items() if entries}
         if self.used + size <= self.limit:
             self._memory[name] = message
             self.used += size
@@ -40,7 +44,7 @@ class Spool:
         if name in self._memory:
             return self._memory[name].get(slot, {})
         path = self._disk[name].get(slot)
-        return tree.load(path)[0][slot] if path else {}
+        return tree.to(tree.load(path)[0], self.device)[slot] if path else {}
 
     def close(self) -> None:
         """Let go of everything."""

@@ -42,7 +42,7 @@ class ClientStore:
 
     def stage(self, name: str, state: Tree, round: int) -> None:
         """Keep what a client's round ended with, until the round is accepted."""
-        if not any(state.values()):
+        if not any(state.values()) and not any(self.get(name).values()):
             return  # nothing private: nothing to remember
         used = sum(
             tree.nbytes(s)
@@ -51,7 +51,8 @@ class ClientStore:
             if not isinstance(s, str)
         )
         if self.folder is not None and used + tree.nbytes(state) > self.limit:
-            self._staged[name] = self._write(name, state, round)
+            # the name a checkpoint after this round would give it: never that of an older state
+            self._staged[name] = self._write(name, state, round + 1)
         else:
             self._staged[name] = state
 

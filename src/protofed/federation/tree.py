@@ -29,6 +29,7 @@ Tree = dict[str, Slot]
 
 def map_tensors(tree: Mapping[str, Mapping[str, Tensor]], fn: Callable[[Tensor], Tensor]) -> Tree:
     """A new Tree with ``fn`` applied to every tensor; slots left empty disappear."""
+    _check(tree)
     return {s: {n: fn(t) for n, t in entries.items()} for s, entries in tree.items() if entries}
 
 
@@ -37,17 +38,18 @@ def to(tree: Tree, device: torch.device | str) -> Tree:
     return map_tensors(tree, lambda t: t.detach().to(device))
 
 
-def copy(tree: Tree) -> Tree:
-    """A Tree on the CPU that shares no memory with the given one.
+def copy(tree: Tree, device: torch.device | str = "cpu") -> Tree:
+    """A Tree on ``device`` that shares no memory with the given one.
 
     Always in plain row-major order, as if it came from a file or a wire: a sum over another
     memory layout could round differently.
     """
-    return map_tensors(tree, lambda t: t.detach().cpu().clone(memory_format=_PLAIN))
+    return map_tensors(tree, lambda t: t.detach().to(device).clone(memory_format=_PLAIN))
 
 
 def nbytes(tree: Tree) -> int:
     """Bytes of tensor data: what travels when this Tree is a message."""
+    _check(tree)
     return sum(t.numel() * t.element_size() for slot in tree.values() for t in slot.values())
 
 
@@ -55,7 +57,7 @@ def equal(a: Tree, b: Tree) -> bool:
     """Whether two Trees hold the same slots, names, dtypes, shapes and bits."""
     flat_a, flat_b = _flatten(a), _flatten(b)
     return flat_a.keys() == flat_b.keys() and all(
-        t.dtype == flat_b[k].dtype and t.shape == flat_b[k].shape and torch.equal(t, flat_b[k])
+        t.dtype == flat_b[k].dtype and t.shape == flat_b[k].shape and _same_bits(t, flat_b[k])
         for k, t in flat_a.items()
     )
 
@@ -82,6 +84,28 @@ def load(path: Path) -> tuple[Tree, dict[str, Any]]:
             f"cannot read '{path}': {error}", "the file is damaged or cut"
         ) from None
     return tree, metadata
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # as bytes: 0.0 == -0.0 though they differ, and nan != nan though it does not
+    a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def _check(tree: object) -> None:
+    """Say which slot or entry of a method's message or state is not what a Tree is made of."""
+    if not isinstance(tree, Mapping):
+        raise ProtofedError(f"state and messages are slots of named tensors, not {type(tree)}")
+    for slot, entries in tree.items():
+        if not isinstance(entries, Mapping):
+            raise ProtofedError(
+                f"slot '{slot}' is {type(entries).__name__}, not a dict of named tensors"
+            )
+        for name, t in entries.items():
+            if not isinstance(t, Tensor):
+                raise ProtofedError(
+                    f"entry '{name}' of slot '{slot}' is {type(t).__name__}, not a tensor"
+                )
 
 
 def _flatten(tree: Tree) -> dict[str, Tensor]:

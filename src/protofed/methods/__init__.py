@@ -13,10 +13,33 @@ from protofed import keys
 from protofed.errors import ProtofedError, unknown
 from protofed.methods.base import Batch, Entry, Hyper, Method, Phase, Sizes, Terms, hyper
 from protofed.methods.fedavg import FedAvg
+from protofed.methods.feddyn import FedDyn
+from protofed.methods.fedopt import FedOpt
+from protofed.methods.fedplvm import FedPLVM
+from protofed.methods.fedproc import FedProc
 from protofed.methods.fedproto import FedProto
+from protofed.methods.fedprox import FedProx
+from protofed.methods.fedseproto import FedSeProto
 from protofed.methods.fpl import FPL
+from protofed.methods.i2pfl import I2PFL
+from protofed.methods.moon import Moon
 
-METHODS: dict[str, type[Method]] = {m.name: m for m in (FedAvg, FedProto, FPL)}
+METHODS: dict[str, type[Method]] = {
+    m.name: m
+    for m in (
+        FedAvg,
+        FedProx,
+        Moon,
+        FedDyn,
+        FedOpt,
+        FedProc,
+        FedProto,
+        FPL,
+        FedPLVM,
+        I2PFL,
+        FedSeProto,
+    )
+}
 
 
 def method_class(name: str) -> type[Method]:
@@ -28,9 +51,9 @@ def method_class(name: str) -> type[Method]:
     return METHODS[name]
 
 
-def create(name: str, options: Mapping[str, Any] | None = None) -> Method:
-    """The method of that name with these hyper-parameters."""
-    return method_class(name).create(options or {})
+def create(name: str, options: Mapping[str, Any] | None = None, task: str = "") -> Method:
+    """The method of that name with these hyper-parameters, the others as on that task."""
+    return method_class(name).create(options or {}, task)
 
 
 def reference(method: Method) -> str:
@@ -65,7 +88,7 @@ def _from_file(name: str) -> type[Method]:
         raise ProtofedError(f"no file '{path}' to take method {wanted} from")
     # One module per content: a method's dataclass needs its module in sys.modules, and two
     # files of the same name must not meet there.
-    module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_text('utf-8')):x}"
+    module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_bytes().hex()):x}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
@@ -89,18 +112,28 @@ def _from_file(name: str) -> type[Method]:
         )
     if not cls.name or cls.name in METHODS:
         cls.name = wanted.lower()
+    if cls.name in METHODS:  # a file's FPL is not the package's
+        cls.name = f"{cls.name}-{file.stem}"
     return cls
 
 
 __all__ = [
     "FPL",
+    "I2PFL",
     "METHODS",
     "Batch",
     "Entry",
     "FedAvg",
+    "FedDyn",
+    "FedOpt",
+    "FedPLVM",
+    "FedProc",
     "FedProto",
+    "FedProx",
+    "FedSeProto",
     "Hyper",
     "Method",
+    "Moon",
     "Phase",
     "Sizes",
     "Terms",

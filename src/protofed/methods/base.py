@@ -16,11 +16,14 @@ All other hooks are *cold*: ordinary Python, once per client or round.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed.errors import ProtofedError, unknown
@@ -51,11 +54,13 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers a method may need to make state: classes K, feature size d, image side."""
+    """What a method may need to make state: classes K, feature size d, image side, and the names
+    of the model's trainable entries (its other entries are buffers)."""
 
     classes: int
     features: int
     image: int
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class Hyper:
     """What is known of a hyper-parameter: its symbol in the paper, its meaning, its range.
 
     ``weight`` marks the factor of a loss term: with all of a method's weights at 0 the method
-    must be FedAvg, bit for bit (``protofed methods check`` tests that).
+    must be FedAvg, bit for bit (``protofed methods check`` tests that). ``per_task`` holds the
+    defaults that the paper gives for certain tasks.
     """
 
     symbol: str
@@ -90,6 +96,7 @@ class Hyper:
     most: float | None = None
     choices: tuple[str, ...] | None = None
     weight: bool = False
+    per_task: Mapping[str, Any] = field(default_factory=dict)
 
 
 def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits: Any) -> Any:
@@ -106,9 +113,6 @@ class Method:
     """Authors, venue and year."""
     travels: ClassVar[str] = "model"
     """What a client and the server exchange, in words."""
-    constant_parts: ClassVar[tuple[str, ...]] = ()
-    """Terms of the loss that hold a part of themselves constant (``detach`` of something that
-    depends on the weights): their gradient rightly differs from their finite difference."""
 
     # ---- what the system does on the method's behalf -------------------------------------------
 
@@ -131,6 +135,15 @@ class Method:
         """Fraction of a client's samples kept from training for ``client.evaluate``."""
         return 0.0
 
+    @property
+    def constant_parts(self) -> tuple[str, ...]:
+        """Terms of the loss that hold a part of themselves constant.
+
+        A ``detach`` of something that depends on the weights: the gradient then rightly differs
+        from the finite difference, and the battery of checks does not compare the two.
+        """
+        return ()
+
     # ---- cold hooks ----------------------------------------------------------------------------
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
@@ -152,6 +165,13 @@ class Method:
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
         """The local training of a round; ``epochs`` is what the protocol gives it in all."""
         return (Phase(self.loss),)
+
+    def draws(self, rng: np.random.Generator, steps: int) -> Mapping[str, NDArray[Any]]:
+        """Random numbers of an epoch that have no closed form, drawn on the host.
+
+        Arrays [steps, ...]; a step finds its row in ``client.drawn``.
+        """
+        return {}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """After training: what is sent beside the shared model, and the next private slots."""
@@ -195,8 +215,16 @@ class Method:
         return {f.name: f.metadata.get("hyper", Hyper("", "")) for f in dataclasses.fields(cls)}
 
     @classmethod
-    def create(cls, options: Mapping[str, Any]) -> Self:
-        """The method with these hyper-parameters; an unknown name is an error."""
+    def defaults(cls, task: str = "") -> dict[str, Any]:
+        """The default of every hyper-parameter on that task."""
+        return {
+            f.name: cls.hypers()[f.name].per_task.get(task, f.default)
+            for f in dataclasses.fields(cls)
+        }
+
+    @classmethod
+    def create(cls, options: Mapping[str, Any], task: str = "") -> Self:
+        """The method with these hyper-parameters, the others as its paper has them on the task."""
         for name in options:
             if name not in cls.hypers():
                 if not cls.hypers():
@@ -204,7 +232,7 @@ class Method:
                         f"method '{cls.name}' has no hyper-parameter '{name}'", "it has none at all"
                     )
                 raise unknown(f"hyper-parameter of {cls.name}", name, cls.hypers())
-        return cls(**options)
+        return cls(**{**cls.defaults(task), **options})
 
     def options(self) -> dict[str, Any]:
         """All hyper-parameters with their values."""
@@ -239,6 +267,8 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
                 f"{where} must be {words} {limit:g}, got {value}",
                 f"its default is {f.default}; see `protofed methods {method}`",
             )
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ProtofedError(f"{where} must be a finite number, got {value}")
     return value
 
 

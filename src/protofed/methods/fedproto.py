@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 
 from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
+from protofed.methods.shared import no_prototypes, upload_means, uploaded_means
 from protofed.prototypes import consistency, owners_mean
 
 
@@ -51,8 +51,7 @@ class FedProto(Method):
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""
-        K, d = sizes.classes, sizes.features
-        return {"prototypes": {"mean": torch.zeros(K, d), "mask": torch.zeros(K)}}
+        return {"prototypes": no_prototypes(sizes)}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(3)."""
@@ -65,13 +64,9 @@ class FedProto(Method):
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """(1)."""
-        mean, count = client.class_means()
-        return {"prototypes": {"mean": mean, "count": count}}, {}
+        return upload_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, and (2) over the clients of this round."""
-        C, mask = owners_mean(
-            torch.stack([u["prototypes"]["mean"] for u in updates]),
-            torch.stack([u["prototypes"]["count"] for u in updates]),
-        )
+        C, mask = owners_mean(*uploaded_means(updates))
         return {"model": mean, "prototypes": {"mean": C, "mask": mask}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protofed.prototypes.finch import cluster_means, finch
-from protofed.prototypes.losses import consistency, contrast, cosine
+from protofed.prototypes.losses import consistency, contrast, cosine, paired_cosine
 from protofed.prototypes.means import (
     class_means,
     class_sums,
@@ -11,6 +11,8 @@ from protofed.prototypes.means import (
     owners_mean,
     pad,
     per_class_mean,
+    reweighted_mean,
+    smoothed,
 )
 
 __all__ = [
@@ -24,5 +26,8 @@ __all__ = [
     "full_precision",
     "owners_mean",
     "pad",
+    "paired_cosine",
     "per_class_mean",
+    "reweighted_mean",
+    "smoothed",
 ]

@@ -40,17 +40,33 @@ def cosine(a_Bd: Tensor, b_Nd: Tensor) -> Tensor:
 
 
 @full_precision
+def paired_cosine(a_Bd: Tensor, b_Bd: Tensor) -> Tensor:
+    """Cosines [B] of the rows of ``a`` with the same rows of ``b``; 0 for a row of norm 0."""
+    return (_unit(a_Bd) * _unit(b_Bd)).sum(1)
+
+
+@full_precision
 def contrast(
-    z_Bd: Tensor, y_B: Tensor, mean_KJd: Tensor, mask_KJ: Tensor, tau: float | Tensor
+    z_Bd: Tensor,
+    y_B: Tensor,
+    mean_KJd: Tensor,
+    mask_KJ: Tensor,
+    tau: float | Tensor,
+    power: float = 1.0,
 ) -> Tensor:
-    """Contrast with the prototypes of all classes (FPL, Eq. 7).
+    """Contrast with the prototypes of all classes (FPL, Eq. 8).
 
     Batch mean of -log(Σ_own exp(cos/τ) / Σ_all exp(cos/τ)). A sample whose class has no prototype
-    contributes 0 and stays in the mean. No gradient reaches the prototypes.
+    contributes 0 and stays in the mean. No gradient reaches the prototypes. ``power`` takes
+    cos^power in the place of cos (FedPLVM's α-sparsity), of cosines clamped to [1e-6, 1]: a
+    negative one has no fractional power, and the slope at 0 is infinite.
     """
     classes, _, features = mean_KJd.shape
     prototype_Nd = mean_KJd.detach().to(z_Bd.dtype).reshape(-1, features)
-    logit_BKJ = (cosine(z_Bd, prototype_Nd) / tau).view(-1, *mask_KJ.shape)
+    cosine_BN = cosine(z_Bd, prototype_Nd)
+    if power != 1:
+        cosine_BN = cosine_BN.clamp(1e-6, 1) ** power
+    logit_BKJ = (cosine_BN / tau).view(-1, *mask_KJ.shape)
     other_BK = y_B[:, None] != torch.arange(classes, device=y_B.device)
     all_BKJ = logit_BKJ.masked_fill(mask_KJ <= 0, ABSENT)
     own_BKJ = all_BKJ.masked_fill(other_BK[..., None], ABSENT)

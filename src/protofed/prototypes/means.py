@@ -69,6 +69,32 @@ def owners_mean(means_MKd: Tensor, counts_MK: Tensor) -> tuple[Tensor, Tensor]:
     return class_means(sum_Kd, owner_MK.sum(0)), owner_MK.any(0).to(torch.float32)
 
 
+@full_precision
+def reweighted_mean(means_MKd: Tensor, counts_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over the owners of a class, each weighted by its squared distance to the plain mean.
+
+    I²PFL, Eq. 3 and 4: a client far from the others counts more. Where all distances are 0 (one
+    owner, or equal prototypes) it is the plain mean. Returns ([K, d], mask [K]).
+    """
+    plain_Kd, mask_K = owners_mean(means_MKd, counts_MK)
+    owner_MK = counts_MK > 0
+    distance_MK = (means_MKd - plain_Kd).square().sum(-1).masked_fill(~owner_MK, 0)
+    total_K = distance_MK.sum(0)
+    weight_MK = distance_MK / total_K.masked_fill(total_K <= 0, 1)
+    mean_Kd = (weight_MK[..., None] * means_MKd.masked_fill(~owner_MK[..., None], 0)).sum(0)
+    return torch.where((total_K > 0)[:, None], mean_Kd, plain_Kd), mask_K
+
+
+def smoothed(
+    new_Kd: Tensor, new_K: Tensor, old_Kd: Tensor, old_K: Tensor, share: float
+) -> tuple[Tensor, Tensor]:
+    """share · new + (1 − share) · old where both are there, else the one that is."""
+    both = ((new_K > 0) & (old_K > 0))[:, None]
+    either = torch.where((new_K > 0)[:, None], new_Kd, old_Kd)
+    mixed = share * new_Kd + (1 - share) * old_Kd
+    return torch.where(both, mixed, either), torch.maximum(new_K, old_K)
+
+
 def pad(clusters: Sequence[Tensor], features: int) -> tuple[Tensor, Tensor]:
     """One table of the classes' prototypes [J_k, d], padded with zeros: ([K, J, d], mask [K, J]).
 

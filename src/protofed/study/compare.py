@@ -7,6 +7,7 @@ a person would start, and nothing but its folder passes between the processes.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def _run_all(work: list[_Job], todo: list[_Job], jobs: int, console: Console) ->
             try:
                 while waiting or running:
                     while waiting and len(running) < jobs:
-                        running.append(_start(waiting.pop(0), Path(scratch)))
+                        running.append(_start(waiting.pop(0), Path(scratch), jobs))
                     time.sleep(POLL_SECONDS)
                     for job in [j for j in running if j.process and j.process.poll() is not None]:
                         running.remove(job)
@@ -94,11 +95,13 @@ def _run_all(work: list[_Job], todo: list[_Job], jobs: int, console: Console) ->
                     job.process.wait()
 
 
-def _start(job: _Job, scratch: Path) -> _Job:
+def _start(job: _Job, scratch: Path, jobs: int) -> _Job:
     config = scratch / f"{job.config.label}.toml"
     config.write_text(job.config.toml(), encoding="utf-8")
     errors = scratch / f"{job.config.label}.err"
     command = [sys.executable, "-m", "protofed", "run", "--quiet", "--resume"]
+    if job.config.workers is None:  # runs side by side share the cores
+        command += ["--workers", str(max(1, (os.cpu_count() or 1) // jobs))]
     with errors.open("wb") as file:
         job.process = subprocess.Popen(
             [*command, "--config", str(config), "--out", str(job.folder)],

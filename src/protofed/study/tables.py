@@ -96,18 +96,39 @@ def caption(results: Sequence[Result]) -> str:
     config, summary = results[0].config, results[0].summary
     seeds = sorted({r.config.seed for r in results})
     clients = ", ".join(f"{d} {n} × {config.samples[d]:g}" for d, n in config.clients.items() if n)
+    if any(r.config.clients != config.clients for r in results):
+        clients = "differ from seed to seed"
     many = "± standard deviation over seeds; Δ: paired by seed, ± standard error; " * (
         len(seeds) > 1
     )
     return (
         f"Test accuracy in %, {SELECTION}; {many}"
         f"task {config.task} ({summary['data']}), protocol {config.protocol}, "
-        f"{config.rounds} rounds, clients × samples: {clients}; "
+        f"{config.rounds} rounds, clients × samples: {clients}{_special(results[0])}; "
         f"seeds {', '.join(map(str, seeds))}; {config.precision} on {config.device}; "
         f"BatchNorm: {summary['batchnorm']}; weights by {config.average}. "
         "MB: all that travelled, up and down; s: seconds of the run on one thread, "
         "runs side by side slow each other."
     )
+
+
+def _special(result: Result) -> str:
+    """What the split has beyond clients and samples, and a domain that nobody trained on."""
+    config, summary = result.config, result.summary
+    words = []
+    if config.dirichlet is not None:
+        words.append(f"label skew Dirichlet({config.dirichlet:g})")
+    if config.quantity is not None:
+        words.append(f"sizes Dirichlet({config.quantity:g})")
+    if config.repair:
+        words.append("missing classes repaired")
+    for client in summary.get("clients", ()):
+        if "what was left" in client.get("note", ""):
+            words.append(f"{client['client']} only {client['samples']}: what was left")
+    if config.leave_out is not None:
+        tested = summary["tested"][config.leave_out]
+        words.append(f"{config.leave_out} left out of training and tested on {tested} images")
+    return "".join(f", {w}" for w in words)
 
 
 def markdown(results: Sequence[Result]) -> str:

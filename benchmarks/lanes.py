@@ -1,0 +1,111 @@
+"""Lanes against plain eager PyTorch on a GPU: a round of FPL on Digits.
+
+    python benchmarks/lanes.py DATA [--rounds 3] [--long]
+
+20 clients 6/4/3/7 (600 / 72 / 732 / 100 samples), ResNet-10, batch 64, 10 epochs: 1,180 client
+steps a round, over the real mix of batch sizes. Three ways to do the same work in one process:
+
+    lanes     this package's GPU engine, bf16
+    eager     its loop engine on the GPU: plain eager PyTorch with the loss as tensor expressions
+    sample    the same loop with FPL's loss computed sample by sample, as the published code does
+
+Times are of rounds with prototypes (round 0 is warm-up), the server's part included, evaluation
+apart. ``--long`` adds 100 rounds with evaluation each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+
+import torch
+
+from protofed.config import make_config
+from protofed.federation.run import Federation, tf32
+from protofed.methods import FPL
+from protofed.methods.base import Batch, Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class FPLBySample(FPL):
+    """FPL's two terms in a Python loop over the batch; for timing only."""
+
+    def loss(self, client, batch: Batch) -> Terms:  # type: ignore[no-untyped-def]
+        z, logits = client.forward(batch.x)
+        terms = {"ce": torch.nn.functional.cross_entropy(logits, batch.y)}
+        mean, mask = client.received["cluster"]["mean"], client.received["cluster"]["mask"]
+        cpcl, upcr = [], []
+        for i in range(len(batch.y)):
+            label = batch.y[i].item()
+            own = mean[label][mask[label] > 0]
+            if len(own) == 0:
+                continue
+            everything = mean[mask > 0]
+            to_own = torch.nn.functional.cosine_similarity(z[i : i + 1], own) / self.tau
+            to_all = torch.nn.functional.cosine_similarity(z[i : i + 1], everything) / self.tau
+            cpcl.append(to_all.logsumexp(0) - to_own.logsumexp(0))
+            upcr.append((z[i] - own.mean(0)).square().mean())
+        if cpcl:
+            terms["cpcl"] = torch.stack(cpcl).sum() / len(batch.y)
+            terms["upcr"] = torch.stack(upcr).sum() / len(batch.y)
+        return terms
+
+
+def seconds_a_round(federation: Federation, rounds: int) -> tuple[list[float], list[float], int]:
+    """Training and evaluation seconds of the rounds after the first, and steps a round."""
+    federation.run_round()
+    federation.run_round()  # lanes record the graphs for a broadcast with prototypes here
+    train, test, steps = [], [], 0
+    for _ in range(rounds):
+        record = federation.run_round()
+        train.append(record["seconds"]["train"])
+        test.append(record["seconds"]["evaluate"])
+        steps = record["steps"]
+    return train, test, steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--long", action="store_true")
+    arguments = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
+    common = {"device": "cuda", "data": arguments.data, "rounds": 100, "protocol": "fpl"}
+    ways = {
+        "lanes bf16": (FPL(), {"engine": "lanes", "precision": "bf16"}, arguments.rounds),
+        "lanes tf32": (FPL(), {"engine": "lanes", "precision": "tf32"}, arguments.rounds),
+        "eager bf16": (FPL(), {"engine": "loop", "precision": "bf16"}, 2),
+        "eager tf32": (FPL(), {"engine": "loop", "precision": "tf32"}, 2),
+        "sample tf32": (FPLBySample(), {"engine": "loop", "precision": "tf32"}, 1),
+    }
+    per_step = {}
+    for name, (method, settings, rounds) in ways.items():
+        config = make_config("digits", method, **common, **settings)
+        with tf32(config.precision == "tf32"):
+            train, test, steps = seconds_a_round(Federation(config), rounds)
+        per_step[name] = 1e3 * statistics.median(train) / steps
+        tflops = 97e9 * (steps * 64 / 64) / statistics.median(train) / 1e12
+        print(
+            f"{name:12} {per_step[name]:8.3f} ms a client-step  (rounds: "
+            f"{' '.join(f'{t:.2f}' for t in train)} s, {steps} steps; evaluation "
+            f"{statistics.median(test):.2f} s; at most {tflops:.0f} TFLOP/s)",
+            flush=True,
+        )
+    best = per_step["lanes bf16"]
+    for name in ("eager bf16", "eager tf32", "sample tf32"):
+        print(f"lanes bf16 is {per_step[name] / best:.1f} times {name}", flush=True)
+    if arguments.long:
+        config = make_config("digits", FPL(), **common, engine="lanes", precision="bf16")
+        federation = Federation(config)
+        began = time.perf_counter()
+        for _ in range(100):
+            record = federation.run_round()
+        torch.cuda.synchronize()
+        print(f"100 rounds with evaluation: {time.perf_counter() - began:.1f} s; {record}")
+
+
+if __name__ == "__main__":
+    main()

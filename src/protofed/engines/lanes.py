@@ -1,0 +1,412 @@
+"""The lanes engine: clients on a GPU, several at a time, a whole local epoch as one CUDA graph.
+
+Small networks leave a GPU idle between kernels and each kernel small. So a *lane* (a stream with
+a network of its own) records one epoch of local training as a CUDA graph and replays it, and
+several lanes run side by side. A recorded graph reads and writes fixed addresses: everything a
+client needs (its images, what it received, its private state, the tables of its random choices)
+is copied into its lane before its graph is replayed. One graph serves all clients with the same
+number of samples; a last small batch is a part of it, since padding would corrupt BatchNorm.
+
+The host only prepares tables and queues copies and replays; it waits once, at the end of a round.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protofed import keys
+from protofed.data.augment import Choices, cropped, crops, normalised
+from protofed.data.task import Images
+from protofed.errors import ProtofedError
+from protofed.federation import tree
+from protofed.federation.client import Client
+from protofed.federation.local import (
+    Data,
+    Reply,
+    Setup,
+    Site,
+    evaluate,
+    finish,
+    load,
+    optimiser,
+    require_finite_losses,
+)
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Batch, Phase
+from protofed.models import Network
+from protofed.prototypes import class_sums
+
+LANES = 8
+EVALUATION_BATCH = 2048
+NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
+
+
+class Lanes:
+    """Several lanes on one GPU; results agree with the loop engine to rounding."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        make_network: Callable[[], Network],
+        device: torch.device,
+        lanes: int = LANES,
+    ) -> None:
+        self.setup, self.device = setup, device
+        self._make_network, self._count = make_network, lanes
+        self._lanes: list[_Lane] = []
+        self._judge = make_network()
+        torch.backends.cudnn.benchmark = True  # shapes never change: the search pays
+
+    def train(
+        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> Iterator[tuple[str, Reply]]:
+        """Train these clients; their replies come together, in their order."""
+        received = tree.to(received, self.device)
+        while True:
+            try:
+                replies = self._train(sites, received, mine, round)
+                break
+            except torch.cuda.OutOfMemoryError:
+                self._fewer_lanes()
+        for site in sites:
+            yield site.name, replies[site.name]
+
+    def evaluate(
+        self, received: Tree, mine: Tree, tests: Mapping[str, Images], round: int
+    ) -> dict[str, float]:
+        """Accuracy in percent on each test set."""
+        return evaluate(
+            self.setup, self._judge, received, mine, tests, round, batch=EVALUATION_BATCH
+        )
+
+    def _train(
+        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> dict[str, Reply]:
+        while len(self._lanes) < min(self._count, len(sites)):
+            self._lanes.append(_Lane(self.setup, self._make_network(), self.device))
+        queues = self._assign(sites)
+        states = {site.name: tree.to(mine(site.name), self.device) for site in sites}
+        for lane, queue in queues.items():  # all recording before any replay
+            for site in queue:
+                lane.prepare(site, received, states[site.name], round)
+        torch.cuda.synchronize(self.device)
+        pending: dict[str, _Pending] = {}
+        for wave in range(max(map(len, queues.values()))):
+            turn = {lane: queue[wave] for lane, queue in queues.items() if wave < len(queue)}
+            for lane, site in turn.items():
+                lane.start(site, received, states[site.name], round)
+            for lane, site in turn.items():  # an upload may wait for its lane; the rest go on
+                pending[site.name] = lane.end()
+        torch.cuda.synchronize(self.device)
+        return {site.name: pending[site.name].reply() for site in sites}
+
+    def _assign(self, sites: Sequence[Site]) -> dict[_Lane, list[Site]]:
+        """Longest clients first, each to the lane that would be done with it soonest."""
+        load = dict.fromkeys(self._lanes, 0.0)
+        queues: dict[_Lane, list[Site]] = {lane: [] for lane in self._lanes}
+        for site in sorted(sites, key=lambda s: -len(s.images)):
+            cost = {
+                lane: len(site.images) * (1.0 if lane.knows(site) else NEW_GRAPH)
+                for lane in self._lanes
+            }
+            lane = min(self._lanes, key=lambda lane: load[lane] + cost[lane])
+            load[lane] += cost[lane]
+            queues[lane].append(site)
+        return queues
+
+    def _fewer_lanes(self) -> None:
+        if self._count == 1:
+            raise ProtofedError(
+                "the GPU has too little memory for one client", "use a smaller --batch or --model"
+            ) from None
+        self._count //= 2
+        self._lanes.clear()
+        torch.cuda.empty_cache()
+        warnings.warn(f"GPU memory is short: going on with {self._count} lanes", stacklevel=2)
+
+
+class _Pending:
+    """A client's reply whose losses are still being computed."""
+
+    def __init__(self, reply: Reply, round: int, name: str) -> None:
+        self.losses: list[tuple[int, list[str], Tensor, int]] = []
+        self._reply, self._round, self._name = reply, round, name
+
+    def reply(self) -> Reply:
+        """The reply; the GPU must be done with it."""
+        for number, names, sums, steps in self.losses:
+            totals = dict(zip(names, sums.tolist(), strict=True))
+            require_finite_losses(self._name, self._round, number, totals)
+            for name, total in totals.items():
+                self._reply.add_loss(name, total, steps)
+        return self._reply
+
+
+class _Lane:
+    """A stream, a network, and the graphs recorded on them."""
+
+    def __init__(self, setup: Setup, network: Network, device: torch.device) -> None:
+        self.setup, self.network, self.device = setup, network, device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self._clients: dict[Any, Client] = {}
+        self._programs: dict[Any, _Program] = {}
+        self._data: dict[str, Data] = {}
+
+    def knows(self, site: Site) -> bool:
+        """Whether a client of this size has been here."""
+        return any(key[0] == len(site.images) for key in self._programs)
+
+    def prepare(self, site: Site, received: Tree, mine: Tree, round: int) -> None:
+        """Record what this client needs and the lane does not have yet."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            client = self._client(received, mine)
+            for number, phase in enumerate(self._phases(round)):
+                self._program(site, client, number, phase)
+
+    def start(self, site: Site, received: Tree, mine: Tree, round: int) -> None:
+        """Queue a client's whole local training."""
+        setup = self.setup
+        with torch.cuda.stream(self.stream):
+            client = self._client(received, mine)
+            _copy(client.received, received)
+            _copy(client.mine, mine)
+            client.round.fill_(round)
+            client.progress.fill_(round / max(1, setup.rounds - 1))
+            data = self.data(site)
+            client.name, client.samples = site.name, len(data.parts["train"])
+            client.clean, client.steps = data.clean, 0
+            load(self.network, client.start)
+            self.network.train()
+            self.current = client
+            self.pending = _Pending(Reply({}, {}, client.samples, 0, 0.0), round, site.name)
+            for number, phase in enumerate(self._phases(round)):
+                program = self._program(site, client, number, phase)
+                program.run(site, data, round)
+                client.steps += program.epochs * program.steps
+                client.lr = program.lr
+                self.pending.losses.append(
+                    (number, program.names, program.sums.clone(), program.epochs * program.steps)
+                )
+
+    def end(self) -> _Pending:
+        """Queue what follows training: the upload and copies of what stays."""
+        client, pending = self.current, self.pending
+        with torch.cuda.stream(self.stream), self.setup.autocast(self.device):
+            message, private = finish(self.setup.method, client, self.device)
+        reply = pending._reply
+        reply.message, reply.mine = message, private
+        reply.steps, reply.lr = client.steps, client.lr
+        return pending
+
+    def data(self, site: Site) -> Data:
+        """The client's images, prepared once."""
+        if site.name not in self._data:
+            self._data[site.name] = Data(self.setup, site)
+        return self._data[site.name]
+
+    def _phases(self, round: int) -> tuple[Phase, ...]:
+        return self.setup.method.phases(round, self.setup.training.epochs)
+
+    def _client(self, received: Tree, mine: Tree) -> Client:
+        """The view whose tensors have these shapes; graphs know it by its addresses."""
+        shapes = (_shapes(received), _shapes(mine))
+        if shapes not in self._clients:
+            self._clients[shapes] = Client(
+                self.setup.method,
+                self.network,
+                self.setup.sizes,
+                received=tree.map_tensors(received, torch.clone),
+                mine=tree.map_tensors(mine, torch.clone),
+            )
+        return self._clients[shapes]
+
+    def _program(self, site: Site, client: Client, number: int, phase: Phase) -> _Program:
+        settings = (phase.epochs, phase.batch, phase.lr, phase.momentum, phase.clip)
+        key = (len(site.images), id(client), number, settings, phase.optimiser)
+        if key not in self._programs:
+            program = _Program(self, site, client, number, phase)
+            program.record()
+            self._programs[key] = program
+        return self._programs[key]
+
+
+class _Program:
+    """One epoch of a phase for clients of one size: static tensors, and a graph over them."""
+
+    def __init__(self, lane: _Lane, site: Site, client: Client, number: int, phase: Phase) -> None:
+        setup, device = lane.setup, lane.device
+        training, method = setup.training, setup.method
+        self.lane, self.setup, self.client = lane, setup, client
+        self.number, self.phase = number, phase
+        self.epochs = training.epochs if phase.epochs is None else phase.epochs
+        self.batch = phase.batch or training.batch
+        self.lr = training.lr if phase.lr is None else phase.lr
+        data = lane.data(site)
+        self.steps = -(-len(data.parts["train"]) // self.batch)
+        last = len(method.phases(0, training.epochs)) - 1
+        self.collects = method.proto_pass == "last_epoch" and number == last
+        network = lane.network
+        self.trainable = {
+            name: phase.trainable is None or phase.trainable(name)
+            for name, _ in network.named_parameters()
+        }
+        self.parameters = [p for n, p in network.named_parameters() if self.trainable[n]]
+        self.optimiser = optimiser(training, phase, self.parameters)
+        # what a replay reads
+        ready = data.ready()
+        self.padded = ready is not None
+        self.x = (site.images.x if ready is None else ready).clone()
+        self.y = site.images.y.clone()
+        self.tables = {name: t.to(device) for name, t in self._draw_tables(site, data, 0).items()}
+        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
+        # what it writes, beside the network
+        self.names: list[str] = []
+        self.sums = torch.zeros(0, device=device)
+        sizes = setup.sizes
+        self.class_sums = torch.zeros(
+            sizes.classes, sizes.features, dtype=setup.dtype, device=device
+        )
+        self.class_counts = torch.zeros(sizes.classes, dtype=setup.dtype, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def _draw_tables(self, site: Site, data: Data, round: int) -> Slot:
+        """The random choices of all epochs: [epochs, ...] each."""
+        setup, rows = self.setup, data.parts["train"]
+        epochs: list[Slot] = []
+        for epoch in range(self.epochs):
+            where = (setup.seed, round, site.name, self.number)
+            key = (*where, epoch)
+            order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
+            choices = Choices.draw(
+                keys.generator(*key, "augment"),
+                len(site.images),
+                setup.augment,
+                site.images.x.shape[-1],
+            )
+            first = epoch * self.steps
+            steps = [keys.key(*where, first + i, "step") for i in range(self.steps)]
+            drawn = setup.method.draws(keys.generator(*key, "draws"), self.steps)
+            epochs.append(
+                {
+                    "order": order,
+                    **{
+                        f"choice.{n}": t[order]
+                        for n, t in choices._asdict().items()
+                        if t is not None
+                    },
+                    "key": torch.tensor(steps),
+                    **{f"drawn.{n}": torch.from_numpy(a).to(setup.dtype) for n, a in drawn.items()},
+                }
+            )
+        return {name: torch.stack([e[name] for e in epochs]) for name in epochs[0]}
+
+    def run(self, site: Site, data: Data, round: int) -> None:
+        """Queue all epochs for a client."""
+        ready = data.ready()
+        self.x.copy_(site.images.x if ready is None else ready)
+        self.y.copy_(site.images.y)
+        for name, table in self._draw_tables(site, data, round).items():
+            self.tables[name].copy_(table.pin_memory(), non_blocking=True)
+        self._reset()
+        for _ in range(self.epochs):
+            if self.graph is None:
+                self._epoch(range(self.steps))
+            else:
+                self.graph.replay()
+
+    def _reset(self) -> None:
+        self.epoch.zero_()
+        self.sums.zero_()
+        self.class_sums.zero_()
+        self.class_counts.zero_()
+        if self.collects:
+            self.client.use_sums(self.class_sums, self.class_counts)
+        for state in self.optimiser.state.values():
+            for t in state.values():
+                if isinstance(t, Tensor):
+                    t.zero_()
+
+    def record(self) -> None:
+        """Warm up, then record an epoch; a method that cannot be recorded runs eagerly."""
+        client = self.client
+        load(self.lane.network, client.start)
+        self.lane.network.train()
+        for _ in range(2):  # kernels are chosen and workspaces made outside the recording
+            self._reset()
+            self._epoch(sorted({0, self.steps - 1}))
+        self._reset()
+        torch.cuda.synchronize(self.lane.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.lane.pool, stream=self.lane.stream):
+                self._epoch(range(self.steps))
+            self.graph = graph
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # the reason is told; the lane goes on without a graph
+            torch.cuda.synchronize(self.lane.device)
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(
+                f"{self.setup.method.name} cannot be recorded as a CUDA graph and runs eagerly, "
+                f"several times slower: {reason}",
+                stacklevel=2,
+            )
+
+    def _epoch(self, steps: Sequence[int]) -> None:
+        """The steps of an epoch as tensor operations on static memory."""
+        setup, client, tables = self.setup, self.client, self.tables
+        now = {name: t.index_select(0, self.epoch)[0] for name, t in tables.items()}
+        order = now["order"]
+        choices = Choices(*(now.get(f"choice.{n}") for n in Choices._fields))  # type: ignore[arg-type]
+        if self.padded:
+            images = crops(self.x, order, choices, setup.augment)
+        else:
+            images = cropped(self.x[order], choices, setup.augment)
+        images = normalised(images, setup.augment, setup.dtype)
+        labels = self.y[order]
+        last = (self.epoch == self.epochs - 1).to(setup.dtype)
+        drawn = {n.removeprefix("drawn."): t for n, t in now.items() if n.startswith("drawn.")}
+        for name, parameter in self.lane.network.named_parameters():
+            parameter.requires_grad_(self.trainable[name])
+        for i in steps:
+            part = slice(i * self.batch, (i + 1) * self.batch)
+            client.begin_step(now["key"][i])
+            client.drawn = {n: t[i] for n, t in drawn.items()}
+            with setup.autocast(self.lane.device):
+                terms = self.phase.loss(client, Batch(images[part], labels[part], order[part]))
+            values = torch.stack([t.to(setup.dtype) for t in terms.values()])
+            for parameter in self.parameters:
+                parameter.grad = None
+            values.sum().backward()
+            if self.phase.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.parameters, self.phase.clip)
+            self.optimiser.step()
+            if not self.names:
+                self.names = list(terms)
+                self.sums = torch.zeros_like(values, requires_grad=False)
+            self.sums += values.detach()
+            if self.collects:
+                sums, counts = class_sums(client.main_feature(), labels[part], client.classes)
+                self.class_sums += last * sums
+                self.class_counts += last * counts
+        self.epoch += 1
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _shapes(content: Tree) -> tuple[Any, ...]:
+    return tuple(
+        (s, n, tuple(t.shape), t.dtype) for s, slot in content.items() for n, t in slot.items()
+    )
+
+
+def _copy(static: Tree, content: Tree) -> None:
+    for slot, entries in static.items():
+        torch._foreach_copy_(list(entries.values()), [content[slot][n] for n in entries])

@@ -1,0 +1,44 @@
+"""FedProx: a spring between a client's weights and the global model.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in
+Heterogeneous Networks", MLSys 2020.
+
+    client    CE + (μ/2) ‖θ − θ^t‖², over the trainable entries (no buffers)
+    server    as FedAvg
+
+Deviations
+    μ    The code behind FPL's and I²PFL's rows multiplies μ = 0.01 by another
+         0.01 before halving: the coefficient in force is 1e-4, and that is
+         the default here. `mu=0.01` is the textbook method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.nn.functional as F
+
+from protofed.federation.client import Client
+from protofed.methods.base import Batch, Method, Terms, hyper
+from protofed.methods.shared import squared_distance
+
+
+@dataclass(frozen=True)
+class FedProx(Method):
+    """FedAvg with a proximal term."""
+
+    name: ClassVar[str] = "fedprox"
+    paper: ClassVar[str] = "Li et al., MLSys 2020"
+
+    mu: float = hyper(
+        1e-4, "μ", "weight of the proximal term (textbook: 0.01)", least=0, weight=True
+    )
+
+    def loss(self, client: Client, batch: Batch) -> Terms:
+        """CE and the spring."""
+        logits = client.forward(batch.x).logits
+        return {
+            "ce": F.cross_entropy(logits, batch.y),
+            "prox": self.mu / 2 * squared_distance(client.parameters, client.start),
+        }

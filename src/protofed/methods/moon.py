@@ -1,0 +1,70 @@
+"""MOON: features close to the global model's, far from the client's own last ones.
+
+Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021.
+
+    z, z_glob, z_prev    features of the same image under the weights being
+                         trained, the received model, and the model the client
+                         ended its previous round with
+    client               CE + μ ℓ,
+                         ℓ = −log e^{cos(z,z_glob)/τ}
+                                / (e^{cos(z,z_glob)/τ} + e^{cos(z,z_prev)/τ})
+    server               as FedAvg
+
+A client's first round has no previous model: ℓ = 0. A client that sits out
+keeps its older one. z_glob and z_prev: evaluation mode, no gradient.
+
+Deviations
+    z     The paper adds a projection head whose output also feeds the
+          classifier; here z is the feature, so that all methods share one
+          network (so does the code behind FPL's and I²PFL's rows).
+    μ     5 and τ = 0.5 in that code; the authors' default is 1, to be tuned.
+    That code also runs both other models in training mode, and "previous" is
+    a differently initialised network in round 0. Neither is done here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from protofed.federation.client import Client
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
+from protofed.prototypes import paired_cosine
+
+
+@dataclass(frozen=True)
+class Moon(Method):
+    """Contrast between models, on each client's own images."""
+
+    name: ClassVar[str] = "moon"
+    paper: ClassVar[str] = "Li, He, Song, CVPR 2021"
+
+    mu: float = hyper(5.0, "μ", "weight of the contrast", least=0, weight=True)
+    tau: float = hyper(0.5, "τ", "temperature of the contrast", above=0)
+
+    def init_client(self, model: Slot, sizes: Sizes) -> Tree:
+        """No previous model: ``there`` 0 switches ℓ off; the entries only hold the place."""
+        if not self.mu:
+            return {}
+        return {"previous": model, "history": {"there": torch.zeros(())}}
+
+    def loss(self, client: Client, batch: Batch) -> Terms:
+        """CE and ℓ, as the two-way cross-entropy it is."""
+        z, logits = client.forward(batch.x)
+        terms = {"ce": F.cross_entropy(logits, batch.y)}
+        if self.mu:
+            near = paired_cosine(z, client.probe(batch.x, client.start).feature)
+            far = paired_cosine(z, client.probe(batch.x, client.mine["previous"]).feature)
+            contrast = F.softplus((far - near) / self.tau).mean()
+            terms["moon"] = self.mu * contrast * client.mine["history"]["there"]
+        return terms
+
+    def upload(self, client: Client) -> tuple[Tree, Tree]:
+        """Nothing beside the model; the client keeps the model it ended with."""
+        if not self.mu:
+            return {}, {}
+        return {}, {"previous": client.model(), "history": {"there": torch.ones(())}}

@@ -1,0 +1,54 @@
+"""What several method files say in the same words: class means that travel, and sums over weights.
+
+Shapes: M clients of the round, K classes, d features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from protofed.federation.client import Client
+from protofed.federation.server import Update
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Sizes
+
+
+def no_prototypes(sizes: Sizes) -> Slot:
+    """The slot of one prototype a class before there is any: mask 0."""
+    K, d = sizes.classes, sizes.features
+    return {"mean": torch.zeros(K, d), "mask": torch.zeros(K)}
+
+
+def upload_means(client: Client) -> Tree:
+    """A client's class means and their counts; a class it does not have has count 0."""
+    mean, count = client.class_means()
+    return {"prototypes": {"mean": mean, "count": count}}
+
+
+def uploaded_means(updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
+    """The class means [M, K, d] and counts [M, K] of a round's clients."""
+    return (
+        torch.stack([u["prototypes"]["mean"] for u in updates]),
+        torch.stack([u["prototypes"]["count"] for u in updates]),
+    )
+
+
+def zeros(model: Slot, names: Iterable[str]) -> Slot:
+    """Zeros in the shape of these entries of a model."""
+    return {n: torch.zeros_like(model[n]) for n in names if n in model}
+
+
+def squared_distance(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
+    """‖θ − θ^t‖² over the trainable entries.
+
+    The sum of squares itself: the square of a norm would have no gradient at θ = θ^t.
+    """
+    return torch.stack([(p - start[n]).square().sum() for n, p in parameters.items()]).sum()
+
+
+def inner(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+    """⟨direction, θ⟩: a linear term whose gradient is the direction itself."""
+    return torch.stack([(direction[n] * p).sum() for n, p in parameters.items()]).sum()

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protofed.federation.local import one_thread
+
+
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """One intra-op thread, as in a run: other numbers of threads give other bits."""
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def digests() -> Callable[[Path], dict[str, str]]:
+    """Every file under a folder with a hash of its content: two equal dicts, nothing changed."""
+
+    def of(folder: Path) -> dict[str, str]:
+        return {
+            str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+
+    return of

@@ -1,0 +1,142 @@
+"""``protofed data show`` and ``verify``, and runs on a user's own images."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from protofed import cli
+from protofed.cli import app
+from protofed.config import make_config
+from protofed.data import load_task
+from protofed.errors import ProtofedError
+from protofed.federation.run import load_run, run
+
+NAMES = [f"{d}/{c}/{i}.png" for d in ("写真", "b") for c in ("cat", "dog") for i in range(10)]
+SMALL: dict[str, Any] = {"protocol": "glyphs", "rounds": 1, "epochs": 1, "device": "cpu"}
+
+
+@pytest.fixture
+def name(tmp_path: Path, pictures: Any, own_cache: Path) -> str:
+    return f"folder:{pictures.tree(tmp_path / 'pets', NAMES)}"
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def test_show(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "sheet.png"
+    result = invoke("data", "show", name, "-o", str(out))
+    assert result.exit_code == 0, result.output
+    assert "写真" in result.output and "16 + 4" in result.output
+    with Image.open(out) as page:
+        # two columns of classes and two rows of domains, with 2 × 2 images of 64 pixels each
+        assert page.width > 2 * 2 * 64 and page.height > 2 * 2 * 64
+        assert len(set(page.convert("L").tobytes())) > 100
+
+
+def test_show_lists_what_it_skips(name: str, tmp_path: Path) -> None:
+    (tmp_path / "pets" / "b" / "cat" / "3.png").write_bytes(b"")
+    out = str(tmp_path / "s.png")
+    result = invoke("data", "show", name, "-o", out)
+    assert isinstance(result.exception, ProtofedError) and "b/cat/3.png" in str(result.exception)
+    result = invoke("data", "show", name, "-o", out, "--skip-bad")
+    assert result.exit_code == 0
+    assert "1 files left out" in result.output and "b/cat/3.png: it is empty" in result.output
+
+
+def test_verify(name: str, tmp_path: Path) -> None:
+    result = invoke("data", "verify", name)
+    assert result.exit_code == 0 and "in training and test: none" in result.output
+    pets = tmp_path / "pets" / "b"
+    shutil.copy(pets / "cat" / "0.png", pets / "cat" / "8.png")  # 8 is a test image
+    shutil.copy(pets / "dog" / "0.png", pets / "dog" / "1.png")
+    shutil.copy(pets / "cat" / "1.png", pets / "dog" / "2.png")
+    result = invoke("data", "verify", name)
+    assert result.exit_code == 0
+    assert "in training and test: 1\n" in result.output and "cat/8.png" in result.output
+    assert "in two classes or domains: 1\n" in result.output
+    assert "twice in one split: 2" in result.output
+    (pets / "cat" / "5.png").write_bytes(b"junk")
+    result = invoke("data", "verify", name)
+    assert result.exit_code == 2
+    assert "cannot be decoded: 1\n" in result.output and "cat/5.png" in result.output
+
+
+def test_verify_glyphs() -> None:
+    result = invoke("data", "verify", "glyphs")
+    assert result.exit_code == 0 and "in training and test: none" in result.output
+
+
+def test_tasks_needs_no_data(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.console, "width", 200, raising=False)
+    result = invoke("tasks")
+    assert result.exit_code == 0, result.output
+    for task in ("digits", "office_caltech", "pacs", "vlcs"):
+        assert f"not found, protofed data fetch {task}" in result.output
+    assert "folder:PATH" in result.output
+
+
+def test_errors_of_a_user(tmp_path: Path, own_cache: Path) -> None:
+    for arguments, words in (
+        (("data", "show", "pacs"), "protofed data fetch pacs"),
+        (("data", "show", "pasc"), "did you mean pacs"),
+        (("data", "verify", f"folder:{tmp_path / 'absent'}"), "there is no folder"),
+        (("run", "--task", "digits", "--data", str(tmp_path / "no")), "looked for"),
+        (("run", "--task", "folder"), "folder:PATH"),
+        (("run", "--image-size", "64"), "32 pixels"),
+    ):
+        result = invoke(*arguments)
+        assert isinstance(result.exception, ProtofedError), arguments
+        assert words in str(result.exception)
+
+
+def test_a_run_on_a_folder_and_its_results_without_it(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = run(task=name, out=out, flip=False, image_size=16, **SMALL)
+    config = result.config
+    assert config.label.startswith("folder-pets-fedavg-0-")
+    assert (config.image_size, config.flip, config.test_split) == (16, False, "auto")
+    assert config.digest == load_task(name, image_size=16).digest
+    assert load_run(out).config == config
+    assert result.network()
+    (tmp_path / "pets").rename(tmp_path / "gone")
+    again = load_run(out)
+    assert again.config.hash == config.hash and again.accuracy == result.accuracy
+
+
+def test_the_hash_knows_the_images_not_their_place(
+    name: str, tmp_path: Path, pictures: Any
+) -> None:
+    config = make_config(name, **SMALL)
+    shutil.copytree(tmp_path / "pets", tmp_path / "copy" / "pets")
+    copy = f"folder:{tmp_path / 'copy' / 'pets'}"
+    assert make_config(copy, **SMALL).hash == config.hash
+    assert make_config(name, flip=False, **SMALL).hash != config.hash
+    assert make_config(name, image_size=16, **SMALL).hash != config.hash
+    (tmp_path / "copy" / "pets" / "b" / "cat" / "0.png").write_bytes(pictures.one(1234))
+    assert make_config(copy, **SMALL).hash != config.hash
+    with pytest.raises(ProtofedError, match="not those of the configuration"):
+        make_config(copy, digest=config.digest, **SMALL)
+
+
+def test_a_run_with_the_augmentation_of_large_images(name: str) -> None:
+    result = run(task=name, augment="large", **SMALL)
+    plain = run(task=name, **SMALL)
+    assert result.config.hash != plain.config.hash
+    assert any(not (result.model[k] == plain.model[k]).all() for k in plain.model if "weight" in k)
+
+
+def test_a_run_lists_what_it_skips(name: str, tmp_path: Path) -> None:
+    (tmp_path / "pets" / "b" / "cat" / "3.png").write_bytes(b"")
+    arguments = ("--protocol", "glyphs", "--rounds", "1", "--epochs", "1", "--device", "cpu")
+    result = invoke("run", "--task", name, "--out", str(tmp_path / "o"), "--skip-bad", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "left out: " in result.output and "b/cat/3.png: it is empty" in result.output
+    assert "3.png" in load_run(tmp_path / "o").summary["skipped"][0]

@@ -1,0 +1,207 @@
+"""``folder:PATH``, and everything that can be wrong with a user's own files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from protofed.data import DataMissing, load_task
+from protofed.data.images import decode
+from protofed.errors import ProtofedError
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def names(domains: tuple[str, ...], classes: tuple[str, ...], n: int = 5) -> list[str]:
+    return [f"{d}/{c}/{i}.png" for d in domains for c in classes for i in range(n)]
+
+
+def labels(images: Any) -> list[int]:
+    return [int(y) for y in images.y]
+
+
+def test_any_tree(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "pets", names(("b", "a"), ("dog", "cat")))
+    task = load_task(f"folder:{root}")
+    assert list(task.domains) == ["a", "b"] and task.classes == ("cat", "dog")
+    assert labels(task.domains["a"].train) == [0] * 5 + [1] * 3
+    assert labels(task.domains["a"].test) == [1, 1]
+    content = (root / "a" / "dog" / "3.png").read_bytes()
+    np.testing.assert_array_equal(task.domains["a"].test.x[0].numpy(), decode(content, 32))
+    assert task.clients == {"a": 1, "b": 1} and task.samples == {"a": 1.0, "b": 1.0}
+    assert task.name == f"folder:{root}" and task.test_split == "auto"
+
+
+def test_relative_path_and_the_folder_one_is_in(
+    tmp_path: Path, pictures: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = pictures.tree(tmp_path / "pets", names(("a",), ("dog", "cat")))
+    monkeypatch.chdir(root)
+    assert load_task("folder:.").digest == load_task(f"folder:{root}").digest
+    monkeypatch.chdir(tmp_path)
+    assert load_task("folder:pets").digest == load_task(f"folder:{root}").digest
+
+
+@pytest.mark.parametrize("test", ["test", "val", "Valid"])
+def test_split_folders(tmp_path: Path, pictures: Any, test: str) -> None:
+    parts = [f"a/train/{c}/{i}.png" for c in ("dog", "cat") for i in range(3)]
+    parts += [f"a/{test}/dog/{i}.png" for i in range(2)]
+    root = pictures.tree(tmp_path / "x", parts + names(("b",), ("dog", "cat")))
+    task = load_task(f"folder:{root}")
+    assert labels(task.domains["a"].train) == [0] * 3 + [1] * 3
+    assert labels(task.domains["a"].test) == [1, 1]
+    assert len(task.domains["b"].train) == 8
+
+
+def test_validation_images_beside_test_images_are_left_out(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", ["a/train/c/1.png", "a/val/c/2.png", "a/test/c/3.png"])
+    task = load_task(f"folder:{root}")
+    assert len(task.domains["a"].train) == len(task.domains["a"].test) == 1
+    assert "a/val are left out" in task.note
+
+
+def test_train_without_test(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", ["a/train/c/1.png", "a/train/d/2.png"])
+    with pytest.raises(ProtofedError, match="'a' has the folder train, not train and test"):
+        load_task(f"folder:{root}")
+
+
+def test_archives_with_and_without_a_folder_around(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "pets", names(("a", "b"), ("dog", "cat")))
+    digest = load_task(f"folder:{root}").digest
+    wrapped = pictures.tar(root, tmp_path / "wrapped.tar")
+    assert load_task(f"folder:{wrapped}").digest == digest
+    import tarfile
+
+    with tarfile.open(tmp_path / "bare.tar.gz", "w:gz") as archive:
+        for domain in ("a", "b"):
+            archive.add(root / domain, arcname=domain)
+    assert load_task(f"folder:{tmp_path / 'bare.tar.gz'}").digest == digest
+
+
+def test_names_in_any_script(tmp_path: Path, pictures: Any) -> None:
+    parts = names(("写真", "фото"), ("собака", "גמל", "ñandú"))
+    root = pictures.tree(tmp_path / "ζώα", parts)
+    task = load_task(f"folder:{root}")
+    assert set(task.domains) == {"写真", "фото"}
+    assert set(task.classes) == {"собака", "גמל", "ñandú"}
+    assert load_task(f"folder:{root}").digest == task.digest  # from the cache
+
+
+def test_a_name_that_is_no_text(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c",), 10))
+    try:
+        (root / "a" / "c" / os.fsdecode(b"caf\xe9.png")).write_bytes(pictures.one(99))
+    except (OSError, UnicodeError):
+        pytest.skip("this file system has only text as names")
+    assert len(load_task(f"folder:{root}").domains["a"].train) == 9
+
+
+def test_hidden_files_and_side_files_are_ignored(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a", "b"), ("c", "d")))
+    digest = load_task(f"folder:{root}").digest
+    for name in (".DS_Store", "a/.DS_Store", "a/c/._1.png", "a/c/Thumbs.db", "a/c/labels.txt",
+                 "README.md", ".git/config", "__MACOSX/a/c/1.png"):  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"junk")
+    assert load_task(f"folder:{root}").digest == digest
+
+
+def test_a_class_missing_in_one_domain_is_said(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")) + names(("b",), ("c",), 10))
+    task = load_task(f"folder:{root}")
+    assert task.classes == ("c", "d")
+    assert "b has no images of d" in task.note
+    (root / "b" / "d").mkdir()  # an empty folder is the same
+    assert "b has no images of d" in load_task(f"folder:{root}").note
+
+
+def test_a_class_without_any_image_is_refused(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a", "b"), ("c", "d")))
+    (root / "a" / "ghost").mkdir()
+    with pytest.raises(ProtofedError, match=r"class 'ghost'.*empty"):
+        load_task(f"folder:{root}")
+
+
+def test_a_domain_without_images_and_one_with_too_few(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")))
+    (root / "void").mkdir()
+    with pytest.raises(ProtofedError, match=r"'void'.*no images"):
+        load_task(f"folder:{root}")
+    pictures.tree(root, ["void/c/1.png"])
+    with pytest.raises(ProtofedError, match=r"'void'.*too few images: none for test"):
+        load_task(f"folder:{root}")
+
+
+def test_images_outside_of_class_folders(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", [*names(("a",), ("c",)), "a/stray.png"])
+    with pytest.raises(ProtofedError, match=r"stray\.png' is in no class folder"):
+        load_task(f"folder:{root}")
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    for name in (f"folder:{tmp_path / 'absent'}", "folder:"):
+        with pytest.raises(DataMissing, match="folder:PATH"):
+            load_task(name)
+    with pytest.raises(DataMissing, match="no images"):
+        load_task(f"folder:{tmp_path}")
+
+
+def test_a_link_into_itself_ends(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")))
+    (root / "a" / "c" / "again").symlink_to(root, target_is_directory=True)
+    load_task(f"folder:{root}")
+
+
+def spoiled(root: Path, pictures: Any) -> Path:
+    pictures.tree(root, names(("a", "b"), ("c", "d"), 10))
+    (root / "a" / "c" / "3.png").write_bytes(b"")
+    whole = (root / "b" / "d" / "9.png").read_bytes()
+    (root / "b" / "d" / "9.png").write_bytes(whole[: len(whole) // 2])
+    (root / "b" / "d" / "notes.doc").write_bytes(b"not an image")
+    return root
+
+
+def test_bad_images_are_refused_by_name(tmp_path: Path, pictures: Any) -> None:
+    root = spoiled(tmp_path / "x", pictures)
+    for _ in range(2):
+        with pytest.raises(ProtofedError) as error:
+            load_task(f"folder:{root}")
+        text = str(error.value)
+        assert "3 of 41 images" in text and "--skip-bad" in text
+        assert "a/c/3.png': it is empty" in text
+        assert "b/d/9.png" in text and "notes.doc': it is no image" in text
+
+
+def test_skip_bad_counts_and_lists(tmp_path: Path, pictures: Any) -> None:
+    root = spoiled(tmp_path / "x", pictures)
+    for _ in range(2):  # decoded, then from the cache
+        task = load_task(f"folder:{root}", skip_bad=True)
+        assert len(task.skipped) == 3 and "a/c/3.png: it is empty" in task.skipped[0]
+        assert "3 files that are no images were left out" in task.note
+        # the others stay where they would be: test images are 8, 9, 18 and 19 of the order
+        assert labels(task.domains["a"].train) == [0] * 7 + [1] * 8
+        content = (root / "a" / "c" / "4.png").read_bytes()
+        np.testing.assert_array_equal(task.domains["a"].train.x[3].numpy(), decode(content, 32))
+        assert labels(task.domains["b"].test) == [0, 0, 1]
+    with pytest.raises(ProtofedError, match="cannot decode 3"):  # the cache does not hide them
+        load_task(f"folder:{root}")
+
+
+def test_skip_bad_where_nothing_is_bad_is_the_same_task(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")))
+    a, b = load_task(f"folder:{root}", skip_bad=True), load_task(f"folder:{root}")
+    assert a.digest == b.digest and a.skipped == ()
+
+
+def test_a_damaged_archive(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")))
+    path = pictures.tar(root, tmp_path / "x.tar.gz", "w:gz")
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ProtofedError, match=r"x\.tar\.gz' is damaged"):
+        load_task(f"folder:{path}")

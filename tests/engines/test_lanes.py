@@ -1,0 +1,91 @@
+"""Lanes agree with the loop. These tests need a GPU: ``pytest tests/engines/test_lanes.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from protofed.federation.run import Result, run
+from protofed.methods import METHODS, FedAvg, Method
+from protofed.methods.base import Batch, Terms
+from protofed.testing import TINY, tiny_task
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="lanes run on a GPU")
+
+CLIENTS = {"left": 2, "right": 3}
+SAMPLES = {"left": 22, "right": 13}
+
+
+def both(method: Method, **settings: object) -> tuple[Result, Result]:
+    """The same run by the loop on a CPU and by lanes on a GPU."""
+    common = {**TINY, "clients": CLIENTS, "samples": SAMPLES, **settings}
+    task = tiny_task(samples=22, clients=3)
+    loop = run(task, method, **{**common, "engine": "loop", "device": "cpu"})
+    lanes = run(task, method, **{**common, "engine": "lanes", "device": "cuda"})
+    return loop, lanes
+
+
+def apart(loop: Result, lanes: Result) -> float:
+    """The largest difference between the models, relative to an entry's largest value."""
+    worst = 0.0
+    for name, a in loop.model.items():
+        b = lanes.model[name]
+        if a.is_floating_point():
+            scale = max(1e-3, float(a.abs().max()))
+            worst = max(worst, float((a.double() - b.double()).abs().max()) / scale)
+        else:
+            assert torch.equal(a, b), name
+    return worst
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_agrees_in_float64(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # none of ours may fall back to eager lanes
+        loop, lanes = both(METHODS[name](), rounds=3, precision="fp64")
+    # 6 steps a client and round; a τ of 0.02 multiplies rounding by 50 in each
+    assert apart(loop, lanes) < 1e-8
+    for a, b in zip(loop.rounds, lanes.rounds, strict=True):
+        assert a["accuracy"] == b["accuracy"]
+        assert a["loss"].keys() == b["loss"].keys()
+        assert all(abs(a["loss"][k] - b["loss"][k]) < 1e-8 for k in a["loss"])
+        assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_first_steps_agree_in_float32(name: str) -> None:
+    loop, lanes = both(METHODS[name](), rounds=1, epochs=1, batch=5, precision="fp32")
+    assert apart(loop, lanes) < 1e-4
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bfloat16_learns_as_well(name: str) -> None:
+    loop, lanes = both(METHODS[name](), rounds=6, precision="bf16")
+    del loop
+    assert all(torch.isfinite(t).all() for t in lanes.model.values())
+
+
+@pytest.mark.parametrize("settings", [{"participation": 0.5}, {"norm": "group"}, {"batch": 64}])
+def test_settings_agree(settings: dict[str, object]) -> None:
+    loop, lanes = both(METHODS["i2pfl"](), rounds=4, precision="fp64", **settings)
+    assert apart(loop, lanes) < 1e-8
+
+
+@dataclasses.dataclass(frozen=True)
+class LooksAtValues(FedAvg):
+    """A method that cannot be recorded."""
+
+    name = "looks"
+
+    def loss(self, client, batch: Batch) -> Terms:  # type: ignore[no-untyped-def]
+        terms = super().loss(client, batch)
+        return {"ce": terms["ce"] * (1.0 if float(terms["ce"].detach()) < 1e9 else 0.0)}
+
+
+def test_a_method_that_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
+    with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph"):
+        loop, lanes = both(LooksAtValues(), rounds=2, precision="fp64")
+    assert apart(loop, lanes) < 1e-8

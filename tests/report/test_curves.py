@@ -1,0 +1,111 @@
+"""Curves: the figure is drawn for one run and for many, to a file and to memory."""
+
+import io
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from protofed.config import make_config
+from protofed.federation.records import Records
+from protofed.federation.run import Result
+from protofed.report.curves import COLOURS, curves
+
+
+def result(method, seed=0, rounds=4, domains=("scan", "print"), level=50.0):
+    lines = []
+    for t in range(rounds):
+        accuracy = {d: level + t + i + seed for i, d in enumerate(domains)}
+        mean = sum(accuracy.values()) / len(accuracy)
+        lines.append({"round": t, "accuracy": accuracy, "average": mean})
+    config = make_config(clients=1, samples=10, device="cpu", seed=seed)
+    return Result(config, Records(lines), {}, {"method": method})
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were drawn."""
+    drawn = []
+    save = Figure.savefig
+
+    def keep(self, *args, **kwargs):
+        drawn.append(self)
+        return save(self, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return drawn
+
+
+def opened(file):
+    with Image.open(file) as image:
+        assert image.format == "PNG"
+        image.load()
+        assert min(image.size) > 300
+        pixels = np.asarray(image.convert("L"))
+    assert pixels.min() < 100  # something is drawn
+    assert (pixels > 250).mean() > 0.5  # on white
+    return image.size
+
+
+def test_one_run_to_a_path_and_to_a_buffer(tmp_path, figures):
+    for path in (tmp_path / "curves.png", str(tmp_path / "again.png")):
+        curves([result("fedavg")], path)
+        size = opened(path)
+    buffer = io.BytesIO()
+    curves([result("fedavg")], buffer)
+    buffer.seek(0)
+    assert opened(buffer) == size
+    axes = figures[0].axes[:3]
+    assert [a.get_title() for a in axes] == ["average of the domains", "scan", "print"]
+    (line,) = axes[1].lines
+    assert line.get_ydata().tolist() == [50, 51, 52, 53]
+    assert line.get_xdata().tolist() == [1, 2, 3, 4]
+    assert not axes[0].collections  # no band for a single seed
+    assert axes[0].get_ylim() == (0, 100)
+    assert "seed 0" in figures[0].get_suptitle()
+
+
+def test_several_methods_and_seeds(tmp_path, figures):
+    runs = [result(m, s, level=v) for m, v in (("a", 20), ("b", 40)) for s in (0, 1, 5)]
+    curves(runs, tmp_path / "c.png")
+    opened(tmp_path / "c.png")
+    (figure,) = figures
+    panel = figure.axes[1]
+    assert [line.get_label() for line in panel.lines] == ["a", "b"]
+    assert panel.lines[0].get_ydata() == pytest.approx([22, 23, 24, 25])  # mean of seeds 0, 1, 5
+    assert len(panel.collections) == 2
+    band = panel.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == (20, 28)  # the range between the seeds
+    assert "3 seeds" in figure.get_suptitle()
+
+
+def test_more_methods_than_colours_are_told_apart(tmp_path, figures):
+    names = [f"method{i}" for i in range(2 * len(COLOURS) + 1)]
+    curves([result(n, level=float(3 * i)) for i, n in enumerate(names)], tmp_path / "c.png")
+    opened(tmp_path / "c.png")
+    lines = figures[0].axes[0].lines
+    assert [line.get_label() for line in lines] == names
+    looks = {(line.get_color(), line.get_linestyle()) for line in lines}
+    assert len(looks) == len(names)
+
+
+@pytest.mark.parametrize("domains", [("one",), tuple("ab"), tuple("abc"), tuple("abcdef")])
+def test_any_number_of_domains_gets_its_panels_and_a_legend(tmp_path, figures, domains):
+    curves([result("x", domains=domains), result("y", domains=domains)], tmp_path / "c.png")
+    titles = [a.get_title() for a in figures[0].axes]
+    assert titles[: len(domains) + 1] == ["average of the domains", *domains]
+    legends = [a.get_legend() for a in figures[0].axes if a.get_legend()]
+    assert len(legends) == 1
+    assert [t.get_text() for t in legends[0].get_texts()] == ["x", "y"]
+
+
+def test_a_single_round_and_runs_of_different_length(tmp_path, figures):
+    curves([result("a", rounds=1)], tmp_path / "one.png")
+    opened(tmp_path / "one.png")
+    curves([result("a", 0, rounds=3), result("a", 1, rounds=5)], tmp_path / "two.png")
+    assert len(figures[1].axes[0].lines[0].get_xdata()) == 3
+
+
+def test_a_result_draws_itself():
+    opened(io.BytesIO(result("fedavg").plot()))

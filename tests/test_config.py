@@ -1,0 +1,326 @@
+"""The configuration of a run: where values come from, what is refused, TOML and back, the hash."""
+
+import json
+import math
+import re
+import tomllib
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from protofed.config import DEFAULTS, UNHASHED, Config, make_config, read_config
+from protofed.data import load_task
+from protofed.errors import ProtofedError
+from protofed.methods import FPL, FedAvg, FedProto
+from protofed.protocols import PROTOCOLS
+from protofed.testing import TINY, tiny_task
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def round_trip(config, tmp_path, task=None):
+    read = read_config(write(tmp_path, config.toml()))
+    return make_config(**({**read, "task": task} if task else read))
+
+
+# ---- where values come from ---------------------------------------------------------------------
+
+
+def test_defaults_come_from_the_task_and_its_protocol():
+    config, base, task = make_config(), PROTOCOLS["glyphs"], load_task("glyphs")
+    assert config.task == "glyphs"
+    assert config.method == FedAvg()
+    for name in ("model", "width", "norm", "rounds", "epochs", "batch", "lr", "momentum"):
+        assert getattr(config, name) == getattr(base, name), name
+    assert config.weight_decay == base.weight_decay
+    assert dict(config.clients) == dict(task.clients)
+    assert dict(config.samples) == dict(task.samples)
+    for name, value in DEFAULTS.items():
+        if value != "auto":
+            assert getattr(config, name) == value, name
+    assert config.device == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_what_is_given_wins_and_none_is_not_given():
+    config = make_config(rounds=7, lr=0.5, seed=None, norm="group", average="uniform")
+    assert (config.rounds, config.lr, config.seed, config.norm) == (7, 0.5, 0, "group")
+    assert config.average == "uniform"
+    assert config.epochs == PROTOCOLS["glyphs"].epochs
+
+
+def test_a_file_wins_over_the_protocol_and_the_typed_over_the_file(tmp_path):
+    path = write(tmp_path, 'rounds = 3\nlr = 0.2\n[method]\nname = "fpl"\ntau = 0.1\n')
+    read = read_config(path)
+    assert read == {"rounds": 3, "lr": 0.2, "method": "fpl", "options": {"tau": 0.1}}
+    config = make_config(**{**read, "lr": 0.3})
+    assert config.rounds == 3
+    assert config.lr == 0.3
+    assert config.method == FPL(tau=0.1)
+    assert config.batch == PROTOCOLS["glyphs"].batch
+
+
+def test_a_method_as_a_plain_word_and_without_one(tmp_path):
+    assert read_config(write(tmp_path, 'method = "fedproto"'))["method"] == "fedproto"
+    assert make_config(**read_config(write(tmp_path, ""))).method == FedAvg()
+
+
+def test_a_method_object_takes_no_options():
+    assert make_config(method=FPL(tau=0.3)).method == FPL(tau=0.3)
+    with pytest.raises(ProtofedError, match="method object"):
+        make_config(method=FPL(), options={"tau": 0.3})
+
+
+def test_one_number_is_meant_for_all_domains_and_a_table_only_for_its_own():
+    config = make_config(clients=2, samples=0.1)
+    domains = list(load_task("glyphs").domains)
+    assert dict(config.clients) == dict.fromkeys(domains, 2)
+    assert dict(config.samples) == dict.fromkeys(domains, 0.1)
+    config = make_config(clients={"photo": 1, "scan": 2})
+    assert dict(config.clients) == {"scan": 2, "photo": 1}
+    assert list(config.clients) == ["scan", "photo"]  # in the task's order
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "near"), [("round", "rounds"), ("sed", "seed"), ("lrr", "lr")])
+def test_an_unknown_setting_names_the_nearest(name, near, tmp_path):
+    with pytest.raises(ProtofedError, match=f"unknown setting '{name}'") as error:
+        make_config(**{name: 1})
+    assert near in error.value.hint
+    with pytest.raises(ProtofedError, match=f"'{name}'") as error:
+        read_config(write(tmp_path, f"{name} = 1"))
+    assert near in error.value.hint
+    assert "config.toml" in str(error.value)
+
+
+BAD = {
+    "seed": [-1, 1.5, True, "1", math.nan],
+    "rounds": [0, -3, 1.0, True, "5"],
+    "epochs": [0, 2.5, False],
+    "batch": [0, -1, 32.0],
+    "checkpoint_every": [0, 1.5],
+    "width": [0, -4, 2.0, True],
+    "lr": [0, -0.1, math.nan, math.inf, True, "0.1"],
+    "momentum": [-0.1, 1, 1.0, math.nan, True],
+    "weight_decay": [-1e-9, math.inf, "0"],
+    "participation": [0, -0.5, 1.1, math.nan, True],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD.items() for v in values])
+def test_each_limit(name, value):
+    with pytest.raises(ProtofedError, match=rf"^{name} must be ") as error:
+        make_config(**{name: value})
+    assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", 0), ("rounds", 1), ("epochs", 1), ("batch", 1), ("checkpoint_every", 1),
+        ("width", 1), ("lr", 1e-9), ("lr", 1), ("momentum", 0), ("momentum", 0.999),
+        ("weight_decay", 0), ("participation", 1), ("participation", 1e-6),
+    ],
+)  # fmt: skip
+def test_the_edges_that_are_allowed(name, value):
+    assert getattr(make_config(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [
+        ("average", "sample", "samples"),
+        ("precision", "fp16", "fp"),
+        ("device", "gpu", "cpu"),
+        ("norm", "batchnorm", "batch"),
+        ("protocol", "glyph", "glyphs"),
+        ("model", "resnet11", "resnet10"),
+    ],
+)
+def test_each_choice(name, value, near):
+    with pytest.raises(ProtofedError, match=f"{name} '{value}'") as error:
+        make_config(**{name: value})
+    assert near in error.value.hint
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "many", None, [1], 1.0])
+def test_clients_are_whole_numbers(value):
+    with pytest.raises(ProtofedError):
+        make_config(clients={"scan": value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, 1.5, True, "all", math.nan])
+def test_samples_are_a_count_or_a_fraction(value):
+    with pytest.raises(ProtofedError, match=r"samples of \w+ must be a count or a fraction"):
+        make_config(samples=value)
+
+
+def test_one_sample_and_all_samples_are_told_apart():
+    assert make_config(samples=1).samples["scan"] == 1
+    assert type(make_config(samples=1).samples["scan"]) is int
+    assert type(make_config(samples=1.0).samples["scan"]) is float
+    assert make_config(samples=1).hash != make_config(samples=1.0).hash
+
+
+def test_an_unknown_domain_names_the_nearest():
+    for name in ("clients", "samples"):
+        with pytest.raises(ProtofedError, match="unknown domain of glyphs 'scans'") as error:
+            make_config(**{name: {"scans": 1}})
+        assert "scan" in error.value.hint
+
+
+def test_an_unknown_task_and_method():
+    with pytest.raises(ProtofedError, match="unknown task 'glyph'") as error:
+        make_config("glyph")
+    assert "glyphs" in error.value.hint
+    with pytest.raises(ProtofedError, match="unknown method 'fedprot'"):
+        make_config(method="fedprot")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["task = 5", "method = 5", "[method]\nname = 5", "task = ['glyphs']", "protocol = [1]",
+     "model = [1]", "device = 3", "clients = [1]", "[task]\nname = 'glyphs'"],
+)  # fmt: skip
+def test_odd_types_in_a_file_are_errors_in_words(tmp_path, text):
+    path = write(tmp_path, text)
+    with pytest.raises(ProtofedError):
+        make_config(**read_config(path))
+
+
+def test_cuda_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert make_config(device="auto").device == "cpu"
+    with pytest.raises(ProtofedError, match="no GPU") as error:
+        make_config(device="cuda")
+    assert "--device cpu" in error.value.hint
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_not_there_or_is_a_folder(tmp_path):
+    with pytest.raises(ProtofedError, match=r"cannot read config .*none\.toml"):
+        read_config(tmp_path / "none.toml")
+    with pytest.raises(ProtofedError, match="cannot read config"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["rounds = ", "rounds = 1\nrounds = 2", "[method", b"\xff\xfe"])
+def test_a_file_that_is_not_toml(tmp_path, text):
+    with pytest.raises(ProtofedError, match=r"config\.toml' is not valid TOML") as error:
+        read_config(write(tmp_path, text))
+    assert "\n" not in str(error.value)
+
+
+def test_a_method_without_a_name(tmp_path):
+    with pytest.raises(ProtofedError, match=r"\[method\] .* has no name") as error:
+        read_config(write(tmp_path, "[method]\ntau = 0.1"))
+    assert "name =" in error.value.hint
+
+
+# ---- TOML and back ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"method": "fpl", "options": {"tau": 0.1, "finch_level": "first", "cpcl": 0}},
+        {"method": FedProto(weight=1e-30)},
+        {"clients": {"photo": 2}, "samples": {"photo": 0.25, "scan": 3}},
+        {"rounds": 3, "lr": 1e-05, "seed": 123456789, "precision": "fp64", "participation": 0.1},
+        {"norm": "none", "width": 5, "model": "resnet10"},
+    ],
+)
+def test_toml_and_back(tmp_path, given):
+    config = make_config(**{"device": "cpu", **given})
+    again = round_trip(config, tmp_path)
+    assert again == config
+    assert again.hash == config.hash
+    assert again.toml() == config.toml()
+    assert list(again.clients) == list(config.clients)
+
+
+def test_toml_has_everything_filled_in(tmp_path):
+    config = make_config(method="fpl")
+    raw = tomllib.loads(config.toml())
+    given = {f.name for f in fields(Config) if getattr(config, f.name) is not None}
+    assert set(raw) == given
+    assert raw["method"] == {"name": "fpl", **FPL().options()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a b",
+        "a.b",
+        'quote"d',
+        "back\\slash",
+        "tab\there",
+        "é",
+        "日本",
+        "😀",
+        "a-b",
+        "new\nline",
+        "",
+    ],
+)
+def test_odd_domain_names_are_quoted(tmp_path, name):
+    plain = tiny_task()
+    domains = {name: plain.domains["left"], "right": plain.domains["right"]}
+    counts = dict.fromkeys(domains, 1)
+    task = replace(plain, domains=domains, clients=counts, samples=dict.fromkeys(domains, 5))
+    config = make_config(task, "fedavg", **TINY)
+    again = round_trip(config, tmp_path, task)
+    assert again == config
+    assert dict(again.clients) == counts
+    assert again.hash == config.hash
+
+
+# ---- the hash -----------------------------------------------------------------------------------
+
+
+def test_the_hash_is_stable_and_short():
+    assert make_config(**TINY).hash == make_config(**TINY).hash
+    assert re.fullmatch("[0-9a-f]{10}", make_config().hash)
+    assert make_config(seed=3).label == f"glyphs-fedavg-3-{make_config(seed=3).hash}"
+
+
+CHANGES = [
+    {"seed": 1}, {"rounds": 19}, {"epochs": 4}, {"batch": 31}, {"lr": 0.02}, {"momentum": 0.8},
+    {"weight_decay": 0.0}, {"model": "cnn2"}, {"width": 17}, {"norm": "group"},
+    {"clients": 1}, {"clients": {"scan": 1}}, {"samples": 9}, {"samples": 0.5},
+    {"participation": 0.5}, {"average": "uniform"}, {"precision": "fp64"},
+    {"method": "fpl"}, {"method": "fpl", "options": {"tau": 0.1}},
+    {"method": "fpl", "options": {"finch_level": "first"}}, {"method": "fedproto"},
+]  # fmt: skip
+
+
+def test_the_hash_changes_with_everything_that_can_change_a_number():
+    hashes = [make_config(device="cpu", **change).hash for change in [{}, *CHANGES]]
+    assert len(set(hashes)) == len(CHANGES) + 1
+
+
+def test_the_hash_changes_with_every_field_that_is_not_exempt():
+    # also with a field that is added later
+    config = make_config(device="cpu")
+    names = {f.name for f in fields(Config)} - {"method"}
+    kept = {n for n in names if replace(config, **{n: "other"}).hash == config.hash}
+    assert kept == set(UNHASHED)
+    assert not kept & {name for change in CHANGES for name in change}
+
+
+def test_the_hash_does_not_change_with_checkpoint_every():
+    assert make_config(checkpoint_every=1).hash == make_config(checkpoint_every=9).hash
+
+
+def test_the_hash_is_made_of_plain_numbers():
+    config = make_config(tiny_task(), FPL(), **TINY)
+    json.dumps({f.name: getattr(config, f.name) for f in fields(config) if f.name != "method"})

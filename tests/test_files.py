@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from protofed.files import write_atomic
+
+
+def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    write_atomic(path, "grüße\n")
+    assert path.read_bytes() == "grüße\n".encode()
+    write_atomic(path, b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    write_atomic(path, "")
+    assert path.read_bytes() == b""
+    assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_others_may_read_the_file(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", "x")
+    assert (tmp_path / "file").stat().st_mode & 0o044 == 0o044
+
+
+@pytest.mark.parametrize("broken", ["replace", "fsync"])
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_failed_write_leaves_the_old_content_and_no_litter(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+    error: type[BaseException],
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+
+    def fail(*_: object) -> None:
+        raise error("disk full")
+
+    with monkeypatch.context() as patch:
+        if broken == "fsync":
+            patch.setattr(os, "fsync", fail)
+        else:
+            patch.setattr(os, "replace", fail)
+            patch.setattr(Path, "replace", fail)
+        with pytest.raises(error):
+            write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_first_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomic(tmp_path / "file", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_file_is_there_until_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+    seen = []
+    sync = os.fsync
+
+    def look(handle: int) -> None:
+        sync(handle)
+        seen.append(path.read_text())
+
+    monkeypatch.setattr(os, "fsync", look)
+    write_atomic(path, "new")
+    assert seen == ["old"]
+    assert path.read_text() == "new"
+
+
+def test_something_that_is_no_bytes_leaves_the_old_content(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+    with pytest.raises(TypeError):
+        write_atomic(path, 3)  # type: ignore[arg-type]
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

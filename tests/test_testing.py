@@ -1,0 +1,439 @@
+"""The battery of checks: it passes the package's methods and catches broken ones, in words."""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from protofed import testing
+from protofed.methods import METHODS, FedAvg, FedProto, Method, hyper
+from protofed.testing import check, run_checks
+
+
+@dataclass(frozen=True)
+class Base(Method):
+    """FedAvg with one more term, to be broken in one place."""
+
+    name: ClassVar[str] = "broken"
+
+    def loss(self, client, batch):
+        z, logits = client.forward(batch.x)
+        return {"ce": F.cross_entropy(logits, batch.y), "extra": self.extra(client, batch, z)}
+
+    def extra(self, client, batch, z):
+        return 0.01 * (z * z).mean()
+
+
+@pytest.fixture
+def verdict(monkeypatch):
+    """The verdict of one check on a method."""
+
+    def one(method, title):
+        chosen = [c for c in testing._CHECKS if c[0] == title]
+        assert len(chosen) == 1, f"no check is called {title}"
+        with monkeypatch.context() as patch:
+            patch.setattr(testing, "_CHECKS", chosen)
+            (result,) = run_checks(method)
+        return result
+
+    return one
+
+
+def fails(result, *words):
+    assert result.failed, f"not caught: {result.line()}"
+    assert result.line().startswith("✗")
+    for word in words:
+        assert word in result.detail, result.detail
+
+
+# ---- what is right passes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_method_of_the_package_passes(name):
+    verdicts = check(METHODS[name])
+    assert len(verdicts) == len(testing._CHECKS)
+    assert {v.status for v in verdicts} <= {"passed", "skipped"}
+    has_weight = any(h.weight for h in METHODS[name].hypers().values())
+    assert [v.check for v in verdicts if v.status == "skipped"] == (
+        [] if has_weight else ["weights 0 = FedAvg"]
+    )
+
+
+def test_the_base_of_the_broken_methods_is_not_broken():
+    assert not any(v.failed for v in run_checks(Base))
+
+
+def test_check_raises_with_all_findings_and_takes_objects():
+    @dataclass(frozen=True)
+    class Nameless(Base):
+        name: ClassVar[str] = ""
+
+        def aggregate(self, server, mean, updates):
+            raise ValueError("no luck")
+
+    told = []
+    verdicts = run_checks(Nameless(), told.append)
+    assert told == verdicts
+    with pytest.raises(AssertionError) as error:
+        check(Nameless())
+    text = str(error.value)
+    assert "✗ declared: it has no name" in text
+    assert "✗ missing class: ValueError: no luck" in text
+    assert len(text.splitlines()) == len(testing._CHECKS)
+
+
+def test_a_method_that_cannot_be_built_is_a_finding(verdict):
+    @dataclass(frozen=True)
+    class Refusing(Base):
+        def __post_init__(self):
+            raise ValueError("never")
+
+    fails(verdict(Refusing, "declared"), "ValueError: never")
+
+
+# ---- declared -----------------------------------------------------------------------------------
+
+
+def test_a_hyper_parameter_without_meaning(verdict):
+    @dataclass(frozen=True)
+    class Silent(Base):
+        strength: float = 1.0
+
+    fails(verdict(Silent, "declared"), "strength", "no meaning", "hyper(")
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+def test_a_term_that_trains_nothing(verdict):
+    @dataclass(frozen=True)
+    class Detached(Base):
+        def extra(self, client, batch, z):
+            return (z.detach() ** 2).mean()
+
+    fails(verdict(Detached, "gradients"), "'extra'", "no gradient", "trains nothing")
+
+
+class WrongSign(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return (z * z).mean()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (z,) = ctx.saved_tensors
+        return -grad * 2 * z / z.numel()
+
+
+def test_a_wrong_gradient(verdict):
+    @dataclass(frozen=True)
+    class Wrong(Base):
+        def extra(self, client, batch, z):
+            return WrongSign.apply(z)
+
+    fails(verdict(Wrong, "gradients"), "'extra'", "autograd says", "finite differences say")
+
+
+def test_a_part_held_constant_must_be_declared(verdict):
+    @dataclass(frozen=True)
+    class Half(Base):
+        def extra(self, client, batch, z):
+            return (z * z.detach()).mean()  # half of its gradient is missing
+
+    fails(verdict(Half, "gradients"), "constant_parts")
+
+    @dataclass(frozen=True)
+    class Declared(Half):
+        @property
+        def constant_parts(self):
+            return ("extra",)
+
+    assert not verdict(Declared, "gradients").failed
+
+
+def test_a_gradient_that_is_not_finite(verdict):
+    @dataclass(frozen=True)
+    class Infinite(Base):
+        def extra(self, client, batch, z):
+            return (z - z).abs().sqrt().sum()
+
+    fails(verdict(Infinite, "gradients"), "nan")
+
+
+# ---- weights 0 = FedAvg -------------------------------------------------------------------------
+
+
+def test_a_weight_that_does_not_switch_its_term_off(verdict):
+    @dataclass(frozen=True)
+    class Sticky(Base):
+        weight: float = hyper(1.0, "w", "weight of the term", least=0, weight=True)
+
+        def extra(self, client, batch, z):
+            return (self.weight + 0.01) * (z * z).mean()
+
+    fails(verdict(Sticky, "weights 0 = FedAvg"), "weight = 0", "not FedAvg")
+
+    @dataclass(frozen=True)
+    class Right(Sticky):
+        def extra(self, client, batch, z):
+            return self.weight * (z * z).mean()
+
+    assert verdict(Right, "weights 0 = FedAvg").status == "passed"
+    assert verdict(Base, "weights 0 = FedAvg").status == "skipped"
+
+
+# ---- missing class, one client ------------------------------------------------------------------
+
+
+def test_a_missing_class_that_gives_nan(verdict):
+    @dataclass(frozen=True)
+    class Dividing(FedProto):
+        name: ClassVar[str] = "dividing"
+
+        def loss(self, client, batch):
+            z, logits = client.forward(batch.x)
+            pull = ((z.mean(0) - client.received["prototypes"]["mean"]) ** 2).mean()
+            return {"ce": F.cross_entropy(logits, batch.y), "proto": 0.01 * pull}
+
+        def aggregate(self, server, mean, updates):
+            sums = sum(u["prototypes"]["mean"] for u in updates)
+            owners = sum((u["prototypes"]["count"] > 0).float() for u in updates)
+            table = {"mean": sums / owners[:, None], "mask": (owners > 0).float()}
+            return {"model": mean, "prototypes": table}
+
+    fails(verdict(Dividing, "missing class"), "left-0, round 1", "nan")
+    assert not verdict(Dividing, "one client").failed  # it is the class, not the clients
+
+
+def test_a_missing_class_that_raises(verdict):
+    @dataclass(frozen=True)
+    class Asking(FedProto):
+        name: ClassVar[str] = "asking"
+
+        def upload(self, client):
+            mean, count = client.class_means()
+            return {"prototypes": {"mean": mean, "count": count * (1 // int(count.min()))}}, {}
+
+    fails(verdict(Asking, "missing class"), "division")
+
+
+def test_a_method_that_needs_two_clients(verdict):
+    @dataclass(frozen=True)
+    class Pairs(Base):
+        def aggregate(self, server, mean, updates):
+            return {"model": {n: (t + updates[1]["model"][n]) / 2 for n, t in mean.items()}}
+
+    fails(verdict(Pairs, "one client"), "IndexError")
+
+
+# ---- state and chance ---------------------------------------------------------------------------
+
+REMEMBERED = {}
+
+
+@dataclass(frozen=True)
+class Forgetful(Base):
+    """Keeps a number that counts in a module's global: fresh runs agree, resumed ones do not."""
+
+    name: ClassVar[str] = "forgetful"
+
+    def init_server(self, model, sizes):
+        REMEMBERED["rounds"] = 0
+        return {}
+
+    def aggregate(self, server, mean, updates):
+        REMEMBERED["rounds"] += 1
+        return {"model": {n: t * (1 + 0.01 * REMEMBERED["rounds"]) for n, t in mean.items()}}
+
+
+def test_state_outside_the_slots_is_lost_on_resume(verdict):
+    assert not verdict(Forgetful, "participation").failed  # two fresh runs are the same
+    fails(verdict(Forgetful, "resume"), "resumed run differs")
+
+
+def test_state_in_an_attribute_is_caught(verdict):
+    @dataclass(frozen=True)
+    class Attribute(Base):
+        def upload(self, client):
+            object.__setattr__(self, "_last", client.name)
+            return {}, {}
+
+        def extra(self, client, batch, z):
+            return (0.5 if getattr(self, "_last", "") == "left-1" else 0.01) * (z * z).mean()
+
+    fails(verdict(Attribute(), "resume"), "differs")
+
+
+@dataclass(frozen=True)
+class Chance(Base):
+    name: ClassVar[str] = "chance"
+
+    def extra(self, client, batch, z):
+        return (z * torch.rand(z.shape, dtype=z.dtype)).mean()
+
+
+def test_random_numbers_that_are_not_keyed(verdict):
+    fails(verdict(Chance, "participation"), "two runs with the same seed differ")
+    fails(verdict(Chance, "capture-safety"), "random number", "client view")
+
+
+def test_random_numbers_of_the_host_are_frozen(verdict):
+    rng = np.random.default_rng(0)
+
+    @dataclass(frozen=True)
+    class Host(Base):
+        def extra(self, client, batch, z):
+            return (z * float(rng.random())).mean()
+
+    fails(verdict(Host, "capture-safety"), "Python number")
+
+
+def test_keyed_random_numbers_pass(verdict):
+    @dataclass(frozen=True)
+    class Keyed(Base):
+        def extra(self, client, batch, z):
+            return (z * client.uniform(*z.shape)).mean()
+
+    for title in ("participation", "capture-safety", "gradients"):
+        assert not verdict(Keyed, title).failed
+
+
+def test_a_counter_is_not_deterministic(verdict):
+    calls = []
+
+    @dataclass(frozen=True)
+    class Counting(Base):
+        def extra(self, client, batch, z):
+            calls.append(1)
+            return (z * z).mean() * (len(calls) * 1e-4)
+
+    fails(verdict(Counting, "participation"), "two runs with the same seed differ")
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message", [{"note": {"number": 3}}, {"note": torch.ones(2)}, {"note": {"text": "hello"}}]
+)
+def test_a_message_that_is_not_slots_of_tensors(verdict, message):
+    @dataclass(frozen=True)
+    class Talking(Base):
+        def upload(self, client):
+            return message, {}
+
+    fails(verdict(Talking, "serialisation"), "note")  # it says which slot
+
+
+def test_a_server_state_that_is_not_slots_of_tensors(verdict):
+    @dataclass(frozen=True)
+    class Counting(Base):
+        def aggregate(self, server, mean, updates):
+            return {"model": mean, "clients": {"seen": len(updates)}}
+
+    fails(verdict(Counting, "serialisation"), "clients")
+
+
+def test_a_broadcast_that_is_not_slots_of_tensors(verdict):
+    @dataclass(frozen=True)
+    class Telling(Base):
+        def broadcast(self, server):
+            return {**server.state, "extra": {"round": server.round}}
+
+    fails(verdict(Telling, "serialisation"), "extra")
+
+
+# ---- hot hooks ----------------------------------------------------------------------------------
+
+
+def test_item_in_the_loss(verdict):
+    @dataclass(frozen=True)
+    class Item(Base):
+        def extra(self, client, batch, z):
+            return (z * z).mean() / (1 + z.abs().max().item())
+
+    fails(verdict(Item, "capture-safety"), "cannot be recorded", ".item()")
+
+
+def test_an_if_on_a_tensor(verdict):
+    @dataclass(frozen=True)
+    class If(Base):
+        def extra(self, client, batch, z):
+            return (z * z).mean() if z.mean() > 0 else z.mean()
+
+    fails(verdict(If, "capture-safety"), "cannot be recorded", "`if` on a tensor")
+
+
+def test_a_shape_from_a_mask(verdict):
+    @dataclass(frozen=True)
+    class Masked(Base):
+        def extra(self, client, batch, z):
+            return z[batch.y == 1].square().sum()
+
+    fails(verdict(Masked, "capture-safety"))
+
+
+def test_the_round_as_a_python_number(verdict):
+    @dataclass(frozen=True)
+    class Frozen(Base):
+        def extra(self, client, batch, z):
+            return (z * z).mean() * (0.01 * int(client.round))
+
+    fails(verdict(Frozen, "capture-safety"), "cannot be recorded")
+
+    @dataclass(frozen=True)
+    class Right(Base):
+        def extra(self, client, batch, z):
+            return (z * z).mean() * (0.01 * client.round)
+
+    assert not verdict(Right, "capture-safety").failed
+
+
+def test_the_round_remembered_by_a_cold_hook(verdict):
+    @dataclass(frozen=True)
+    class Told(Base):
+        def phases(self, round, epochs):
+            object.__setattr__(self, "_round", round)
+            return super().phases(round, epochs)
+
+        def extra(self, client, batch, z):
+            return (z * z).mean() * (0.01 * self._round)
+
+    fails(verdict(Told(), "capture-safety"))
+
+
+# ---- half precision -----------------------------------------------------------------------------
+
+
+def test_a_term_that_overflows_in_half_precision(verdict):
+    @dataclass(frozen=True)
+    class Fine(Base):
+        def extra(self, client, batch, z):
+            scores = F.linear(z, z) / z.shape[1]
+            gap = 1 / (scores.new_tensor(1.001) - 1)  # bfloat16 has no 1.001
+            return 1e-6 * gap * scores.mean()
+
+    fails(verdict(Fine, "half precision"), "'extra'", "bfloat16")
+    assert not verdict(Fine, "gradients").failed
+
+
+# ---- the tiny task ------------------------------------------------------------------------------
+
+
+def test_the_tiny_task_is_what_the_checks_need():
+    task = testing.tiny_task({"left": [0, 1, 2], "right": [0, 1]}, samples=10, clients=3)
+    assert set(task.domains["left"].train.y.tolist()) == {0, 1, 2}
+    assert set(task.domains["right"].train.y.tolist()) == {0, 1}
+    assert set(task.domains["right"].test.y.tolist()) == {0, 1, 2, 3}
+    assert len(task.domains["left"].train) == 30
+    again = testing.tiny_task({"left": [0, 1, 2], "right": [0, 1]}, samples=10, clients=3)
+    assert torch.equal(task.domains["left"].train.x, again.domains["left"].train.x)
+    result = testing.run(task, FedAvg(), **testing.TINY)
+    assert all(math.isfinite(v) for v in result.rounds["loss.ce"])
+    assert result.rounds[-1]["loss"]["ce"] < result.rounds[0]["loss"]["ce"]
