@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from protofed.cli import app
 from protofed.data import fetch as module
+from protofed.data import homes
 from protofed.data.fetch import SUMS, DiskFull, Fetcher, Mismatch, count
 from protofed.data.homes import RECIPES, Recipe, Source, recipe
 from protofed.errors import ProtofedError

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-import protofed.federation.run as module
+import protofed.federation.federation as module
 from protofed.config import Config, make_config
 from protofed.data import load_task
 from protofed.data.augment import normalised
