@@ -7,21 +7,27 @@ client needs (its images, what it received, its private state, the tables of its
 is copied into its lane before its graph is replayed. One graph serves all clients with the same
 number of samples; a last small batch is a part of it, since padding would corrupt BatchNorm.
 
-The host only prepares tables and queues copies and replays; it waits once, at the end of a round.
+The host only prepares tables and queues copies and replays, a thread for each lane (a full queue
+makes whoever fills it wait); it reads results once, at the end of a round.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
 from protofed.data.augment import Choices, cropped, crops, normalised
 from protofed.data.task import Images
+from protofed.engines.tables import Tables
 from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
@@ -36,13 +42,14 @@ from protofed.federation.local import (
     optimiser,
     require_finite_losses,
 )
-from protofed.federation.tree import Slot, Tree
+from protofed.federation.tree import Tree
 from protofed.methods.base import Batch, Phase
 from protofed.models import Network
 from protofed.prototypes import class_sums
 
-LANES = 8
+LANES = 8  # 12, 16 or 20 are no faster on an H200: kernels, not their size, are what limits it
 EVALUATION_BATCH = 2048
+FEWEST_PROTOTYPES = 4  # a class's prototypes are padded to this many, or the next power of two
 NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
 
 
@@ -54,19 +61,19 @@ class Lanes:
         setup: Setup,
         make_network: Callable[[], Network],
         device: torch.device,
-        lanes: int = LANES,
+        lanes: int | None = None,
     ) -> None:
         self.setup, self.device = setup, device
-        self._make_network, self._count = make_network, lanes
+        self._make_network, self._count = make_network, lanes or LANES
+        self._tables = Tables(setup)
         self._lanes: list[_Lane] = []
         self._judge = make_network()
-        torch.backends.cudnn.benchmark = True  # shapes never change: the search pays
 
     def train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
         """Train these clients; their replies come together, in their order."""
-        received = tree.to(received, self.device)
+        received = _padded(tree.to(received, self.device))
         while True:
             try:
                 replies = self._train(sites, received, mine, round)
@@ -88,20 +95,26 @@ class Lanes:
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> dict[str, Reply]:
         while len(self._lanes) < min(self._count, len(sites)):
-            self._lanes.append(_Lane(self.setup, self._make_network(), self.device))
+            lane = _Lane(self.setup, self._make_network(), self.device, self._tables)
+            self._lanes.append(lane)
         queues = self._assign(sites)
-        states = {site.name: tree.to(mine(site.name), self.device) for site in sites}
+        states = {site.name: _padded(tree.to(mine(site.name), self.device)) for site in sites}
         for lane, queue in queues.items():  # all recording before any replay
             for site in queue:
                 lane.prepare(site, received, states[site.name], round)
         torch.cuda.synchronize(self.device)
-        pending: dict[str, _Pending] = {}
-        for wave in range(max(map(len, queues.values()))):
-            turn = {lane: queue[wave] for lane, queue in queues.items() if wave < len(queue)}
-            for lane, site in turn.items():
-                lane.start(site, received, states[site.name], round)
-            for lane, site in turn.items():  # an upload may wait for its lane; the rest go on
-                pending[site.name] = lane.end()
+
+        def drive(lane: _Lane) -> dict[str, _Pending]:
+            return {
+                site.name: lane.train(site, received, states[site.name], round)
+                for site in queues[lane]
+            }
+
+        with ThreadPoolExecutor(len(self._lanes), "lane") as threads:
+            driven = [threads.submit(drive, lane) for lane in queues]
+            ahead = self._tables.ahead(sites, round)  # while the GPU works
+            pending = {name: p for future in driven for name, p in future.result().items()}
+        self._tables.ready = ahead
         torch.cuda.synchronize(self.device)
         return {site.name: pending[site.name].reply() for site in sites}
 
@@ -137,6 +150,11 @@ class _Pending:
         self.losses: list[tuple[int, list[str], Tensor, int]] = []
         self._reply, self._round, self._name = reply, round, name
 
+    def answer(self, client: Client, message: Tree, private: Tree) -> None:
+        """What the client's round ended with."""
+        self._reply.message, self._reply.mine = message, private
+        self._reply.steps, self._reply.lr = client.steps, client.lr
+
     def reply(self) -> Reply:
         """The reply; the GPU must be done with it."""
         for number, names, sums, steps in self.losses:
@@ -150,13 +168,14 @@ class _Pending:
 class _Lane:
     """A stream, a network, and the graphs recorded on them."""
 
-    def __init__(self, setup: Setup, network: Network, device: torch.device) -> None:
-        self.setup, self.network, self.device = setup, network, device
+    def __init__(
+        self, setup: Setup, network: Network, device: torch.device, tables: Tables
+    ) -> None:
+        self.setup, self.network, self.device, self.tables = setup, network, device, tables
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self._clients: dict[Any, Client] = {}
         self._programs: dict[Any, _Program] = {}
-        self._data: dict[str, Data] = {}
 
     def knows(self, site: Site) -> bool:
         """Whether a client of this size has been here."""
@@ -170,46 +189,34 @@ class _Lane:
             for number, phase in enumerate(self._phases(round)):
                 self._program(site, client, number, phase)
 
-    def start(self, site: Site, received: Tree, mine: Tree, round: int) -> None:
-        """Queue a client's whole local training."""
+    def train(self, site: Site, received: Tree, mine: Tree, round: int) -> _Pending:
+        """Queue a client's whole local training, and what follows it."""
         setup = self.setup
         with torch.cuda.stream(self.stream):
             client = self._client(received, mine)
             _copy(client.received, received)
             _copy(client.mine, mine)
             client.round.fill_(round)
+            client.id.fill_(keys.key(site.name))
             client.progress.fill_(round / max(1, setup.rounds - 1))
-            data = self.data(site)
+            data = self.tables.data(site)
             client.name, client.samples = site.name, len(data.parts["train"])
             client.clean, client.steps = data.clean, 0
             load(self.network, client.start)
             self.network.train()
-            self.current = client
-            self.pending = _Pending(Reply({}, {}, client.samples, 0, 0.0), round, site.name)
+            pending = _Pending(Reply({}, {}, client.samples, 0, 0.0), round, site.name)
             for number, phase in enumerate(self._phases(round)):
                 program = self._program(site, client, number, phase)
                 program.run(site, data, round)
                 client.steps += program.epochs * program.steps
                 client.lr = program.lr
-                self.pending.losses.append(
+                pending.losses.append(
                     (number, program.names, program.sums.clone(), program.epochs * program.steps)
                 )
 
-    def end(self) -> _Pending:
-        """Queue what follows training: the upload and copies of what stays."""
-        client, pending = self.current, self.pending
-        with torch.cuda.stream(self.stream), self.setup.autocast(self.device):
-            message, private = finish(self.setup.method, client, self.device)
-        reply = pending._reply
-        reply.message, reply.mine = message, private
-        reply.steps, reply.lr = client.steps, client.lr
+            with setup.autocast(self.device):
+                pending.answer(client, *finish(setup.method, client, self.device))
         return pending
-
-    def data(self, site: Site) -> Data:
-        """The client's images, prepared once."""
-        if site.name not in self._data:
-            self._data[site.name] = Data(self.setup, site)
-        return self._data[site.name]
 
     def _phases(self, round: int) -> tuple[Phase, ...]:
         return self.setup.method.phases(round, self.setup.training.epochs)
@@ -248,7 +255,7 @@ class _Program:
         self.epochs = training.epochs if phase.epochs is None else phase.epochs
         self.batch = phase.batch or training.batch
         self.lr = training.lr if phase.lr is None else phase.lr
-        data = lane.data(site)
+        data = lane.tables.data(site)
         self.steps = -(-len(data.parts["train"]) // self.batch)
         last = len(method.phases(0, training.epochs)) - 1
         self.collects = method.proto_pass == "last_epoch" and number == last
@@ -264,7 +271,8 @@ class _Program:
         self.padded = ready is not None
         self.x = (site.images.x if ready is None else ready).clone()
         self.y = site.images.y.clone()
-        self.tables = {name: t.to(device) for name, t in self._draw_tables(site, data, 0).items()}
+        drawn = lane.tables.draw(site, 0, number, self.epochs, self.steps)
+        self.tables = {name: t.to(device) for name, t in drawn.items()}
         self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
         # what it writes, beside the network
         self.names: list[str] = []
@@ -276,44 +284,14 @@ class _Program:
         self.class_counts = torch.zeros(sizes.classes, dtype=setup.dtype, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def _draw_tables(self, site: Site, data: Data, round: int) -> Slot:
-        """The random choices of all epochs: [epochs, ...] each."""
-        setup, rows = self.setup, data.parts["train"]
-        epochs: list[Slot] = []
-        for epoch in range(self.epochs):
-            where = (setup.seed, round, site.name, self.number)
-            key = (*where, epoch)
-            order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
-            choices = Choices.draw(
-                keys.generator(*key, "augment"),
-                len(site.images),
-                setup.augment,
-                site.images.x.shape[-1],
-            )
-            first = epoch * self.steps
-            steps = [keys.key(*where, first + i, "step") for i in range(self.steps)]
-            drawn = setup.method.draws(keys.generator(*key, "draws"), self.steps)
-            epochs.append(
-                {
-                    "order": order,
-                    **{
-                        f"choice.{n}": t[order]
-                        for n, t in choices._asdict().items()
-                        if t is not None
-                    },
-                    "key": torch.tensor(steps),
-                    **{f"drawn.{n}": torch.from_numpy(a).to(setup.dtype) for n, a in drawn.items()},
-                }
-            )
-        return {name: torch.stack([e[name] for e in epochs]) for name in epochs[0]}
-
     def run(self, site: Site, data: Data, round: int) -> None:
         """Queue all epochs for a client."""
         ready = data.ready()
         self.x.copy_(site.images.x if ready is None else ready)
         self.y.copy_(site.images.y)
-        for name, table in self._draw_tables(site, data, round).items():
-            self.tables[name].copy_(table.pin_memory(), non_blocking=True)
+        drawn = self.lane.tables.take(site, round, self.number, self.epochs, self.steps)
+        for name, table in drawn.items():
+            self.tables[name].copy_(table, non_blocking=True)
         self._reset()
         for _ in range(self.epochs):
             if self.graph is None:
@@ -375,30 +353,77 @@ class _Program:
         drawn = {n.removeprefix("drawn."): t for n, t in now.items() if n.startswith("drawn.")}
         for name, parameter in self.lane.network.named_parameters():
             parameter.requires_grad_(self.trainable[name])
-        for i in steps:
-            part = slice(i * self.batch, (i + 1) * self.batch)
-            client.begin_step(now["key"][i])
-            client.drawn = {n: t[i] for n, t in drawn.items()}
-            with setup.autocast(self.lane.device):
-                terms = self.phase.loss(client, Batch(images[part], labels[part], order[part]))
-            values = torch.stack([t.to(setup.dtype) for t in terms.values()])
-            for parameter in self.parameters:
-                parameter.grad = None
-            values.sum().backward()
-            if self.phase.clip is not None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, self.phase.clip)
-            self.optimiser.step()
-            if not self.names:
-                self.names = list(terms)
-                self.sums = torch.zeros_like(values, requires_grad=False)
-            self.sums += values.detach()
-            if self.collects:
-                sums, counts = class_sums(client.main_feature(), labels[part], client.classes)
-                self.class_sums += last * sums
-                self.class_counts += last * counts
+        with _counting_on_the_host(self.lane.network):
+            for i in steps:
+                part = slice(i * self.batch, (i + 1) * self.batch)
+                client.begin_step(now["key"][i])
+                client.drawn = {n: t[i] for n, t in drawn.items()}
+                with setup.autocast(self.lane.device):
+                    terms = self.phase.loss(client, Batch(images[part], labels[part], order[part]))
+                values = torch.stack([t.to(setup.dtype) for t in terms.values()])
+                self._set_gradients(values.sum())
+                if self.phase.clip is not None:
+                    torch.nn.utils.clip_grad_norm_(self.parameters, self.phase.clip)
+                self.optimiser.step()
+                if not self.names:
+                    self.names = list(terms)
+                    self.sums = torch.zeros_like(values, requires_grad=False)
+                self.sums += values.detach()
+                if self.collects:
+                    sums, counts = class_sums(client.main_feature(), labels[part], client.classes)
+                    self.class_sums += last * sums
+                    self.class_counts += last * counts
         self.epoch += 1
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _set_gradients(self, total: Tensor) -> None:
+        # Not backward(): it would copy every gradient that went through a cast once more.
+        grads = torch.autograd.grad(total, self.parameters, allow_unused=True)
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if grad is not None and grad.stride() != parameter.stride():
+                grad = torch.empty_like(parameter).copy_(grad)  # the fused step wants one layout
+            parameter.grad = grad
+
+
+@contextmanager
+def _counting_on_the_host(network: Network) -> Iterator[None]:
+    """BatchNorm's counters of batches lie on the host while an epoch is recorded.
+
+    On the GPU each would be a kernel of its own in every step; so the epoch adds its number of
+    batches at once.
+    """
+    norms = [
+        (m, m.num_batches_tracked, torch.zeros((), dtype=torch.int64))
+        for m in network.modules()
+        if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None
+    ]
+    for norm, _, count in norms:
+        norm.num_batches_tracked = count
+    try:
+        yield
+    finally:
+        for norm, counter, _ in norms:
+            norm.num_batches_tracked = counter
+    for _, counter, count in norms:
+        counter.add_(int(count))
+
+
+def _padded(content: Tree) -> Tree:
+    """Ragged slots (those with a mask [K, J]) with J padded, so that few graphs serve all J."""
+    result = {}
+    for slot, entries in content.items():
+        mask = entries.get("mask")
+        if mask is None or mask.ndim != 2:
+            result[slot] = entries
+            continue
+        size = mask.shape[1]
+        more = max(FEWEST_PROTOTYPES, 1 << (size - 1).bit_length()) - size
+        result[slot] = {
+            n: F.pad(t, (0, 0) * (t.ndim - 2) + (0, more)) if t.shape[:2] == mask.shape else t
+            for n, t in entries.items()
+        }
+    return result
 
 
 def _shapes(content: Tree) -> tuple[Any, ...]:

@@ -1,0 +1,51 @@
+"""Where a lanes round goes: by number of lanes, and by kernel.
+
+python benchmarks/lanes_profile.py DATA
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from protofed.config import make_config
+from protofed.engines import lanes as engine
+from protofed.federation.run import Federation
+from protofed.methods import FPL
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data")
+    parser.add_argument("--lanes", default="8,12,16,20")
+    parser.add_argument("--kernels", action="store_true")
+    arguments = parser.parse_args()
+    settings = {"device": "cuda", "data": arguments.data, "engine": "lanes", "precision": "bf16"}
+    for count in map(int, arguments.lanes.split(",")):
+        engine.LANES = count
+        began = time.perf_counter()
+        federation = Federation(make_config("digits", FPL(), rounds=100, **settings))
+        federation.run_round()
+        first = time.perf_counter() - began
+        federation.run_round()
+        rounds = [federation.run_round()["seconds"] for _ in range(4)]
+        train = sorted(r["train"] for r in rounds)
+        print(f"{count:2} lanes: first round {first:.1f} s, then {train} s", flush=True)
+    if arguments.kernels:
+        engine.LANES = 1
+        federation = Federation(make_config("digits", FPL(), rounds=100, epochs=1, **settings))
+        federation.run_round()
+        federation.run_round()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            record = federation.run_round()
+        print(f"one lane, one epoch: {record['steps']} steps, {record['seconds']}")
+        table = profile.key_averages().table(
+            sort_by="self_device_time_total", row_limit=32, max_name_column_width=70
+        )
+        print("\n".join(line[:72] + line[-75:] for line in table.splitlines()))
+
+
+if __name__ == "__main__":
+    main()

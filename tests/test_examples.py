@@ -1,0 +1,18 @@
+"""The examples of the documentation work as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from protofed.methods import method_class
+from protofed.testing import check
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize("name", ["cosine_proto.py:CosineProto"])
+def test_an_example_method_passes_the_battery(name: str) -> None:
+    verdicts = check(method_class(str(EXAMPLES / name)))
+    assert [v.status for v in verdicts].count("passed") == len(verdicts)
