@@ -395,6 +395,22 @@ def test_the_round_as_a_python_number(verdict):
     assert not verdict(Right, "capture-safety").failed
 
 
+def test_the_clients_id_as_a_python_number(verdict):
+    @dataclass(frozen=True)
+    class Frozen(Base):
+        def extra(self, client, batch, z):
+            return (z * z).mean() * (int(client.id) % 7)
+
+    fails(verdict(Frozen, "capture-safety"), "cannot be recorded")
+
+    @dataclass(frozen=True)
+    class Right(Base):
+        def extra(self, client, batch, z):
+            return (z * z).mean() * (client.id % 7)
+
+    assert not verdict(Right, "capture-safety").failed
+
+
 def test_the_round_remembered_by_a_cold_hook(verdict):
     @dataclass(frozen=True)
     class Told(Base):

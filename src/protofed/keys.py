@@ -61,5 +61,6 @@ def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
 
 def normal(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """Float32 standard normal numbers (Box and Muller)."""
-    u = uniform(key, draw, (2, *shape))
-    return torch.sqrt(-2 * torch.log(u[0])) * torch.cos(2 * math.pi * u[1])
+    # In float64, then rounded: the last bits of a logarithm or cosine differ between devices.
+    u = uniform(key, draw, (2, *shape)).double()
+    return (torch.sqrt(-2 * torch.log(u[0])) * torch.cos(2 * math.pi * u[1])).float()

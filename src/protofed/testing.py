@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from protofed import keys
 from protofed.config import Config, make_config
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.federation import tree
@@ -298,7 +299,8 @@ class _Scene:
         self.method, self.dtype, self.sizes = method, dtype, federation.sizes
         self.network = federation.make_network()
         self.received = federation.server.broadcast()
-        self.site = next(iter(federation.sites.values()))
+        self.site, *others = federation.sites.values()
+        self.another = others[0].name
         self.mine = federation.store.get(self.site.name)
         self.epochs = federation.setup.training.epochs
         self.phases = method.phases(1, self.epochs)
@@ -370,6 +372,7 @@ class _Scene:
             self.mine,
             torch.tensor(1),
             torch.tensor(0.5),
+            torch.tensor(keys.key(self.site.name)),
             torch.tensor(11),
             self._drawn(0),
         ]
@@ -385,6 +388,7 @@ class _Scene:
             *scaled,
             torch.tensor(2),
             torch.tensor(1.0),
+            torch.tensor(keys.key(self.another)),
             torch.tensor(12),
             self._drawn(1),
         ]
@@ -399,13 +403,14 @@ class _Scene:
         mine: Tree,
         round: Tensor,
         progress: Tensor,
+        id: Tensor,
         key: Tensor,
         drawn: Slot,
     ) -> list[Tensor]:
         """Loss and gradients."""
         client = self._client(received, mine)
         client.parameters = parameters  # type: ignore[assignment]
-        client.round, client.progress, client.key = round, progress, key
+        client.round, client.progress, client.id, client.key = round, progress, id, key
         client.drawn = drawn
         loss = _Loss(self.network, lambda: phase.loss(client, Batch(*batch)))
         state = {f"network.{n}": t for n, t in (parameters | buffers).items()}

@@ -16,9 +16,12 @@ from protofed.methods import (
     FPL,
     I2PFL,
     METHODS,
+    FedAdam,
+    FedAvgGA,
     FedDyn,
     FedProc,
     FedSeProto,
+    Scaffold,
     create,
 )
 from protofed.testing import check
@@ -48,18 +51,70 @@ DECODER = 4 * (
     (2 * D * 2048 + 2048) + (128 * 64 * 16 + 64) + (64 * 32 * 16 + 32) + (32 * 3 * 16 + 3)
 )
 TABLE = 4 * (K * D + K)  # one prototype a class, and its counts or mask
+HEAD = 4 * (D * K + K)
+GAUSSIAN = 4 * (D * 2 * D + 2 * D)
+REFERENCE = 4 * (2 * K * D + 1)  # FedSR's r, ρ and C
+SCORES = 2 * 8  # GA's two numbers
+BATCHNORM = 4 * 4 * (4 + 8) + 2 * 8  # scale, shift, running mean and variance; the counters
 
+MODULES = {"fedseproto": 2 * SEMANTIC + DECODER, "fedsr": GAUSSIAN + REFERENCE}  # extra ones
 KEPT = {  # bytes at each client between rounds; methods not named keep nothing
     "moon": MODEL + 4,
     "feddyn": 4 * PARAMETERS,
+    "scaffold": 4 * PARAMETERS,
+    "fedbn": BATCHNORM,
     "fedseproto": SEMANTIC + DECODER,  # the domain encoder is as large as the semantic one
+    "fedsr": REFERENCE,
+    "copa": HEAD,
+}
+SLOTS_KEPT = {
+    "moon": {"previous", "history"},
+    "feddyn": {"g"},
+    "scaffold": {"c_m"},
+    "fedbn": {"model"},
+    "fedseproto": {"model"},
+    "fedsr": {"model"},
+    "copa": {"model"},
+}
+TRAVELS = {  # bytes of slot "model", where a client keeps a part of the network
+    "fedseproto": MODEL + SEMANTIC,
+    "fedbn": MODEL - BATCHNORM,
+    "fedsr": MODEL + GAUSSIAN,
+    "copa": MODEL - HEAD,
 }
 SLOTS_UP = {
     name: {"model", "prototypes"}
-    for name in ("fedproc", "fedproto", "fpl", "fedplvm", "i2pfl", "fedseproto")
+    for name in ("fedproc", "fedproto", "fpl", "fedplvm", "i2pfl", "fedseproto", "fedmlp")
+} | {
+    "scaffold": {"model", "change"},
+    "fedavg_ga": {"model", "scores"},
+    "fedga": {"model", "scores"},
+    "copa": {"model", "head"},
 }
-SLOTS_DOWN = {**SLOTS_UP, "fpl": {"model", "cluster"}}
-SERVER = {**SLOTS_DOWN, "feddyn": {"model", "h"}, "fedopt": {"model", "v"}}
+SLOTS_DOWN = {
+    **SLOTS_UP,
+    "fpl": {"model", "cluster"},
+    "scaffold": {"model", "c"},
+    "fedmlp": {"model", "prototypes", "semantic"},
+    "fedavg_ga": {"model"},
+    "fedga": {"model"},
+    "copa": {"model", "heads"},
+}
+BESIDE = {  # bytes sent beside the model, where they are no table of prototypes
+    "scaffold": 4 * PARAMETERS,
+    "fedavg_ga": SCORES,
+    "fedga": SCORES,
+    "copa": HEAD,
+}
+SERVER = {
+    **SLOTS_DOWN,
+    "fedavg_ga": {"model", "ga"},
+    "fedga": {"model", "ga"},
+    "feddyn": {"model", "h"},
+    "fedopt": {"model", "v"},
+    "fedavgm": {"model", "v"},
+    "fedadam": {"model", "m", "v"},
+}
 
 
 class Recorder(Observer):
@@ -165,7 +220,7 @@ def test_recorded_bytes_are_the_sum_of_what_was_sent(whole):
         assert set(received) == SLOTS_DOWN.get(name, {"model"})
         for reply in replies.values():
             assert set(reply.message) == SLOTS_UP.get(name, {"model"})
-            model = MODEL + (SEMANTIC if name == "fedseproto" else 0)
+            model = TRAVELS.get(name, MODEL)
             assert size({"model": reply.message["model"]}) == model
             assert size({"model": received["model"]}) == model
             prototypes = size(reply.message) - model
@@ -173,16 +228,15 @@ def test_recorded_bytes_are_the_sum_of_what_was_sent(whole):
                 J = reply.message["prototypes"]["mask"].shape[1]
                 assert prototypes == 4 * K * J * (D + 1)
             else:
-                assert prototypes == (TABLE if name in SLOTS_UP else 0)
+                assert prototypes == BESIDE.get(name, TABLE if name in SLOTS_UP else 0)
 
 
 def test_state_sizes_are_as_documented(whole):
     name, _, recorder = whole
     federation = recorder.federation
     assert set(federation.server.state) == SERVER.get(name, {"model"})
-    assert sum(p.numel() for p in federation.make_network().parameters()) * 4 == 4 * PARAMETERS + (
-        2 * SEMANTIC + DECODER if name == "fedseproto" else 0
-    )
+    parameters = 4 * sum(p.numel() for p in federation.make_network().parameters())
+    assert parameters == 4 * PARAMETERS + MODULES.get(name, 0)
     kept = federation.store.accept()
     if name not in KEPT:
         assert kept == {}
@@ -190,8 +244,8 @@ def test_state_sizes_are_as_documented(whole):
     assert set(kept) == set(federation.sites)
     for state in kept.values():
         assert size(state) == KEPT[name]
-    slots = {"moon": {"previous", "history"}, "feddyn": {"g"}, "fedseproto": {"model"}}[name]
-    assert all({s for s, e in state.items() if e} == slots for state in kept.values())
+    for state in kept.values():
+        assert {slot for slot, entries in state.items() if entries} == SLOTS_KEPT[name]
 
 
 def test_what_a_client_keeps_never_travels(whole):
@@ -200,14 +254,14 @@ def test_what_a_client_keeps_never_travels(whole):
     for received, replies in recorder.sent:
         for message in (received, *(r.message for r in replies.values())):
             assert not private & set(message["model"])
-            assert not {"previous", "history", "g", "h", "v"} & set(message)
-    assert bool(private) == (name == "fedseproto")
+            assert not {"previous", "history", "g", "h", "c_m", "m", "v", "ga"} & set(message)
+    assert bool(private) == (name in TRAVELS)
 
 
 def test_batchnorm_counters_are_never_averaged(whole):
-    _, result, recorder = whole
+    name, result, recorder = whole
     counters = [n for n, t in result.model.items() if not t.is_floating_point()]
-    assert len(counters) == 2
+    assert len(counters) == (0 if name == "fedbn" else 2)  # FedBN's stay with the clients
     received = [received for received, _ in recorder.sent]
     after = [received[1]["model"], result.model]
     for (_, replies), model in zip(recorder.sent, after, strict=True):
@@ -225,7 +279,10 @@ def test_batchnorm_counters_are_never_averaged(whole):
     "variant",
     [
         FedDyn(variant="reference"),
+        FedAdam(variant="yogi"),
+        Scaffold(momentum=0.9),
         FedProc(warmup=True, proto_pass="post"),
+        FedAvgGA(metric="loss", holdout=0.3),
         FPL(cpcl_prototypes="global", upcr_prototypes="global", upcr_reduction="sum"),
         pytest.param(
             I2PFL(mixup="input", inter="cluster", detach=False, ema="as_text", gamma_max=True),
@@ -266,6 +323,11 @@ CARDS = {
     "moon": {"mu": 5.0, "tau": 0.5},
     "feddyn": {"alpha": 0.01, "clip": 10.0, "variant": "correct"},
     "fedopt": {"eta_g": 0.25, "beta": 0.9},
+    "fedavgm": {"beta": 0.9},
+    "fedadam": {"eta_g": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3, "variant": "adam"},
+    "fednova": {"rho": 0.9},
+    "scaffold": {"eta_g": 1.0, "momentum": 0.0},
+    "fedbn": {},
     "fedproc": {"tau": 1.0, "warmup": False, **LAST_EPOCH},
     "fedproto": {"weight": 1.0, **LAST_EPOCH},
     "fpl": {
@@ -293,6 +355,11 @@ CARDS = {
         "detach": True,
         **LAST_EPOCH,
     },
+    "fedmlp": {"lambda1": 1.0, "lambda2": 1.0, "tau": 0.5, **LAST_EPOCH},
+    "fedsr": {"c1": 0.01, "c2": 0.001, "samples": 20},
+    "fedavg_ga": {"s0": 0.2, "metric": "accuracy", "holdout": 0.1},
+    "fedga": {"mu": 1e-4, "s0": 0.2, "metric": "accuracy", "holdout": 0.1},
+    "copa": {},
     "fedseproto": {
         "alpha": 1.0,
         "beta": 0.01,

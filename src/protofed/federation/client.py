@@ -27,8 +27,8 @@ class Client:
     """One client during one round. A plain class with tensors, so that a step can be captured.
 
     Hot hooks may use ``network``, ``received``, ``mine``, ``start``, ``parameters``, ``round``,
-    ``progress``, ``drawn``, ``forward``, ``probe``, ``uniform`` and ``normal``; the rest is for
-    cold hooks.
+    ``progress``, ``id``, ``drawn``, ``forward``, ``probe``, ``uniform`` and ``normal``; the rest
+    is for cold hooks.
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class Client:
         """Number of this round, from 0."""
         self.progress = torch.tensor(round / max(1, rounds - 1), device=device)
         """0 in the first round, 1 in the last."""
+        self.id = torch.tensor(keys.key(name), device=device)
+        """``keys.key(name)``: the client's name for hot hooks, which cannot read text."""
         self.key = torch.zeros((), dtype=torch.int64, device=device)
         self.drawn: Slot = {}
         """This step's row of the method's ``draws``."""

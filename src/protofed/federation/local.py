@@ -295,6 +295,7 @@ def evaluate(
         round=round,
         rounds=setup.rounds,
     )
+    key = keys.key(setup.seed, round, "evaluation")
     absent = _absent(network, setup.method, client.start)
     load(network, client.start | absent)
     network.eval()
@@ -303,6 +304,8 @@ def evaluate(
         for name, images in tests.items():
             right = torch.zeros((), dtype=torch.int64, device=device)
             for x, y in zip(images.x.split(batch), images.y.split(batch), strict=True):
+                # the same draws for every batch: however the images are cut, so are the scores
+                client.begin_step(key)
                 scores = setup.method.predict(client, normalised(x, setup.augment, setup.dtype))
                 if absent and not bool(torch.isfinite(scores).all()):
                     _require_finite(client.start)

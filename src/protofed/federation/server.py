@@ -97,7 +97,7 @@ class Server:
         state = network.state_dict()
         self.travels = {e.name: method.shared(e) for e in entry_list(network)}
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
-        self.state: Tree = tree.copy({**method.init_server(model, sizes), "model": model}, device)
+        self.state: Tree = tree.copy({**method.init_server(state, sizes), "model": model}, device)
         self.round = 0
         """The next round to run."""
         self._spool = Spool(memory_limit, device)

@@ -12,17 +12,26 @@ from typing import Any
 from protofed import keys
 from protofed.errors import ProtofedError, unknown
 from protofed.methods.base import Batch, Entry, Hyper, Method, Phase, Sizes, Terms, hyper
+from protofed.methods.copa import COPA
+from protofed.methods.fedadam import FedAdam
 from protofed.methods.fedavg import FedAvg
+from protofed.methods.fedavgm import FedAvgM
+from protofed.methods.fedbn import FedBN
 from protofed.methods.feddyn import FedDyn
+from protofed.methods.fedmlp import FedMLP
+from protofed.methods.fednova import FedNova
 from protofed.methods.fedopt import FedOpt
 from protofed.methods.fedplvm import FedPLVM
 from protofed.methods.fedproc import FedProc
 from protofed.methods.fedproto import FedProto
 from protofed.methods.fedprox import FedProx
 from protofed.methods.fedseproto import FedSeProto
+from protofed.methods.fedsr import FedSR
 from protofed.methods.fpl import FPL
+from protofed.methods.ga import FedAvgGA, FedGA
 from protofed.methods.i2pfl import I2PFL
 from protofed.methods.moon import Moon
+from protofed.methods.scaffold import Scaffold
 
 METHODS: dict[str, type[Method]] = {
     m.name: m
@@ -32,12 +41,22 @@ METHODS: dict[str, type[Method]] = {
         Moon,
         FedDyn,
         FedOpt,
+        FedAvgM,
+        FedAdam,
+        FedNova,
+        Scaffold,
+        FedBN,
         FedProc,
         FedProto,
         FPL,
         FedPLVM,
         I2PFL,
         FedSeProto,
+        FedMLP,
+        FedSR,
+        FedAvgGA,
+        FedGA,
+        COPA,
     )
 }
 
@@ -118,23 +137,33 @@ def _from_file(name: str) -> type[Method]:
 
 
 __all__ = [
+    "COPA",
     "FPL",
     "I2PFL",
     "METHODS",
     "Batch",
     "Entry",
+    "FedAdam",
     "FedAvg",
+    "FedAvgGA",
+    "FedAvgM",
+    "FedBN",
     "FedDyn",
+    "FedGA",
+    "FedMLP",
+    "FedNova",
     "FedOpt",
     "FedPLVM",
     "FedProc",
     "FedProto",
     "FedProx",
+    "FedSR",
     "FedSeProto",
     "Hyper",
     "Method",
     "Moon",
     "Phase",
+    "Scaffold",
     "Sizes",
     "Terms",
     "create",

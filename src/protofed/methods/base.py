@@ -155,7 +155,7 @@ class Method:
         return "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """The server's extra slots before round 0 (``model``: the initial global model)."""
+        """The server's extra slots before round 0; ``model``: the initial network, all of it."""
         return {}
 
     def init_client(self, model: Slot, sizes: Sizes) -> Tree:

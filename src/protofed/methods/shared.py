@@ -52,3 +52,13 @@ def squared_distance(parameters: Mapping[str, Tensor], start: Mapping[str, Tenso
 def inner(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
     """⟨direction, θ⟩: a linear term whose gradient is the direction itself."""
     return torch.stack([(direction[n] * p).sum() for n, p in parameters.items()]).sum()
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    """How many gradients the change of ``steps`` SGD steps holds, in units of the learning rate.
+
+    With momentum ρ the gradient of step k enters this step and all later ones, 1 + ρ + ρ² + ...
+    times; over τ steps that makes Σ_k (1 − ρ^k)/(1 − ρ) = (τ − ρ(1 − ρ^τ)/(1 − ρ))/(1 − ρ).
+    """
+    rho = momentum
+    return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)

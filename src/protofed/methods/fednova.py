@@ -1,0 +1,69 @@
+"""FedNova: each client's change is divided by how far its steps could carry it.
+
+Wang, Liu, Liang, Joshi, Poor: "Tackling the Objective Inconsistency Problem in
+Heterogeneous Federated Optimization", NeurIPS 2020.
+
+    client m    CE, τ_m steps of SGD with momentum ρ
+                a_m = (τ_m − ρ(1−ρ^τ_m)/(1−ρ))/(1−ρ), which is τ_m at ρ = 0:
+                how many gradients its change θ^t − θ_m holds
+    server      θ^{t+1} = θ^t − (Σ_m p_m a_m) Σ_m p_m (θ^t − θ_m)/a_m,
+                p_m = n_m/Σn
+
+FedAvg lets clients with more samples count twice, by p_m and by their longer
+way; here they count by p_m alone. With the mean θ̄ by weights p_m/a_m the step
+is θ^t + γ (θ̄ − θ^t),  γ = (Σ p_m a_m)(Σ p_m/a_m) ≥ 1. When all clients take
+the same number of steps γ = 1 and the method is FedAvg, to rounding.
+
+Deviations
+    ρ          Is also the momentum that the clients train with, whatever the
+               protocol says: the two cannot disagree.
+    p_m        By sample counts, also with `--average uniform`. MarsFL takes
+               the number of batches.
+    buffers    Averaged by p_m/a_m like θ̄, without the step beyond it: a
+               variance must not turn negative.
+    Server momentum and the proximal form of the paper are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from protofed.federation.server import ServerView, Update
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Method, Phase, hyper
+from protofed.methods.shared import effective_steps
+
+
+@dataclass(frozen=True)
+class FedNova(Method):
+    """FedAvg of normalised changes."""
+
+    name: ClassVar[str] = "fednova"
+    paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
+
+    rho: float = hyper(0.9, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
+
+    def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
+        """One phase, with the momentum that a_m is computed for."""
+        return (Phase(self.loss, momentum=self.rho),)
+
+    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
+        """p_m/a_m, but for the factor 1/Σn."""
+        return [u.samples / effective_steps(u.steps, self.rho) for u in updates]
+
+    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+        """γ times the way from θ^t to the mean."""
+        samples = [u.samples for u in updates]
+        a = [effective_steps(u.steps, self.rho) for u in updates]
+        longer = math.fsum(n * a_m for n, a_m in zip(samples, a, strict=True)) / sum(samples)
+        shorter = math.fsum(n / a_m for n, a_m in zip(samples, a, strict=True)) / sum(samples)
+        start = server.state["model"]
+        stepped = {
+            n: torch.lerp(start[n], mean[n], longer * shorter) for n in server.sizes.parameters
+        }
+        return {"model": mean | stepped}
