@@ -3,16 +3,19 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test slow check clean
+.PHONY: run test slow drill check clean
 
 run: .venv/installed  ## FedAvg, FedProto and FPL on the embedded task: table and curves
 	$(BIN)/protofed compare --task glyphs --methods fedavg,fedproto,fpl --out runs/glyphs
 
 test: .venv/installed-dev  ## all tests that take seconds
-	$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	$(BIN)/python -m pytest -q -n 2 -m "not slow and not drill"
 
 slow: .venv/installed-dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
+
+drill: .venv/installed-dev  ## faults of a real deployment over loopback (ten minutes)
+	$(BIN)/python -m pytest -q -m drill
 
 check: .venv/installed-dev  ## lint, format and types
 	$(BIN)/ruff check .
@@ -32,5 +35,5 @@ clean:  ## forget the environment and what tools left behind
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev,flower]'
 	@touch $@

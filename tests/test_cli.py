@@ -433,7 +433,7 @@ def test_the_table_of_compare_is_right(compared):
     ]
     cells = {}
     for line in body:
-        row = [c.strip() for c in line.strip("|").split("|")]
+        row = [re.sub(r"\*\*|</?u>", "", c).strip() for c in line.strip("|").split("|")]
         cells[row[0]] = dict(zip(columns, row, strict=True))
     assert list(cells) == ["fedavg", "mine"]
     for method, row in cells.items():
@@ -442,7 +442,12 @@ def test_the_table_of_compare_is_right(compared):
             assert row[column] == f"{fmean(both):.1f} ± {stdev(both):.1f}"
     pairs = [accuracy["mine", s]["average"] - accuracy["fedavg", s]["average"] for s in (5, 6)]
     assert any(pairs)  # otherwise the next line shows nothing
-    assert cells["mine"]["Δ FedAvg"] == f"{fmean(pairs):+.1f} ± {stdev(pairs) / math.sqrt(2):.1f}"
+    # 12.706: Student's t with one degree of freedom
+    half = 12.706 * stdev(pairs) / math.sqrt(2)
+    noise = ", noise" if half >= abs(fmean(pairs)) else ""
+    error = stdev(pairs) / math.sqrt(2)
+    shown = f"{round(fmean(pairs), 1) + 0:+.1f} ± {error:.1f} (±{half:.1f}{noise})"
+    assert cells["mine"]["Δ FedAvg"] == shown
     assert cells["fedavg"]["Δ FedAvg"] == ""
     assert cells["mine"]["average"] in out
 
@@ -499,14 +504,14 @@ def starts(monkeypatch):
         def wait(self):
             pass
 
-    monkeypatch.setattr("protofed.study.compare.subprocess.Popen", Fake)
+    monkeypatch.setattr("protofed.study.runner.subprocess.Popen", Fake)
     polls = []
 
     def sleep(_):
         polls.append(1)
         assert len(polls) < 100, "compare waits for ever"
 
-    monkeypatch.setattr("protofed.study.compare.time.sleep", sleep)
+    monkeypatch.setattr("protofed.study.runner.time.sleep", sleep)
     return started
 
 

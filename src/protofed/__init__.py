@@ -8,6 +8,8 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation.run import Federation, Observer, Result, load_run, run
 from protofed.version import __version__
 
+from protofed import analysis  # isort: skip (methods must be imported first)
+
 __all__ = [
     "Config",
     "Diverged",
@@ -16,6 +18,7 @@ __all__ = [
     "ProtofedError",
     "Result",
     "__version__",
+    "analysis",
     "load_run",
     "make_config",
     "methods",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.cli_data import data_app
+from protofed.cli_deploy import deploy_app
 from protofed.cli_options import (
     AugmentOption,
     AverageOption,
@@ -28,6 +27,7 @@ from protofed.cli_options import (
     EpochsOption,
     EveryOption,
     FlipOption,
+    KeepOption,
     LeaveOutOption,
     LeftoverOption,
     LrOption,
@@ -49,6 +49,9 @@ from protofed.cli_options import (
     WidthOption,
     WorkersOption,
 )
+from protofed.cli_parse import assignments, by_method, per_domain, print_outcome, print_table, value
+from protofed.cli_report import report
+from protofed.cli_study import register
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
@@ -64,6 +67,9 @@ app = typer.Typer(
 )
 console = Console()
 app.add_typer(data_app)
+app.add_typer(deploy_app)
+register(app)
+app.command()(report)
 
 
 @app.callback(invoke_without_command=True)
@@ -125,8 +131,12 @@ def run(
     augment: AugmentOption = None,
     test_split: TestSplitOption = None,
     skip_bad: SkipBadOption = None,
+    keep_rounds: KeepOption = None,
     checkpoint_every: EveryOption = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, live.")
+    ] = False,
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
@@ -134,19 +144,23 @@ def run(
     command with --resume goes on from it and ends with the very same numbers.
     """
     from protofed.config import merged_config
-    from protofed.federation.run import is_finished, load_run
+    from protofed.federation.run import Observer, is_finished, load_run
     from protofed.federation.run import run as run_federation
     from protofed.progress import RunProgress
 
     given = _given(locals())
-    complete = merged_config(config, task, method, _assignments(set_), given)
+    complete = merged_config(config, task, method, assignments(set_), given)
     folder = out or Path("runs") / complete.label
     if is_finished(folder, complete) and not overwrite:
         if not quiet:
             console.print(f"{folder} already holds this run, complete:")
             _print_results([load_run(folder)])
         return
-    observers = [] if quiet else [RunProgress(console)]
+    observers: list[Observer] = [] if quiet else [RunProgress(console)]
+    if tensorboard:
+        from protofed.tensorboard import TensorBoard
+
+        observers.append(TensorBoard(folder))
     result = run_federation(
         config=complete, out=folder, resume=resume, overwrite=overwrite, observers=observers
     )
@@ -206,14 +220,15 @@ def compare(
     augment: AugmentOption = None,
     test_split: TestSplitOption = None,
     skip_bad: SkipBadOption = None,
+    keep_rounds: KeepOption = None,
 ) -> None:
     """Run several methods on the same clients and put them into one table and one figure.
 
     Runs that are complete in the folder are not done again; interrupted ones go on.
     """
-    from protofed.config import make_config, short_task
+    from protofed.config import short_task
     from protofed.methods import METHODS, method_class
-    from protofed.study.compare import compare as compare_runs
+    from protofed.study.compare import adhoc, run_study
 
     given = _given(locals())
     task = task or "glyphs"
@@ -228,19 +243,14 @@ def compare(
                 "give one of the classes another name: ClassVar[str]",
             )
         called[own] = name
-    options = _by_method(_assignments(set_), called)
+    options = by_method(assignments(set_), called)
     for option, number in (("--seeds", seeds), ("--jobs", jobs)):
         if number is not None and number < 1:
             raise ProtofedError(f"{option} must be at least 1, got {number}")
-    configs = [
-        make_config(task, name, options.get(name, {}), seed=s, **given)
-        for s in range(seed, seed + seeds)
-        for name in names
-    ]
+    table = {own: (name, options.get(name, {})) for own, name in called.items()}
+    study = adhoc("compare", f"Methods on {task}", task, table, range(seed, seed + seeds), given)
     folder = out or Path("runs") / f"compare-{short_task(task)}"
-    results = compare_runs(configs, folder, jobs or os.cpu_count() or 1, console)
-    _print_results(results)
-    console.print(f"table.md, curves.png and the runs are in [bold]{folder}[/bold]")
+    print_outcome(console, study, folder, *run_study(study, folder, jobs, console))
 
 
 @app.command()
@@ -338,71 +348,18 @@ def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     given = {k: arguments[k] for k in _SETTINGS if arguments.get(k) is not None}
     for name in ("clients", "samples"):
         if arguments[name] is not None:
-            given[name] = _per_domain(name, arguments[name])
+            given[name] = per_domain(name, arguments[name])
+    if (rounds := arguments["keep_rounds"]) is not None:
+        given["keep_rounds"] = [value(r) for r in rounds.split(",")] if rounds != "none" else []
     if "seeds" in arguments:
         given.pop("seed", None)
     return given
 
 
-def _per_domain(name: str, text: str) -> Any:
-    if "=" not in text:
-        return _value(text)
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {domain.strip(): _value(number) for domain, number in pairs}
-    except ValueError:
-        raise ProtofedError(
-            f"cannot read --{name} '{text}'", f"write --{name} scan=4,print=3"
-        ) from None
-
-
-def _assignments(texts: list[str] | None) -> dict[str, Any]:
-    values = {}
-    for text in texts or []:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ProtofedError(f"cannot read --set '{text}'", "write --set tau=0.05")
-        values[name.strip()] = _value(value.strip())
-    return values
-
-
-def _by_method(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """``fpl.tau`` → the options of the method whose name is fpl."""
-    from protofed.errors import unknown
-
-    options: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        method, dot, name = key.partition(".")
-        if not dot:
-            raise ProtofedError(f"--set {key}: which method?", f"write --set METHOD.{key}={value}")
-        if method not in names:
-            raise unknown("method in --set", method, names)
-        options.setdefault(names[method], {})[name] = value
-    return options
-
-
-def _value(text: str) -> Any:
-    """A number or a boolean as TOML reads it; anything else is a word."""
-    try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
 def _print_results(results: Any) -> None:
-    from protofed.study.tables import caption, cells, rows
+    from protofed.study.tables import caption, grid, rows
 
-    header, body = cells(rows(results))
-    table = Table(box=None, header_style="bold")
-    for i, column in enumerate(header):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in body:
-        table.add_row(*row)
-    console.print()
-    # where there is no terminal there is no width to keep to either
-    wide = console if console.is_terminal else Console(file=console.file, width=400)
-    wide.print(table)
-    console.print(f"[dim]{escape(caption(results))}[/dim]")
+    print_table(console, *grid(rows(results)), caption(results))
 
 
 def _show_method(name: str, task: str) -> None:

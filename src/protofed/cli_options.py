@@ -125,6 +125,15 @@ TestSplitOption = Annotated[
 SkipBadOption = Annotated[
     bool | None, typer.Option("--skip-bad", help="Leave out files that are no images.")
 ]
+KeepOption = Annotated[
+    str | None,
+    typer.Option(
+        "--keep-rounds",
+        metavar="1,10,last | all | none",
+        help="Rounds whose prototypes and global model are kept for analyses and the report; "
+        "default: the prototypes of ten rounds and no models.",
+    ),
+]
 EveryOption = Annotated[
     int | None, typer.Option("--checkpoint-every", help="Rounds between checkpoints.")
 ]

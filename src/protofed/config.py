@@ -33,7 +33,7 @@ DTYPES = {
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
 
 
-UNHASHED = ("checkpoint_every", "engine", "workers", "data", "skip_bad")
+UNHASHED = ("checkpoint_every", "engine", "workers", "data", "skip_bad", "keep_rounds")
 """Settings that cannot change a number (to the last bit on a CPU, to rounding on a GPU).
 
 Where images lie cannot, as ``digest`` says what they are.
@@ -71,6 +71,7 @@ class Config:
     engine: str
     workers: int | None
     checkpoint_every: int
+    keep_rounds: tuple[int | str, ...] | None
     image_size: int
     flip: bool
     augment: str
@@ -149,6 +150,7 @@ DEFAULTS: dict[str, Any] = {
     "engine": "auto",
     "workers": None,
     "checkpoint_every": 5,
+    "keep_rounds": None,
 }
 
 
@@ -192,6 +194,7 @@ def make_config(
     for name, choices in _CHOICES.items():
         if values[name] is not None and values[name] not in choices:
             raise unknown(f"value for {name}", values[name], choices)
+    values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     values["clients"] = _clients(values, base, task)
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -307,6 +310,20 @@ def _clients(values: Mapping[str, Any], base: Protocol, task: Task) -> dict[str,
             )
         each[left_out] = 0
     return {d: each[d] for d in task.domains if d in each}
+
+
+def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:
+    """Rounds to keep prototypes and models of: ``[1, 10, "last"]``, "all" or "none"."""
+    if value is None or value == "none":
+        return () if value else None
+    named = [value] if isinstance(value, (int, str)) else value
+    if not isinstance(named, (list, tuple)) or not all(
+        r in ("last", "all") if isinstance(r, str) else _whole(r) and r >= 1 for r in named
+    ):
+        raise ProtofedError(
+            f'keep_rounds must be rounds from 1 on, "last", "all" or "none", got {value!r}'
+        )
+    return tuple(named)
 
 
 def _per_domain(name: str, value: Any, task: Task) -> dict[str, Any]:

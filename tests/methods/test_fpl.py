@@ -77,7 +77,7 @@ def cosine(a, b):
     return dot / (math.sqrt(sum(p * p for p in a)) * math.sqrt(sum(q * q for q in b)))
 
 
-def eq7(z, y, table, tau):
+def eq8(z, y, table, tau):
     """(1/B) Σ_i −log Σ_{c∈P^y} e^{cos/τ} / Σ_{c∈P} e^{cos/τ}."""
     total = 0.0
     for i, k in enumerate(y):
@@ -94,7 +94,7 @@ def eq7(z, y, table, tau):
 
 
 def eq10(z, y, table, reduction):
-    """(1/B) Σ_i Σ_v (z_iv − U_yv)², U the mean of the class's clusters (Eq. 9); or mean over v."""
+    """(1/B) Σ_i Σ_v (z_iv − U_yv)², U the mean of the class's clusters (Eq. 6); or mean over v."""
     total = 0.0
     for i, k in enumerate(y):
         rows = rows_of(table, k)
@@ -113,12 +113,12 @@ Y = [0, 1, 2, 2, 0, 0]
 
 
 @pytest.mark.parametrize("tau", [0.02, 0.2, 1])
-def test_cpcl_is_eq_7_with_several_clusters_per_class(tau):
+def test_cpcl_is_eq_8_with_several_clusters_per_class(tau):
     method = FPL(tau=tau)
     client, net, batch = scene(method, Y, {"cluster": P})
     terms = method.loss(client, batch)
     assert list(terms) == ["ce", "cpcl", "upcr"]
-    assert terms["cpcl"].item() == pytest.approx(eq7(net.z, Y, P, tau), rel=1e-9)
+    assert terms["cpcl"].item() == pytest.approx(eq8(net.z, Y, P, tau), rel=1e-9)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -149,7 +149,7 @@ def test_each_term_uses_the_prototypes_it_is_told(contrast, target):
     terms = method.loss(client, batch)
     contrasted = P if contrast == "cluster" else G
     drawn_to = P if target == "unbiased" else G
-    assert terms["cpcl"].item() == pytest.approx(eq7(net.z, Y, contrasted, 0.5), rel=1e-10)
+    assert terms["cpcl"].item() == pytest.approx(eq8(net.z, Y, contrasted, 0.5), rel=1e-10)
     assert terms["upcr"].item() == pytest.approx(eq10(net.z, Y, drawn_to, "mean"), rel=1e-10)
 
 
@@ -158,7 +158,7 @@ def test_missing_class_adds_zero_and_stays_in_the_mean():
     method = FPL(tau=0.5)
     client, net, batch = scene(method, Y, {"cluster": partly})
     terms = method.loss(client, batch)
-    assert terms["cpcl"].item() == pytest.approx(eq7(net.z, Y, partly, 0.5), rel=1e-10)
+    assert terms["cpcl"].item() == pytest.approx(eq8(net.z, Y, partly, 0.5), rel=1e-10)
     assert terms["upcr"].item() == pytest.approx(eq10(net.z, Y, partly, "mean"), rel=1e-10)
     (terms["cpcl"] + terms["upcr"]).backward()
     absent = torch.tensor(Y) == 2
@@ -217,7 +217,7 @@ def test_gradient_in_the_features_by_finite_differences(term):
     method = FPL(tau=0.3)
     client, net, batch = scene(method, Y, {"cluster": P})
     method.loss(client, batch)[term].backward()
-    reference = (lambda z: eq7(z, Y, P, 0.3)) if term == "cpcl" else lambda z: eq10(z, Y, P, "mean")
+    reference = (lambda z: eq8(z, Y, P, 0.3)) if term == "cpcl" else lambda z: eq10(z, Y, P, "mean")
     z = net.z.detach()
     for i, v in product(range(len(Y)), range(D)):
         step = torch.zeros_like(z)
@@ -257,7 +257,7 @@ def test_gradient_in_the_weights_by_finite_differences(term):
     assert checked >= D * 5 + D
 
 
-def test_upload_is_eq_3():
+def test_upload_is_eq_2():
     client, net, batch = scene(FPL(), [0, 1, 1, 0, 1], FPL().init_server({}, SIZES))
     client.begin_prototypes()
     for rows in ([0, 1], [2, 3, 4]):

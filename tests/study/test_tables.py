@@ -8,7 +8,18 @@ from protofed.config import make_config
 from protofed.federation.records import Records
 from protofed.federation.run import Result
 from protofed.methods import METHODS
-from protofed.study.tables import Spread, caption, cells, markdown, rows
+from protofed.study.tables import (
+    Measure,
+    Row,
+    Spread,
+    caption,
+    cells,
+    few,
+    grid,
+    markdown,
+    row,
+    rows,
+)
 
 
 def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0, **settings):
@@ -56,7 +67,7 @@ def test_mean_and_standard_deviation_over_seeds():
     assert cells([row])[1][0][1:4] == ["54.0 ± 4.6", "70.0 ± 0.0", "62.0 ± 2.3"]
 
 
-def test_the_difference_is_paired_by_seed_with_its_standard_error():
+def test_the_difference_is_paired_by_seed_with_its_interval():
     runs = [result("fedavg", s, a, a) for s, a in enumerate((50.0, 60.0, 70.0))]
     runs += [result("fpl", s, a, a) for s, a in enumerate((51.0, 63.0, 72.0))]
     base, fpl = rows(runs)
@@ -65,7 +76,10 @@ def test_the_difference_is_paired_by_seed_with_its_standard_error():
     assert fpl.difference.mean == pytest.approx(2.0)
     assert fpl.difference.std == pytest.approx(1.0)
     assert fpl.difference.error == pytest.approx(1 / math.sqrt(3))
-    assert cells([base, fpl])[1][1][4] == "+2.0 ± 0.6"
+    # Student's t with two degrees of freedom: 4.303
+    assert fpl.difference.half == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
+    assert fpl.difference.noise
+    assert cells([base, fpl])[1][1][4] == "+2.0 ± 0.6 (±2.5, noise)"
     # unpaired, the deviation of the seeds would drown it
     assert fpl.accuracy["average"].std > 10
 
@@ -124,7 +138,7 @@ def test_markdown_is_a_table_with_its_caption():
     lines = text.split("\n")
     assert lines[0] == "| method | scan | photo | average | Δ FedAvg | MB | s |"
     assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    assert lines[2].startswith("| fedavg | 51.5 ± 2.1 | 60.0 ± 0.0 | ")  # scan: 50 and 53
+    assert lines[2].startswith("| fedavg | **51.5 ± 2.1** | **60.0 ± 0.0** | ")  # scan: 50 and 53
     assert [line.count("|") for line in lines[:4]] == [8] * 4
     assert lines[4] == ""
     assert lines[5] == caption(runs)
@@ -137,8 +151,68 @@ def test_the_caption_says_what_the_numbers_are():
     for part in (
         "mean of the last 5 rounds", "task glyphs (made up)", "protocol glyphs", "2 rounds",
         "scan 2 × 10", "photo 1 × 10", "seeds 2, 4", "fp32 on cpu", "BatchNorm: averaged",
-        "weights by samples", "± standard deviation over seeds", "standard error",
+        "weights by samples", "± standard deviation over seeds", "95% interval", "fewer than 5",
     ):  # fmt: skip
         assert part in text, part
     assert "standard deviation" not in caption(runs[:1])
     assert "\n" not in text
+
+
+# ---- beside the paper ---------------------------------------------------------------------------
+
+
+def measure(seed, value):
+    return Measure(seed, {"scan": value, "average": value}, 1.0, 2.0, {}, {})
+
+
+def test_many_equal_differences_are_no_noise():
+    base = {s: measure(s, 50.0 + s) for s in range(5)}
+    better = {s: measure(s, 53.0 + s + 0.1 * (s % 2)) for s in range(5)}
+    line = row("FPL", better, base)
+    # differences 3, 3.1, 3, 3.1, 3: deviation 0.0548, t(4) = 2.776
+    assert line.difference.half == pytest.approx(2.776 * 0.0548 / math.sqrt(5), abs=1e-3)
+    assert not line.difference.noise
+    assert line.differences["scan"] == line.differences["average"]
+    assert grid([line])[1][0][3].text == "+3.0 ± 0.0 (±0.1)"
+
+
+def test_the_best_is_marked_and_the_second():
+    table = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 50.0), ("b", 60.0), ("c", 55.0))]
+    _, body = grid(table)
+    assert [line[1].mark for line in body] == ["", "best", "second"]
+    # what is printed alike is marked alike
+    table = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 60.01), ("b", 60.0), ("c", 9.0))]
+    assert [line[1].mark for line in grid(table)[1]] == ["best", "best", "second"]
+    assert grid(table[:1])[1][0][1].mark == ""
+
+
+def test_missing_runs_are_shown():
+    table = [
+        row("a", {0: measure(0, 50.0)}, {}, wanted=3),
+        row("b", {}, {}, wanted=3, state="needs method b"),
+    ]
+    header, body = grid(table, ("scan", "average"))
+    assert header == ["method", "scan", "average", "Δ FedAvg", "MB", "s", "seeds"]
+    assert [c.text for c in body[0]] == ["a", "50.0", "50.0", "", "1", "2", "1/3"]
+    assert [c.text for c in body[1]] == ["b (needs method b)", "—", "—", "", "—", "—", "0/3"]
+
+
+def test_the_paper_stands_below_with_the_difference():
+    paper = {"scan": 51.25, "average": 49.0}
+    table = [
+        row("FedAvg", {0: measure(0, 50.0)}, {}, paper={"average": 47.5}, paper_std=0.25),
+        row("FPL", {}, {}, paper=paper),
+        row("X", {0: measure(0, 1.0)}, {}, paper={"average": math.nan}),
+    ]
+    _, body = grid(table, ("scan", "average"))
+    texts = [[c.text for c in line[:4]] for line in body]
+    assert texts[1] == ["  paper (ours − paper)", "", "47.50 ± 0.25 (+2.5)", ""]
+    assert texts[3] == ["  paper (ours − paper)", "51.25", "49.00", "+1.50"]
+    assert texts[5][2:] == ["NaN", ""]
+
+
+def test_few_seeds_are_said():
+    assert "one seed" in few(1)
+    assert "fewer than 5" in few(4)
+    assert few(5) == ""
+    assert Row("a", {}, None, None, None).seeds == 0

@@ -17,6 +17,7 @@ from protofed.errors import ProtofedError, unknown
 
 IMAGE_SIZE = 32
 FOLDER = "folder:"
+SITE = "site:"
 FOLDER_SPLITS = ("auto",)
 
 
@@ -80,7 +81,7 @@ def own_folder(name: str) -> Path:
 def _images(
     name: str, paths: list[Path], size: int, test_split: str, skip_bad: bool
 ) -> decoded.Decoded:
-    short = "folder" if name.startswith(FOLDER) else name
+    short = name.partition(":")[0]
     options = [short, size, test_split]
     # without skip_bad first: what it holds has no bad images, so both ask for the same
     asked = [[*options, skip] for skip in ([False, True] if skip_bad else [False])]
@@ -103,10 +104,18 @@ def _images(
     return result
 
 
+def site_images(path: Path, size: int, skip_bad: bool) -> decoded.Decoded:
+    """The images of one site, a tree ``class/image`` or ``{train,test}/class/image``.
+
+    They come as one domain with the folder's name; classes are those of its folders.
+    """
+    return _images(f"{SITE}{path}", [path], size, FOLDER_SPLITS[0], skip_bad)
+
+
 def plan(name: str, paths: list[Path], test_split: str) -> Plan:
     """Which images a task has, from the files that were found for it."""
-    if name.startswith(FOLDER):
-        return folder_plan(paths[0], test_split)
+    if name.startswith((FOLDER, SITE)):
+        return folder_plan(paths[0], test_split, one=name.startswith(SITE))
     if name == "digits":
         return digits_plan(paths)
     return tree_plan(SPECS[name], paths, test_split)

@@ -70,10 +70,15 @@ def tree_plan(spec: Spec, paths: Sequence[Path], test_split: str) -> Plan:
     return Plan(tuple(spec.classes), parts, list(dict.fromkeys(notes)))
 
 
-def folder_plan(path: Path, test_split: str) -> Plan:
-    """Any tree ``domain/class/image`` or ``domain/{train,test}/class/image``."""
+def folder_plan(path: Path, test_split: str, one: bool = False) -> Plan:
+    """Any tree ``domain/class/image`` or ``domain/{train,test}/class/image``.
+
+    With ``one`` the folder itself is the only domain: ``class/image``.
+    """
     listed, folders = files(path)
-    top = 1 if path.is_dir() or _wrapped(listed) else 0
+    if one:
+        folders = {f for f in folders if len(f) > 1}
+    top = 1 if not one and (path.is_dir() or _wrapped(listed)) else 0
     found: dict[str, dict[tuple[str, str | None], list[File]]] = {}
     for parts in [*folders, *(f.parts for f in listed)]:
         if len(parts) > top + (0 if parts in folders else 1):

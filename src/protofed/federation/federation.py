@@ -14,6 +14,7 @@ from protofed.config import DTYPES, Config, config_task
 from protofed.data import Images, Share, Task, split
 from protofed.engines import build_engine, choose
 from protofed.federation import tree
+from protofed.federation.keep import Keeper
 from protofed.federation.local import Setup, Site, Training, entry_list
 from protofed.federation.records import Record, Records
 from protofed.federation.server import Server
@@ -51,34 +52,15 @@ class Federation:
         self.config = config
         self.task = task or config_task(config)
         self.method = config.method
-        self.shares = split(
-            self.task,
-            config.clients,
-            config.samples,
-            config.seed,
-            leftover=config.leftover,
-            repair=config.repair,
-            dirichlet=config.dirichlet,
-            quantity=config.quantity,
-        )
-        device, dtype = torch.device(config.device), DTYPES[config.precision]
+        self.shares = make_shares(config, self.task)
+        device = torch.device(config.device)
         network = initial_network(config, self.task)
         model = tree.copy({"model": network.state_dict()})["model"]
-        names = tuple(name for name, _ in network.named_parameters())
-        self.sizes = Sizes(len(self.task.classes), network.features, self.task.image_size, names)
-        self.setup = Setup(
-            self.method,
-            self.sizes,
-            self.task.augment,
-            Training(config.batch, config.epochs, config.lr, config.momentum, config.weight_decay),
-            config.rounds,
-            config.seed,
-            dtype,
-            bf16=config.precision == "bf16",
-        )
+        self.setup = make_setup(config, self.task, network)
+        self.sizes = self.setup.sizes
         self.sites = {s.name: _site(self.task, s, device) for s in self.shares}
         self.tests = {
-            name: _test_images(self.task, name, config.leave_out, device)
+            name: tested_images(self.task, name, config.leave_out, device)
             for name in self.task.domains
         }
         self.engine_name, self.engine_reason = choose(config.engine, config.device, config.workers)
@@ -96,6 +78,7 @@ class Federation:
         self.store = ClientStore(
             lambda: self.server.initial_client(model), folder / "clients" if folder else None
         )
+        self.keeper = Keeper(config, folder)
         self.engine = build_engine(
             self.engine_name, self.setup, self.make_network, device, config.workers
         )
@@ -121,6 +104,7 @@ class Federation:
         replies = self.engine.train(sites, received, self.store.get, round)
         for done, (name, reply) in enumerate(replies, start=1):
             server.accept(name, reply)
+            self.keeper.receive(round, name, reply.message, self.sizes.classes)
             self.store.stage(name, reply.mine, round)
             up += tree.nbytes(reply.message)
             steps += reply.steps
@@ -133,6 +117,7 @@ class Federation:
         self.store.accept()
         trained = time.perf_counter()
         accuracy = self.evaluate()
+        self.keeper.write(self)
         return {
             "round": round,
             "accuracy": {d: round_to(a, 4) for d, a in accuracy.items()},
@@ -175,6 +160,35 @@ class Federation:
         return [_table_row(self.task, share) for share in self.shares]
 
 
+def make_shares(config: Config, task: Task) -> list[Share]:
+    """The part of the task that each client of a run holds."""
+    return split(
+        task,
+        config.clients,
+        config.samples,
+        config.seed,
+        leftover=config.leftover,
+        repair=config.repair,
+        dirichlet=config.dirichlet,
+        quantity=config.quantity,
+    )
+
+
+def make_setup(config: Config, task: Task, network: Network) -> Setup:
+    """What all clients of a run have in common, wherever they are."""
+    names = tuple(name for name, _ in network.named_parameters())
+    return Setup(
+        config.method,
+        Sizes(len(task.classes), network.features, task.image_size, names),
+        task.augment,
+        Training(config.batch, config.epochs, config.lr, config.momentum, config.weight_decay),
+        config.rounds,
+        config.seed,
+        DTYPES[config.precision],
+        bf16=config.precision == "bf16",
+    )
+
+
 def initial_network(config: Config, task: Task) -> Network:
     """The network with the keyed initial weights that all clients start from."""
     with torch.random.fork_rng(devices=[]):
@@ -209,7 +223,7 @@ def _site(task: Task, share: Share, device: torch.device) -> Site:
     return Site(share.name, share.domain, own)
 
 
-def _test_images(task: Task, name: str, left_out: str | None, device: torch.device) -> Images:
+def tested_images(task: Task, name: str, left_out: str | None, device: torch.device) -> Images:
     """What a domain is tested on: nothing of a domain that is left out has been trained on."""
     images = task.domains[name].test
     if name == left_out and task.whole_unseen:

@@ -9,6 +9,7 @@ from typing import Any
 from protofed.config import Config
 from protofed.errors import ProtofedError
 from protofed.federation import tree
+from protofed.federation.keep import FOLDERS as KEPT
 from protofed.federation.store import ClientStore, Index
 from protofed.federation.tree import Tree
 
@@ -21,7 +22,7 @@ RUN_FILES = (
     "summary.json",
     "curves.png",
 )
-"""The files of a run's folder, beside the folder ``clients``."""
+"""The files of a run's folder, beside the folders ``clients``, ``prototypes``, ``snapshots``."""
 
 
 def open_folder(
@@ -63,7 +64,8 @@ def open_folder(
             )
         for name in RUN_FILES:  # nothing else that may lie there
             (folder / name).unlink(missing_ok=True)
-        shutil.rmtree(folder / "clients", ignore_errors=True)
+        for name in ("clients", *KEPT):
+            shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,19 @@ class Records(list[Record]):
 
 
 def last_mean(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Accuracy per domain and ``average``, as means over the last five rounds."""
+    """Accuracy per domain and ``average``, as means over the last five rounds.
+
+    A domain that no site measured in a round of a deployment (nan) is left out of that round.
+    """
     last = records[-LAST:]
     domains = list(last[0]["accuracy"])
-    means = {d: sum(r["accuracy"][d] for r in last) / len(last) for d in domains}
-    return {**means, "average": sum(r["average"] for r in last) / len(last)}
+    means = {d: _mean([r["accuracy"][d] for r in last]) for d in domains}
+    return {**means, "average": _mean([r["average"] for r in last])}
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [v for v in values if not math.isnan(v)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def line(record: Record) -> str:

@@ -71,10 +71,14 @@ def load_run(folder: str | Path) -> Result:
     if not (folder / "summary.json").is_file():
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
     settings = read_config(folder / "config.toml")
+    # results can be read where there is no GPU, and where the images are not
+    of_machine = {k: settings.pop(k) for k in ("device", "engine") if k in settings}
+    settings["device"] = "cpu"
     try:
         config = make_config(**settings)
-    except DataMissing:  # results can be read where the images are not
+    except DataMissing:
         config = _without_data(settings)
+    config = replace(config, **of_machine)
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     model, _ = tree.load(folder / "model.safetensors")
     records = read_records(folder / "rounds.jsonl")

@@ -4,7 +4,7 @@ Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive
 Federated Optimization", ICLR 2021, Algorithm 2.
 
     client    CE
-    server    Δ = Σ_m (n_m/Σn) θ_m − θ^t
+    server    Δ = Σ_i (n_i/Σn) θ_i − θ^t over the clients i
               m ← β₁ m + (1−β₁) Δ
               v ← β₂ v + (1−β₂) Δ²                  adam
                   v − (1−β₂) Δ² sign(v − Δ²)        yogi

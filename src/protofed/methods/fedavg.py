@@ -7,7 +7,7 @@ Networks from Decentralized Data", AISTATS 2017.
     server     θ^{t+1} = Σ_m (n_m / Σ n) θ_m
 
 Deviations: none. The whole state is averaged, BatchNorm statistics included; the integer
-batch counter is not.
+batch counter is not (the largest is taken).
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ in Federated Prototype Learning with Heterogeneous Data Domains", NeurIPS 2024.
     correction L_cor = 2 (cos(z, Ḡ^y) − 1)²
     objective  CE + λ (L_con + L_cor), means over the batch
 
+Round 0 is CE alone. A sample whose class has no prototype adds 0 and still
+counts in the mean. In cos^α cosines are clamped to [1e-6, 1].
+
 Deviations
     λ    100 in the authors' code (lr 0.01, momentum 0.5, 2 epochs); 1 here,
          beside momentum 0.9 and 10 epochs.

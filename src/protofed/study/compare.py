@@ -1,170 +1,106 @@
-"""Several runs side by side, each in a process of its own, and what they say together.
+"""A study from beginning to end: plan, run what is not there, tables and figures.
 
-A process per run is the plain command line (``protofed run --config ...``): a run here is the run
-a person would start, and nothing but its folder passes between the processes.
+``protofed compare`` and ``protofed sweep`` are studies too, written on the spot.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from protofed.config import Config
 from protofed.errors import ProtofedError
-from protofed.federation.records import Records, read_records
-from protofed.federation.run import Result, is_finished, load_run
-from protofed.files import write_atomic
-from protofed.progress import accuracies, duration
-from protofed.report.curves import curves
-from protofed.study.tables import markdown
-
-POLL_SECONDS = 0.3
+from protofed.federation.run import is_finished
+from protofed.study import folder as folders
+from protofed.study import plan
+from protofed.study.plan import Selection
+from protofed.study.runner import Job, run_all
+from protofed.study.spec import Study, parse
 
 
-@dataclass
-class _Job:
-    config: Config
-    folder: Path
-    name: str
-    process: subprocess.Popen[bytes] | None = None
-    started: float = 0.0
-    rounds_before: int = 0
-    done: bool = False
-    told: int = 0
+def run_study(
+    study: Study,
+    folder: Path,
+    jobs: int | None,
+    console: Console,
+    selection: Selection = Selection(),  # noqa: B008 (frozen)
+) -> tuple[list[str], list[Job]]:
+    """Run what is not complete, ``jobs`` at a time; write tables and figures.
 
-    def records(self) -> Records:
-        with contextlib.suppress(ProtofedError):
-            return read_records(self.folder / "rounds.jsonl")
-        return Records()
-
-
-def compare(configs: Sequence[Config], folder: Path, jobs: int, console: Console) -> list[Result]:
-    """Run what is not complete, ``jobs`` at a time; write table and figure; return all results."""
-    work = [_Job(c, folder / c.label, f"{c.method.name} seed {c.seed}") for c in configs]
-    for job in work:
-        job.done = is_finished(job.folder, job.config)
-    todo = [job for job in work if not job.done]
-    if len(todo) < len(work):
-        console.print(f"{len(work) - len(todo)} of {len(work)} runs are already complete")
-    if todo:
-        console.print(f"{len(todo)} runs, {min(jobs, len(todo))} at a time")
-        _run_all(work, todo, jobs, console)
-    results = [load_run(job.folder) for job in work]
-    write_atomic(folder / "table.md", markdown(results))
-    curves(results, folder / "curves.png")
-    return results
-
-
-def _run_all(work: list[_Job], todo: list[_Job], jobs: int, console: Console) -> None:
-    waiting: list[_Job] = list(todo)
-    running: list[_Job] = []
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="protofed-") as scratch:
-        live = Live(console=console, transient=True, refresh_per_second=4)
-        with live if console.is_terminal else contextlib.nullcontext():
-            try:
-                while waiting or running:
-                    while waiting and len(running) < jobs:
-                        running.append(_start(waiting.pop(0), Path(scratch), jobs))
-                    time.sleep(POLL_SECONDS)
-                    for job in [j for j in running if j.process and j.process.poll() is not None]:
-                        running.remove(job)
-                        _finish(job, Path(scratch))
-                    if console.is_terminal:
-                        live.update(_display(work, began, jobs))
-                    else:
-                        _tell(todo, console)
-            finally:
-                for job in running:  # Ctrl-C or a failed run: let the others write a checkpoint
-                    assert job.process is not None
-                    job.process.send_signal(signal.SIGINT)
-                for job in running:
-                    assert job.process is not None
-                    job.process.wait()
+    Returns their names, and the runs that failed. Nothing is written before every configuration is
+    known to be good.
+    """
+    if study.missing:
+        raise ProtofedError(f"study '{study.name}' cannot run: {'; '.join(study.missing)}")
+    wanted = plan.cells(study, selection)
+    cells = [cell for cell in wanted if not cell.line.row.missing]
+    for label, why in study.missing_rows.items():
+        if any(cell.line.row.label == label for cell in wanted):
+            console.print(f"{label} {why}: its runs are left out", highlight=False)
+    if not cells:
+        raise ProtofedError(f"study '{study.name}': nothing of what was chosen can run")
+    configs = plan.configs(cells)
+    known = folders.read_index(folder)
+    work: dict[str, Job] = {}
+    index: dict[str, Path] = {}
+    for cell in cells:
+        config = configs[cell.key]
+        done = folders.finished(known.get(cell.key, ())) or _elsewhere(folder, config)
+        index[cell.key] = done or folder / config.label
+        if config.label not in work:  # one run may answer several cells
+            state = "done" if done else "waiting"
+            work[config.label] = Job(_name(study, cell), config, index[cell.key], state)
+    folders.write_study(study, folder, index)
+    at_once = jobs or (1 if _on_gpu(configs) else os.cpu_count() or 1)
+    failed = run_all(list(work.values()), at_once, console)
+    return folders.write_outputs(study, folder), failed
 
 
-def _start(job: _Job, scratch: Path, jobs: int) -> _Job:
-    config = scratch / f"{job.config.label}.toml"
-    config.write_text(job.config.toml(), encoding="utf-8")
-    errors = scratch / f"{job.config.label}.err"
-    command = [sys.executable, "-m", "protofed", "run", "--quiet", "--resume"]
-    if job.config.workers is None:  # runs side by side share the cores
-        command += ["--workers", str(max(1, (os.cpu_count() or 1) // jobs))]
-    with errors.open("wb") as file:
-        job.process = subprocess.Popen(
-            [*command, "--config", str(config), "--out", str(job.folder)],
-            stdin=subprocess.DEVNULL,
-            stderr=file,
-        )
-    job.started, job.rounds_before = time.perf_counter(), len(job.records())
-    return job
+def _elsewhere(folder: Path, config: Config) -> Path | None:
+    """This very run, complete in this folder or in that of another study beside it."""
+    if is_finished(folder / config.label, config):
+        return folder / config.label
+    beside = sorted(folder.parent.glob("*/study.toml"))
+    runs = (file.parent / config.label for file in beside)
+    return next((run for run in runs if is_finished(run, config)), None)
 
 
-def _finish(job: _Job, scratch: Path) -> None:
-    assert job.process is not None
-    if job.process.returncode:
-        text = (scratch / f"{job.config.label}.err").read_text("utf-8", errors="replace").strip()
-        last = text.splitlines()[-1] if text else f"exit code {job.process.returncode}"
-        raise ProtofedError(f"run {job.name} failed: {last.removeprefix('error: ')}")
-    job.done = True
+def _on_gpu(configs: Mapping[str, Config]) -> bool:
+    return any(config.device == "cuda" for config in configs.values())
 
 
-def _seconds_left(job: _Job) -> float | None:
-    done = len(job.records()) - job.rounds_before
-    if job.done or not job.process or done < 1:
-        return None
-    return (
-        (time.perf_counter() - job.started) / done * (job.config.rounds - job.rounds_before - done)
-    )
+def _name(study: Study, cell: plan.Cell) -> str:
+    one = len(plan.study_tasks(study)) == 1
+    return cell.name.removeprefix(f"{cell.task}  ").replace("  ", " ") if one else cell.name
 
 
-def _display(work: list[_Job], began: float, jobs: int) -> Table:
-    table = Table(box=None, header_style="bold")
-    for column in ("run", "round", "accuracy, %", "left"):
-        table.add_column(column, no_wrap=True)
-    for job in work:
-        records = job.records()
-        left = _seconds_left(job)
-        state = "done" if job.done else ("waiting" if job.process is None else "")
-        table.add_row(
-            job.name,
-            f"{len(records)}/{job.config.rounds}",
-            accuracies(records[-1]) if records else "",
-            state or (duration(left) if left is not None else "starting"),
-        )
-    rounds = sum(j.config.rounds for j in work)
-    done = sum(len(j.records()) for j in work)
-    ran = done - sum(
-        j.config.rounds if j.process is None and j.done else j.rounds_before for j in work
-    )
-    spent = time.perf_counter() - began
-    left_all = f"{duration(spent / ran * (rounds - done))} left" if ran > 0 else ""
-    table.add_row("all", f"{done}/{rounds}", f"{duration(spent)} so far", left_all, style="dim")
-    return table
+def adhoc(
+    name: str,
+    title: str,
+    task: str,
+    rows: Mapping[str, tuple[str, Mapping[str, Any]]],
+    seeds: Sequence[int],
+    settings: Mapping[str, Any],
+    sweeps: Sequence[Mapping[str, Any]] = (),
+) -> Study:
+    """A study written on the spot: one task, rows as label → (method, hyper-parameters)."""
+    from protofed.config import short_task
 
-
-def _tell(todo: list[_Job], console: Console) -> None:
-    """A line for each new round, where there is no terminal."""
-    for job in todo:
-        records = job.records()
-        if len(records) > job.told:
-            left = _seconds_left(job)
-            console.print(
-                f"{job.name}  round {len(records)}/{job.config.rounds}  {accuracies(records[-1])}"
-                + (f"  {duration(left)} left" if left else ""),
-                highlight=False,
-                soft_wrap=True,
-            )
-            job.told = len(records)
+    raw: dict[str, Any] = {
+        "title": title,
+        "kind": "sweep" if sweeps else "table",
+        "seeds": list(seeds),
+        "settings": dict(settings),
+        "tasks": {short_task(task): {"task": task}},
+        "rows": {
+            label: {"method": method, "options": dict(options)}
+            for label, (method, options) in rows.items()
+        },
+    }
+    if sweeps:
+        raw["sweep"] = [dict(s) for s in sweeps]
+    return parse(raw, name)

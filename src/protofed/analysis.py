@@ -1,0 +1,451 @@
+"""What a finished run learned: features, confusions, prototypes, clusters, the gap between domains.
+
+    >>> from protofed import analysis
+    >>> z, y = analysis.features("runs/glyphs-fpl-0-8d543c2646", "photo")
+    >>> xy = analysis.tsne(z)
+
+A run is a ``Result`` or its folder. Rounds count from 1, as everywhere a person reads them; what a
+run keeps of single rounds is named by ``keep_rounds``. ``task`` is needed only for a run on a
+``Task`` object, which a folder cannot name. Networks compute on the CPU, in float32 (a run in
+float64: float64), whatever the run computed in.
+
+Shapes: n samples, d features, K classes, M clients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protofed import keys
+from protofed.config import DTYPES, config_task
+from protofed.data import Images, Task
+from protofed.data.augment import normalised
+from protofed.errors import ProtofedError, unknown
+from protofed.federation import tree
+from protofed.federation.client import Client
+from protofed.federation.federation import initial_network, tested_images
+from protofed.federation.local import EVALUATION_BATCH, load, one_thread
+from protofed.federation.result import Result, load_run
+from protofed.federation.server import ServerView
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Sizes
+from protofed.prototypes import finch
+
+Run = Result | str | Path
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a run's model says of images: features [n, d], labels [n], predicted classes [n]."""
+
+    features: Floats
+    labels: Ints
+    predicted: Ints
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Cosine distances [K, M, M] between clients' prototypes; NaN where one has no such class."""
+
+    classes: tuple[str, ...]
+    clients: tuple[str, ...]
+    cosine: Floats
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """FINCH's clusters in one round: for each class, the clients of each cluster."""
+
+    round: int
+    members: Mapping[str, tuple[tuple[str, ...], ...]]
+    domains: Mapping[str, str]
+    """The domain of each client that sent prototypes."""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of clusters of each class."""
+        return {name: len(found) for name, found in self.members.items()}
+
+
+@dataclass(frozen=True)
+class DomainGap:
+    """How far apart the domains lie in feature space; see ``gap``."""
+
+    distance: float
+    classes: float
+    probe: float
+    chance: float
+
+    @property
+    def ratio(self) -> float:
+        """Distance of domains in units of the distance of classes; 0: domains coincide."""
+        return self.distance / self.classes if self.classes > 0 else math.nan
+
+
+@dataclass(frozen=True)
+class Prototypes:
+    """One round's prototypes: what each client sent, and what the server made of it.
+
+    ``sent[client]`` and ``made[slot]`` are (rows [j, d], classes [j]): one row per prototype.
+    """
+
+    round: int
+    classes: tuple[str, ...]
+    domains: Mapping[str, str]
+    sent: Mapping[str, tuple[Floats, Ints]]
+    made: Mapping[str, tuple[Floats, Ints]]
+
+
+# ---- images through the model ------------------------------------------------------------------
+
+
+def features(
+    run: Run,
+    domain: str,
+    split: str = "test",
+    round: int | None = None,
+    *,
+    task: Task | None = None,
+    limit: int | None = None,
+) -> tuple[Floats, Ints]:
+    """Features [n, d] and labels [n] of a domain's images under the run's model.
+
+    ``split`` is test (what the run was tested on) or train (all training images of the domain,
+    without augmentation). ``round`` needs a kept model; None is the end of the run. ``limit``
+    takes at most so many images, always the same ones. Of a method whose clients keep their own
+    models, the domain's first client answers.
+    """
+    out = next(outputs(run, domain, split, round, task=task, limit=limit))
+    return out.features, out.labels
+
+
+def confusion(
+    run: Run,
+    domain: str,
+    split: str = "test",
+    round: int | None = None,
+    *,
+    task: Task | None = None,
+    limit: int | None = None,
+) -> Ints:
+    """Counts [K, K]: row = true class, column = predicted, by the method's own prediction rule.
+
+    Of a method whose clients keep their own models: the sum over the domain's clients.
+    """
+    run = _loaded(run)
+    task = task or config_task(run.config)
+    every, size = outputs(run, domain, split, round, task=task, limit=limit), len(task.classes)
+    return sum((counts(out, size) for out in every), np.zeros((size, size), dtype=np.int64))
+
+
+def counts(out: Outputs, classes: int) -> Ints:
+    """A confusion matrix [K, K] of outputs."""
+    table = np.zeros((classes, classes), dtype=np.int64)
+    np.add.at(table, (out.labels, out.predicted), 1)
+    return table
+
+
+def outputs(
+    run: Run,
+    domain: str,
+    split: str = "test",
+    round: int | None = None,
+    *,
+    task: Task | None = None,
+    limit: int | None = None,
+) -> Iterator[Outputs]:
+    """What the run's model says of a domain's images; one for each client that has its own."""
+    run = _loaded(run)
+    task = task or config_task(run.config)
+    images = _images(run, task, domain, split, limit)
+    config = run.config
+    network = initial_network(config, task)
+    names = tuple(name for name, _ in network.named_parameters())
+    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+    initial = {name: t.clone() for name, t in network.state_dict().items()}
+    own = list(_private(run, domain, round))
+    received = _received(run, round, sizes)
+    for mine in own:
+        at = (round or config.rounds) - 1
+        client = Client(
+            config.method, network, sizes,
+            received=received, mine=mine, round=at, rounds=config.rounds,
+        )  # fmt: skip
+        load(network, initial | client.start)
+        network.eval()
+        parts: list[tuple[torch.Tensor, ...]] = []
+        with one_thread(), torch.no_grad():
+            for x, y in zip(
+                *(t.split(EVALUATION_BATCH) for t in (images.x, images.y)), strict=True
+            ):
+                ready = normalised(x, task.augment, DTYPES[config.precision])
+                client.begin_step(keys.key(config.seed, at, "evaluation"))
+                scores = config.method.predict(client, ready)
+                client.begin_step(keys.key(config.seed, at, "evaluation"))
+                parts.append((client.forward(ready).feature, y, scores.argmax(1)))
+        yield Outputs(*(torch.cat(column).numpy() for column in zip(*parts, strict=True)))
+
+
+def _loaded(run: Run) -> Result:
+    return run if isinstance(run, Result) else load_run(run)
+
+
+def _images(run: Result, task: Task, domain: str, split: str, limit: int | None) -> Images:
+    if domain not in task.domains:
+        raise unknown(f"domain of {task.name}", domain, task.domains)
+    if split == "test":
+        images = tested_images(task, domain, run.config.leave_out, torch.device("cpu"))
+    elif split == "train":
+        images = task.domains[domain].train
+    else:
+        raise unknown("split", split, ("train", "test"))
+    if limit is not None and limit < len(images):
+        shuffled = keys.generator("analysis", domain, split).permutation(len(images))
+        rows = torch.from_numpy(np.sort(shuffled[:limit]))
+        images = Images(images.x[rows], images.y[rows])
+    return images
+
+
+def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
+    """What the server would broadcast: the model, and what goes with it where that was kept."""
+    if round is not None and round != run.config.rounds:
+        path = _kept(run, "snapshots", round)
+        slots: Tree = dict(tree.load(path)[0])
+        if (run.folder or Path()).joinpath("prototypes", path.name).is_file():
+            slots |= _unflat(tree.load(_kept(run, "prototypes", round))[0].get("down", {}))
+        return slots
+    checkpoint = run.folder / "checkpoint.safetensors" if run.folder else None
+    if checkpoint is None or not checkpoint.is_file():
+        return {"model": run.model}
+    state, _ = tree.load(checkpoint)
+    clients = tuple(row["client"] for row in run.summary.get("clients", ()))
+    rounds = run.config.rounds
+    return run.config.method.broadcast(ServerView(state, rounds, rounds, clients, sizes))
+
+
+def _private(run: Result, domain: str, round: int | None) -> Iterator[Tree]:
+    """The private states whose models are tested: of the domain's clients, or none."""
+    if run.config.method.evaluates == "global":
+        yield {}
+        return
+    if run.folder is None or round not in (None, run.config.rounds):
+        raise ProtofedError(
+            f"clients of {run.config.method.name} keep their own models, and of these only a "
+            "run's folder has any: those of the last round"
+        )
+    _, metadata = tree.load(run.folder / "checkpoint.safetensors")
+    where = {row["client"]: row["domain"] for row in run.summary["clients"]}
+    own = [name for name, d in where.items() if d == domain] or list(where)
+    for name in own:
+        file = metadata["clients"].get(name)
+        yield tree.load(run.folder / "clients" / file)[0] if file else {}
+
+
+def _kept(run: Result, kind: str, round: int) -> Path:
+    folder = run.folder / kind if run.folder else None
+    rounds = _rounds(folder)
+    if folder is None or round not in rounds:
+        there = f"rounds {', '.join(map(str, rounds))}" if rounds else "nothing"
+        raise ProtofedError(
+            f"the run kept no {kind} of round {round}; it kept {there}",
+            f"run it with --keep-rounds {round}",
+        )
+    return folder / f"{round}.safetensors"
+
+
+def _rounds(folder: Path | None) -> list[int]:
+    files = folder.glob("*.safetensors") if folder else ()
+    return sorted(int(path.stem) for path in files if path.stem.isdigit())
+
+
+def _unflat(slot: Slot) -> Tree:
+    found: Tree = {}
+    for name, t in slot.items():
+        of, _, entry = name.rpartition(".")
+        found.setdefault(of, {})[entry] = t
+    return found
+
+
+# ---- features ----------------------------------------------------------------------------------
+
+
+def tsne(features: Floats, seed: int = 0) -> Floats:
+    """Places [n, 2] by t-SNE: the same for the same features and seed, whatever the machine's
+    number of cores. Perplexity 30, less for few samples; starts from the principal components,
+    moved a little by the seed."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    rows = np.asarray(features, dtype=np.float64)
+    n = len(rows)
+    if n < 4:  # nothing to embed: along the first coordinate
+        return np.stack([np.arange(n), np.zeros(n)], axis=1).astype(np.float64)
+    with threadpool_limits(1):
+        rows = PCA(min(50, *rows.shape), svd_solver="full").fit_transform(rows)
+        start = np.zeros((n, 2))
+        start[:, : rows.shape[1]] = rows[:, :2]
+        start *= 1e-4 / max(float(start.std()), 1e-12)
+        start += np.random.default_rng(seed).normal(scale=1e-6, size=(n, 2))
+        perplexity = min(30.0, (n - 1) / 3)
+        places = TSNE(
+            perplexity=perplexity, init=start.astype(np.float32), random_state=seed, n_jobs=1
+        ).fit_transform(rows)
+    return np.asarray(places, dtype=np.float64)
+
+
+def domain_gap(
+    run: Run, split: str = "test", *, task: Task | None = None, limit: int | None = 500
+) -> DomainGap:
+    """How far apart the domains lie in the run's feature space, as ``gap`` measures it."""
+    run = _loaded(run)
+    task = task or config_task(run.config)
+    return gap({d: features(run, d, split, task=task, limit=limit) for d in task.domains})
+
+
+def gap(domains: Mapping[str, tuple[Floats, Ints]]) -> DomainGap:
+    """The gap between domains, from features and labels of each.
+
+    ``distance``: 1 − cosine between the class means of two domains, averaged over the classes
+    both have and the pairs of domains. ``classes``: the same between two classes of one domain,
+    as its scale. ``probe``: accuracy in %, five-fold cross-validated, of a logistic regression
+    that tells the domain from the feature, equally many samples of each; ``chance`` is what
+    guessing gives: near chance, the domain cannot be seen in the features.
+    """
+    means = {
+        name: {int(k): z[y == k].mean(0, dtype=np.float64) for k in np.unique(y)}
+        for name, (z, y) in domains.items()
+    }
+    across = [
+        _cosine_distance(a[k], b[k])
+        for a, b in itertools.combinations(means.values(), 2)
+        for k in a.keys() & b.keys()
+    ]
+    within = [
+        _cosine_distance(a, b)
+        for own in means.values()
+        for a, b in itertools.combinations(own.values(), 2)
+    ]
+    return DomainGap(
+        float(np.mean(across)) if across else math.nan,
+        float(np.mean(within)) if within else math.nan,
+        _probe([z for z, _ in domains.values()]),
+        100 / len(domains),
+    )
+
+
+def _probe(groups: list[Floats]) -> float:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import StratifiedKFold, cross_val_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import threadpool_limits
+
+    size = min(map(len, groups))
+    if len(groups) < 2 or size < 2:
+        return math.nan
+    rng = np.random.default_rng(0)
+    z = np.concatenate([g[rng.permutation(len(g))[:size]] for g in groups])
+    y = np.repeat(np.arange(len(groups)), size)
+    model = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=300))
+    folds = StratifiedKFold(min(5, size), shuffle=True, random_state=0)
+    with threadpool_limits(1):
+        return 100 * float(np.mean(cross_val_score(model, z, y, cv=folds)))
+
+
+def _cosine_distance(a: Floats, b: Floats) -> float:
+    norms = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return 1 - float(a @ b) / norms if norms > 0 else 1.0
+
+
+# ---- prototypes --------------------------------------------------------------------------------
+
+
+def prototype_rounds(run: Run) -> list[int]:
+    """The rounds whose prototypes the run kept."""
+    folder = _loaded(run).folder
+    return _rounds(folder / "prototypes") if folder else []
+
+
+def prototypes(run: Run, round: int | None = None) -> Prototypes:
+    """The prototypes of a kept round; None: the last that was kept."""
+    run = _loaded(run)
+    if round is None:
+        round = (prototype_rounds(run) or [run.config.rounds])[-1]
+    slots, metadata = tree.load(_kept(run, "prototypes", round))
+    clients = metadata["clients"]
+    sent = {}
+    for i, row in enumerate(clients):
+        every = [_rows(entries) for entries in _unflat(slots.get(f"up{i}", {})).values()]
+        sent[row["client"]] = tuple(np.concatenate(column) for column in zip(*every, strict=True))
+    made = {slot: _rows(entries) for slot, entries in _unflat(slots.get("down", {})).items()}
+    domains = {row["client"]: row["domain"] for row in clients}
+    return Prototypes(round, tuple(metadata["classes"]), domains, sent, made)  # type: ignore[arg-type]
+
+
+def prototype_distances(run: Run, round: int | None = None) -> Distances:
+    """Pairwise cosine distances between the clients' prototypes of each class.
+
+    A client that sent several prototypes of a class is there with their mean.
+    """
+    kept = prototypes(run, round)
+    clients = tuple(kept.sent)
+    cosine = np.full((len(kept.classes), len(clients), len(clients)), np.nan)
+    for k in range(len(kept.classes)):
+        own = {
+            m: rows[labels == k].mean(0, dtype=np.float64)
+            for m, (rows, labels) in enumerate(kept.sent.values())
+            if (labels == k).any()
+        }
+        for a, b in itertools.product(own, own):
+            cosine[k, a, b] = _cosine_distance(own[a], own[b]) if a != b else 0.0
+    return Distances(kept.classes, clients, cosine)
+
+
+def clusters(run: Run) -> list[Clusters]:
+    """What FINCH finds in the clients' prototypes of each kept round.
+
+    With the method's own ``finch_level``, if it has one, else the last partition: for FPL these
+    are the very clusters that its server made, for others what FINCH would find. A client that
+    sent several prototypes of a class may be in several clusters.
+    """
+    run = _loaded(run)
+    level = 0 if run.config.method.options().get("finch_level") == "first" else -1
+    found = []
+    for round in prototype_rounds(run):
+        kept = prototypes(run, round)
+        members: dict[str, tuple[tuple[str, ...], ...]] = {}
+        for k, name in enumerate(kept.classes):
+            rows = [(c, row) for c, (z, y) in kept.sent.items() for row in z[y == k]]
+            if not rows:
+                members[name] = ()
+                continue
+            labels = finch(torch.from_numpy(np.stack([row for _, row in rows])))[level].tolist()
+            members[name] = tuple(
+                tuple(
+                    dict.fromkeys(c for (c, _), own in zip(rows, labels, strict=True) if own == j)
+                )
+                for j in range(max(labels) + 1)
+            )
+        found.append(Clusters(round, members, kept.domains))
+    return found
+
+
+def _rows(entries: Slot) -> tuple[Floats, Ints]:
+    """Prototypes [K, d] or [K, J, d] that are there, one a row, with their classes."""
+    mean = entries["mean"]
+    size = entries.get("count", entries.get("mask"))
+    there = torch.ones(mean.shape[:-1], dtype=torch.bool) if size is None else size > 0
+    where = there.nonzero()[:, 0]
+    return mean[there].numpy(), where.numpy()

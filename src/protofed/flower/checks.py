@@ -1,0 +1,140 @@
+"""A site's reply is looked at before it counts: who sent it, what for, and what is in it.
+
+What a reply must look like is not written down for any method: the server trains a client of its
+own on a few noise images and compares with what that client would send.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from flwr.app import RecordDict
+
+from protofed.config import Config
+from protofed.data.task import Images, Task
+from protofed.federation import tree
+from protofed.federation.federation import initial_network, make_setup
+from protofed.federation.local import Reply, Setup, Site, local
+from protofed.federation.server import Server
+from protofed.federation.tree import Tree
+from protofed.flower.protocol import Answer, Request, read_answer
+from protofed.flower.wire import Refused, read_tree
+from protofed.keys import generator
+
+MOST_SAMPLES = 10**9
+ROOM = 64 << 20
+"""Bytes a reply may have beyond four times what is expected."""
+
+Shape = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Slots, names, dtypes and shapes (``None`` = any size) of a reply, and its most bytes."""
+
+    entries: Mapping[tuple[str, str], tuple[torch.dtype, Shape]]
+    limit: int
+
+
+def expect(config: Config, task: Task, server: Server) -> Expected:
+    """What a client sends, found out by training two on noise: 12 images and 3 of each class."""
+    network = initial_network(config, task)
+    setup = make_setup(config, task, network)
+    # a step so small that noise cannot make it diverge, and one epoch: only shapes matter
+    quiet = dataclasses.replace(setup.training, epochs=1, lr=1e-8, batch=max(2, config.batch))
+    setup = dataclasses.replace(setup, training=quiet)
+    mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    few, many = (
+        local(setup, network, _noise(setup, task, n), server.broadcast(), mine, 0).message
+        for n in (max(12, len(task.classes)), 3 * len(task.classes) + 12)
+    )
+    model = {name: tuple(t.shape) for name, t in few.get("model", {}).items()}
+    sizes = setup.sizes
+    entries: dict[tuple[str, str], tuple[torch.dtype, Shape]] = {}
+    for slot, slots in few.items():
+        for name, t in slots.items():
+            own, other = tuple(t.shape), tuple(many[slot][name].shape)
+            exact = slot == "model" or model.get(name) == own
+            shape = own if exact else _shape(own, other, sizes.classes, sizes.features)
+            entries[slot, name] = (t.dtype, shape)
+    return Expected(entries, 4 * max(tree.nbytes(few), tree.nbytes(many)) + ROOM)
+
+
+def _shape(a: tuple[int, ...], b: tuple[int, ...], classes: int, features: int) -> Shape:
+    """Classes come first and features last; how many prototypes are between is the data's."""
+    sure = [
+        x == y and ((x == classes and i == 0) or (x == features and i == len(a) - 1))
+        for i, (x, y) in enumerate(zip(a, b, strict=True))
+    ]
+    return tuple(n if s else None for n, s in zip(a, sure, strict=True))
+
+
+def _noise(setup: Setup, task: Task, n: int) -> Site:
+    rng, size = generator("template", n), task.image_size
+    x = torch.from_numpy(rng.integers(0, 256, (n, 3, size, size), dtype="uint8"))
+    return Site("template", "none", Images(x, torch.arange(n) % setup.sizes.classes))
+
+
+def check_answer(
+    content: RecordDict, request: Request, method: str, expected: Expected
+) -> tuple[Answer, Reply | None]:
+    """The answer, and the reply it carries if training was asked for; else ``Refused``."""
+    answer = read_answer(content)
+    for what, got, want in (
+        ("site", answer.site, request.site),
+        ("run", answer.run, request.run),
+        ("method", answer.method, method),
+        ("round", answer.round, request.round),
+        ("training", answer.trained, request.train),
+    ):
+        if got != want:
+            raise Refused(f"the reply is of {what} {got!r}, not {want!r}")
+    if not 0 <= answer.right <= answer.tested <= MOST_SAMPLES:
+        raise Refused(f"the reply has {answer.right} of {answer.tested} test images right")
+    if request.evaluate and not answer.tested:
+        raise Refused("the reply has no evaluation, which was asked for")
+    message = read_tree(content, expected.limit)
+    if not request.train:
+        if message:
+            raise Refused("the reply carries tensors, which were not asked for")
+        return answer, None
+    if not (0 < answer.samples <= MOST_SAMPLES and answer.steps >= 0 and answer.lr >= 0):
+        raise Refused(
+            f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}"
+        )
+    if not all(map(math.isfinite, (answer.lr, *answer.loss_totals))):
+        raise Refused("a loss of the reply is not finite")
+    if len(answer.state) > 100 or any(n < 1 for n in answer.loss_steps):
+        raise Refused("the reply's report is odd")
+    _check_tree(message, expected)
+    losses = {term: (float(total), n) for term, (total, n) in answer.losses.items()}
+    return answer, Reply(message, {}, answer.samples, answer.steps, float(answer.lr), losses)
+
+
+def _check_tree(message: Tree, expected: Expected) -> None:
+    got = {(slot, name): t for slot, entries in message.items() for name, t in entries.items()}
+    if not got and expected.entries:
+        raise Refused("the reply is empty: it carries no tensor")
+    missing, strange = expected.entries.keys() - got.keys(), got.keys() - expected.entries.keys()
+    for odd, words in ((missing, "lacks"), (strange, "has, unasked,")):
+        if odd:
+            slot, name = sorted(odd)[0]
+            raise Refused(f"the reply {words} entry '{name}' of slot '{slot}'")
+    for (slot, name), (dtype, shape) in expected.entries.items():
+        t = got[slot, name]
+        where = f"entry '{name}' of slot '{slot}'"
+        if t.dtype != dtype:
+            raise Refused(f"{where} is {t.dtype}, not {dtype}")
+        fits = len(t.shape) == len(shape) and all(
+            want in (None, n) for n, want in zip(t.shape, shape, strict=True)
+        )
+        if not fits:
+            words = "×".join("any" if n is None else str(n) for n in shape) or "a number"
+            raise Refused(f"{where} has the shape {tuple(t.shape)}, not {words}")
+        if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+            raise Refused(f"{where} is not finite")

@@ -1,0 +1,71 @@
+"""Flower's ServerApp: a process of its own for each run, started by the SuperLink.
+
+Where the server's folder is, it knows from ``PROTOFED_SERVER``, which ``protofed deploy server``
+sets: a run that someone submits cannot choose another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from protofed.errors import ProtofedError
+from protofed.federation.local import one_thread
+from protofed.federation.run import tf32
+from protofed.flower.coordinator import Coordinator
+from protofed.flower.members import FILE, read_members
+from protofed.flower.spec import unpack
+
+app = ServerApp()
+VARIABLE = "PROTOFED_SERVER"
+log = logging.getLogger("protofed.flower")
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run all rounds of the run that the run's configuration describes."""
+    place = os.environ.get(VARIABLE)
+    if not place:
+        raise ProtofedError(f"{VARIABLE} is not set", "start it with: protofed deploy server")
+    folder, asked = Path(place), context.run_config
+    config, task = unpack(str(asked["spec"]))
+    members = read_members(folder / FILE)
+    out = folder / "runs" / config.label
+    with one_thread(), tf32(config.precision == "tf32"), _logging(out):
+        log.info("%s on %s: %s", config.method.name, config.task, out)
+        try:
+            coordinator = Coordinator(grid, members, config, task, out)
+            coordinator.run(bool(asked.get("resume")), bool(asked.get("overwrite")))
+        except ProtofedError as error:
+            log.error("the run ends: %s", error)
+            raise
+
+
+class _logging:
+    """While it lasts, the log goes to the screen and beside the run."""
+
+    def __init__(self, out: Path) -> None:
+        # not in the folder before it is opened: a folder with a file in it is not empty
+        self.path = out.parent / f"{out.name}.log"
+
+    def __enter__(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.handlers: list[logging.Handler] = [
+            logging.StreamHandler(sys.stdout),
+            logging.FileHandler(self.path, encoding="utf-8"),
+        ]
+        for handler in self.handlers:
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+
+    def __exit__(self, *_: object) -> None:
+        for handler in self.handlers:
+            log.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,218 @@
+"""A site's side: its images, its private states on its own disk, its answer to a message."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import secrets
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+
+from protofed.config import TASK_OPTIONS, Config
+from protofed.data import Images, Task, load_task
+from protofed.data.real import site_images
+from protofed.errors import ProtofedError, unknown
+from protofed.federation import tree
+from protofed.federation.federation import initial_network, make_setup, make_shares
+from protofed.federation.local import Site, evaluate, local, one_thread
+from protofed.federation.run import tf32
+from protofed.federation.server import Server
+from protofed.federation.tree import Tree
+from protofed.flower.members import FILE, Members, read_members
+from protofed.flower.protocol import Answer, Request, read_request, write
+from protofed.flower.spec import unpack
+from protofed.flower.wire import Refused, add_tree, read_tree
+from protofed.version import __version__
+
+SITE_FILE = "site.toml"
+_KEYS = ("site", "data", "device", "skip_bad")
+
+
+@dataclass(frozen=True)
+class Home:
+    """A site's folder: its settings, the federation's, and where its states lie."""
+
+    folder: Path
+    name: str
+    members: Members
+    data: str | None
+    device: str
+    skip_bad: bool
+
+
+def open_home(folder: Path, data: str | None = None) -> Home:
+    """Read a site's folder; ``data`` wins over what its settings say."""
+    path = folder / SITE_FILE
+    try:
+        raw = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
+    for key in raw:
+        if key not in _KEYS:
+            raise unknown(f"key in '{path}':", key, _KEYS)
+    members = read_members(folder / FILE)
+    name, device = raw.get("site"), raw.get("device", "auto")
+    if name not in members.sites:
+        raise unknown(f"site in '{path}':", name, members.sites)
+    if device not in ("auto", "cpu", "cuda"):
+        raise unknown(f"device in '{path}':", device, ("auto", "cpu", "cuda"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    skip_bad = bool(raw.get("skip_bad", False))
+    return Home(folder, str(name), members, data or raw.get("data"), device, skip_bad)
+
+
+def own_images(home: Home, config: Config, task: Task) -> tuple[Images, Images]:
+    """The site's training and test images, labelled as the run's task has its classes."""
+    if home.members.task is not None:
+        return _share(home, config, task)
+    return folder_images(home, task.classes, task.image_size)
+
+
+def folder_images(home: Home, classes: tuple[str, ...], size: int) -> tuple[Images, Images]:
+    """Training and test images of the site's own folder."""
+    if home.data is None:
+        raise ProtofedError(
+            f"site '{home.name}' has no images",
+            f'say where they are: --data PATH, or data = "PATH" in {SITE_FILE}',
+        )
+    path = Path(home.data).expanduser().resolve()
+    if not path.is_dir():
+        raise ProtofedError(f"there is no folder '{path}'", "it has to be a tree class/image")
+    found = site_images(path, size, home.skip_bad)
+    for name in found.classes:
+        if name not in classes:
+            raise unknown(f"class of the federation (a folder in '{path}'):", name, classes)
+    label = torch.tensor([classes.index(name) for name in found.classes])
+    (domain,) = found.domains.values()
+    train, test = (Images(i.x, label[i.y]) for i in (domain.train, domain.test))
+    return train, test
+
+
+def _share(home: Home, config: Config, outline: Task) -> tuple[Images, Images]:
+    """A client's share of a built-in task; its domain's test images are the site's."""
+    options: dict[str, Any] = {"flip": config.flip}
+    if config.digest:  # from files, which may lie elsewhere here
+        options = {k: getattr(config, k) for k in TASK_OPTIONS} | {"data": home.data}
+    task = load_task(config.task, **options)
+    if task.classes != outline.classes or task.digest != outline.digest:
+        raise ProtofedError(f"the images of task '{task.name}' here are not those of the run")
+    shares = {s.name: s for s in make_shares(config, task)}
+    if home.name not in shares:
+        raise ProtofedError(f"the run has no client '{home.name}'")
+    share = shares[home.name]
+    domain = task.domains[share.domain]
+    return Images(domain.train.x[share.rows], domain.train.y[share.rows]), domain.test
+
+
+class States:
+    """A site's private states of one run: files that are there whole or not at all.
+
+    The server names the one to go on from. Each has a name of its own, so that whatever happened
+    since (a lost reply, a server that went back to its checkpoint) the one it names is the one
+    that belongs to the reply it accepted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, name: str) -> Tree:
+        """The state of that name."""
+        path = self._path(name)
+        if not path.is_file():
+            raise Refused(
+                f"the site no longer has its private state {name}",
+                "put it back from a copy, or start the run anew",
+            )
+        return tree.load(path)[0]
+
+    def save(self, round: int, state: Tree) -> str:
+        """Keep a state; returns the name to ask for it."""
+        name = f"{round}-{secrets.token_hex(4)}"
+        tree.save(state, self._path(name))
+        return name
+
+    def forget(self, *needed: str) -> None:
+        """Remove all states but these: the server can name no other any more."""
+        if self.folder.is_dir():
+            for path in self.folder.glob("*.safetensors"):
+                if path.stem not in needed:
+                    path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        if not re.fullmatch(r"\d{1,9}-[0-9a-f]{8}", name):
+            raise Refused(f"{name[:40]!r} is no name of a private state")
+        return self.folder / f"{name}.safetensors"
+
+
+def answer(home: Home, spec: str, content: RecordDict) -> RecordDict:
+    """What the site replies to a message of the run that ``spec`` describes."""
+    request = read_request(content)
+    if request.site != home.name:
+        raise Refused(f"this is site '{home.name}', and the message is for '{request.site}'")
+    config, task = unpack(spec)
+    if request.run != config.hash:
+        raise Refused(f"the message is of run {request.run}, but the run is {config.hash}")
+    with one_thread(), tf32(config.precision == "tf32"):
+        return _answer(home, config, task, request, read_tree(content))
+
+
+def _answer(home: Home, config: Config, task: Task, request: Request, received: Tree) -> RecordDict:
+    train, test = own_images(home, config, task)
+    device, method = torch.device(home.device), config.method
+    network = initial_network(config, task)
+    setup = make_setup(config, task, network)
+    states = States(home.folder / "states" / config.hash)
+    if request.accepted:
+        mine = states.load(request.accepted)
+    else:
+        model = tree.copy({"model": network.state_dict()})["model"]
+        server = Server(
+            method, network, setup.sizes, [home.name], rounds=config.rounds, seed=config.seed
+        )
+        mine = server.initial_client(model)
+    states.forget(request.accepted, request.kept)
+    network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    told: dict[str, Any] = {}
+    if request.evaluate:
+        tests = {home.name: _on(test, device)}
+        seen = mine if method.evaluates == "clients" else {}
+        score = evaluate(setup, network, received, seen, tests, max(0, request.round - 1))
+        told |= {"right": round(score[home.name] * len(test) / 100), "tested": len(test)}
+    message: Tree = {}
+    if request.train:
+        domain = home.members.sites[home.name].domain
+        site = Site(home.name, domain, _on(train, device))
+        reply = local(setup, network, site, received, mine, request.round)
+        message = reply.message
+        if any(reply.mine.values()) or any(mine.values()):
+            told["state"] = states.save(request.round, reply.mine)
+        told |= {
+            "samples": reply.samples,
+            "steps": reply.steps,
+            "lr": reply.lr,
+            "loss_terms": list(reply.losses),
+            "loss_totals": [total for total, _ in reply.losses.values()],
+            "loss_steps": [steps for _, steps in reply.losses.values()],
+        }
+    report = Answer(
+        home.name,
+        config.hash,
+        method.name,
+        request.round,
+        request.train,
+        version=__version__,
+        **told,
+    )
+    return add_tree(write(report), message)
+
+
+def _on(images: Images, device: torch.device) -> Images:
+    return dataclasses.replace(images, x=images.x.to(device), y=images.y.to(device))

@@ -1,0 +1,29 @@
+"use strict";
+// Tables sort by a click on a column's head: numbers by value, the rest by text; first the large.
+for (const table of document.querySelectorAll("table.sortable")) {
+  const heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => {
+    head.querySelector("button").addEventListener("click", () => {
+      const body = table.tBodies[0];
+      const numeric = [...body.rows].some((row) => row.cells[column].dataset.value !== undefined);
+      const before = head.getAttribute("aria-sort");
+      const up = before ? before === "descending" : !numeric;
+      heads.forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", up ? "ascending" : "descending");
+      const key = (row) => {
+        const { value } = row.cells[column].dataset;
+        return numeric ? (value === undefined ? null : Number(value)) : row.cells[column].textContent;
+      };
+      const compare = (a, b) => {
+        if (a === null || b === null) return (a === null) - (b === null);  // empty cells last
+        const order = numeric ? a - b : a.localeCompare(b, undefined, { numeric: true });
+        return up ? order : -order;
+      };
+      [...body.rows].map((row) => [key(row), row])
+        .sort((a, b) => compare(a[0], b[0]))
+        .forEach(([, row]) => body.append(row));
+    });
+  });
+}
+// What is folded is printed too.
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));

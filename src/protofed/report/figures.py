@@ -1,0 +1,440 @@
+"""The report's plots, from runs and from what ``protofed.analysis`` finds in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.ticker import MaxNLocator
+
+from protofed.analysis import Clusters, Distances, Floats, Ints, Prototypes
+from protofed.federation.run import Result
+from protofed.report.curves import COLOURS
+from protofed.report.plots import CLASS_COLOURS, INK, Key, Panel, Plot, faint, ink
+from protofed.study.tables import Row
+
+MARKERS = ("o", "s", "^", "v", "P", "X")
+SHOWN_CLASSES = 20
+"""So many classes have their names beside a plot; more would not be readable."""
+Methods = Mapping[str, Sequence[Result]]
+"""The runs of each method, by its label."""
+
+
+def curves(methods: Methods) -> Plot:
+    """Accuracy over rounds: the average and each domain; a band spans the seeds."""
+    columns = _columns(methods)
+    values = {
+        (m, c): _by_seed(runs, "average" if c == "average" else f"accuracy.{c}")
+        for m, runs in methods.items()
+        for c in columns
+    }
+    limits = _limits(list(values.values()))
+    keys = _keys(methods)
+
+    def panel(column: str) -> Panel:
+        def draw(axis: Axes) -> None:
+            for key, method in zip(keys, methods, strict=True):
+                v = values[method, column]
+                x = np.arange(1, v.shape[1] + 1)
+                style = "-" if key.shape == "line" else "--"
+                mark = "o" if v.shape[1] == 1 else ""
+                axis.plot(x, v.mean(0), style, marker=mark, color=key.colour, linewidth=1.7)
+                if len(v) > 1:
+                    axis.fill_between(
+                        x, v.min(0), v.max(0), color=key.colour, alpha=0.16, linewidth=0
+                    )
+            _accuracy_axis(axis, limits)
+            axis.set_xlabel("round")
+            axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+        ends = ", ".join(f"{m} ends at {values[m, column][:, -1].mean():.1f} %" for m in methods)
+        return Panel(_title(column), f"Accuracy on {_title(column)} over rounds: {ends}.", draw)
+
+    return Plot(
+        "curves", "Accuracy over rounds",
+        "Test accuracy in % after each round: mean over seeds; the band spans the seeds.",
+        tuple(map(panel, columns)), keys,
+    )  # fmt: skip
+
+
+def bars(table: Sequence[Row]) -> Plot:
+    """Accuracy of each method, a panel for each domain."""
+    there = [row for row in table if row.accuracy]
+    columns = ["average", *(c for c in there[0].accuracy if c != "average")]
+    colours = [c for c, _ in _looks(len(there))]
+    height = 0.75 + 0.27 * len(there)
+
+    def panel(column: str) -> Panel:
+        spreads = [row.accuracy[column] for row in there]
+
+        def draw(axis: Axes) -> None:
+            y = list(range(len(there)))
+            means = [s.mean for s in spreads]
+            errors = [s.std or 0.0 for s in spreads]
+            axis.barh(y, means, color=colours, height=0.66, alpha=0.88)
+            axis.errorbar(means, y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9)
+            for at, mean, error in zip(y, means, errors, strict=True):
+                _text(axis, mean + error + 1.5, at, f"{mean:.1f}", va="center", fontsize=8)
+            axis.set_yticks(y, [row.method for row in there])
+            axis.invert_yaxis()
+            axis.set_xlim(0, 118)
+            axis.set_xticks([0, 25, 50, 75, 100])
+            axis.tick_params(axis="y", length=0)
+            axis.grid(axis="x")
+
+        said = ", ".join(f"{r.method} {s.mean:.1f} %" for r, s in zip(there, spreads, strict=True))
+        return Panel(_title(column), f"Accuracy on {_title(column)}: {said}.", draw, height=height)
+
+    return Plot(
+        "domains", "Accuracy by domain",
+        "Test accuracy in %, mean over seeds; the line is the standard deviation between seeds.",
+        tuple(map(panel, columns)),
+    )  # fmt: skip
+
+
+def traffic(methods: Methods) -> Plot:
+    """Accuracy against what has travelled so far, and each method's end."""
+    keys = _keys(methods)
+    accuracy = {m: _by_seed(runs, "average").mean(0) for m, runs in methods.items()}
+    megabytes = {
+        m: np.mean(
+            [_cut(list(accumulate(_sent(run))), len(accuracy[m])) for run in runs], axis=0
+        ) / 1e6
+        for m, runs in methods.items()
+    }  # fmt: skip
+
+    def draw(axis: Axes) -> None:
+        for key, m in zip(keys, methods, strict=True):
+            style = "-" if key.shape == "line" else "--"
+            axis.plot(megabytes[m], accuracy[m], style, color=key.colour, linewidth=1.7)
+            axis.plot(megabytes[m][-1], accuracy[m][-1], "o", color=key.colour, markersize=5)
+        _accuracy_axis(axis, _limits([v[None] for v in accuracy.values()]))
+        axis.set_xlabel("MB sent so far, up and down")
+        axis.set_xlim(left=0)
+
+    per_round = {m: 1e3 * v[-1] / len(v) for m, v in megabytes.items()}
+    base = min(per_round.values())
+
+    def extra(axis: Axes) -> None:
+        y = list(range(len(per_round)))
+        more = [v - base for v in per_round.values()]
+        axis.barh(y, more, color=[k.colour for k in keys], height=0.66, alpha=0.88)
+        top = max([*more, 1e-9])
+        for at, value in zip(y, more, strict=True):
+            _text(axis, value + 0.02 * top, at, f"{value:,.0f}", va="center", fontsize=8)
+        axis.set_yticks(y, list(per_round))
+        axis.invert_yaxis()
+        axis.set_xlim(0, 1.22 * top)
+        axis.tick_params(axis="y", length=0)
+        axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.set_xlabel(f"kB a round beyond the cheapest ({base:,.0f} kB)")
+        axis.grid(axis="x")
+
+    ends = ", ".join(
+        f"{m} {accuracy[m][-1]:.1f} % after {megabytes[m][-1]:.0f} MB" for m in methods
+    )
+    costs = ", ".join(f"{m} {v - base:,.0f} kB" for m, v in per_round.items())
+    panels = (
+        Panel("average of the domains", f"Average accuracy against megabytes: {ends}.", draw),
+        Panel("what a method adds", f"Bytes a round beyond the cheapest: {costs}.", extra),
+    )
+    return Plot(
+        "bytes", "Accuracy for its bytes",
+        "All that travelled between server and clients, as tensors without a wire's overhead.",
+        panels, keys,
+    )  # fmt: skip
+
+
+def confusions(label: str, found: Mapping[str, Ints], classes: Sequence[str]) -> Plot:
+    """How each domain's test images are mistaken for one another."""
+    small = len(classes) <= SHOWN_CLASSES
+
+    def panel(domain: str) -> Panel:
+        counts = found[domain]
+        shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+        right = 100 * counts.trace() / max(1, counts.sum())
+
+        def draw(axis: Axes) -> None:
+            _heat(axis, shares, 1.0)
+            if len(classes) <= 12:
+                for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
+                    share = shares[row, column]
+                    _text(
+ axis,
+                        column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5,
+                        color="#ffffff" if share > 0.55 else ink(),
+                    )  # fmt: skip
+            names = _short(classes) if small else []
+            axis.set_xticks(range(len(names)), names, rotation=90 if _long(names) else 0)
+            axis.set_yticks(range(len(names)), names)
+            axis.set_xlabel("predicted")
+            axis.set_ylabel("true class")
+
+        off = shares - np.diag(shares.diagonal())
+        row, column = np.unravel_index(off.argmax(), off.shape)
+        worst = f"{classes[row]} taken for {classes[column]} in {100 * off.max():.0f} %"
+        alt = f"Confusion matrix of {label} on {domain}: {right:.1f} % right; most often {worst}."
+        return Panel(f"{domain}: {right:.1f} % right", alt, draw, 3.4, 3.2)
+
+    return Plot(
+        f"confusion-{slug(label)}", label, "", tuple(map(panel, found)), columns=4
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Places of images and prototypes on a plane, with what colours them."""
+
+    places: Floats
+    labels: Ints
+    domains: tuple[str, ...]
+    """The domain of each image; of each prototype that of its client."""
+    kind: tuple[str, ...]
+    """image, sent or made, for each place."""
+
+
+def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
+    """t-SNE of the features, coloured by class and by domain, prototypes drawn in."""
+    kinds, at = np.array(found.kind), found.places
+    names = list(dict.fromkeys(d for d in found.domains if d))
+    of_domain = np.array([names.index(d) if d else -1 for d in found.domains])
+
+    def scatter(axis: Axes, group: Ints, colours: Sequence[str], shapes: bool) -> None:
+        for kind, size, alpha in (("image", 7, 0.55), ("sent", 15, 1.0), ("made", 85, 1.0)):
+            for g in range(-1, int(group.max()) + 1):
+                own = (kinds == kind) & (group == g)
+                if not own.any():
+                    continue
+                turn = MARKERS[(g // len(colours)) % len(MARKERS)] if shapes else "o"
+                axis.scatter(
+                    at[own, 0],
+                    at[own, 1], s=size, alpha=alpha,
+                    marker={"image": turn, "sent": "D", "made": "*"}[kind],
+                    color=colours[g % len(colours)] if g >= 0 else ink(),
+                    edgecolors="none" if kind == "image" else ink(),
+                    linewidths=0 if kind == "image" else 0.6,
+                )  # fmt: skip
+        axis.set_xticks([])
+        axis.set_yticks([])
+        for side in axis.spines.values():
+            side.set_visible(True)
+            side.set_color(faint())
+
+    def by_class(axis: Axes) -> None:
+        scatter(axis, found.labels, CLASS_COLOURS, True)
+
+    def by_domain(axis: Axes) -> None:
+        scatter(axis, of_domain, COLOURS, False)
+
+    n = int((kinds == "image").sum())
+    alt = f"t-SNE of {n} test images under {label}, coloured by "
+    marks = [
+        Key(word, INK, mark)
+        for kind, word, mark in (
+            ("sent", "a client's prototype", "D"),
+            ("made", "what the server made", "*"),
+        )
+        if kind in found.kind
+    ]
+    of_classes = tuple(
+        Key(c, CLASS_COLOURS[i % 10], MARKERS[(i // 10) % len(MARKERS)])
+        for i, c in enumerate(classes)
+    )
+    of_domains = tuple(Key(d, COLOURS[i % len(COLOURS)], "dot") for i, d in enumerate(names))
+    if len(classes) > SHOWN_CLASSES:
+        of_classes = ()
+    panels = (
+        Panel("by class", f"{alt}class; prototypes are drawn in.", by_class, 4.2, 3.9, of_classes),
+        Panel("by domain", f"{alt}domain ({', '.join(names)}).", by_domain, 4.2, 3.9, of_domains),
+    )
+    return Plot(f"tsne-{slug(label)}", label, "", panels, tuple(marks), columns=2)
+
+
+def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plot:
+    """FINCH's clusters over rounds, their members at the end, and how far clients are apart."""
+    classes, last = list(found[-1].members)[:SHOWN_CLASSES], found[-1]
+    order = sorted(last.domains, key=lambda c: list(last.domains.values()).index(last.domains[c]))
+    numbers = np.array([[f.counts.get(k, 0) for f in found] for k in classes], dtype=float)
+    height = 0.9 + 0.2 * max(len(classes), 6)
+
+    def over_rounds(axis: Axes) -> None:
+        _heat(axis, numbers / max(1.0, numbers.max()), 1.0, top=0.75)
+        _write(axis, numbers, 6.5)
+        axis.set_xticks(range(len(found)), [str(f.round) for f in found])
+        axis.set_yticks(range(len(classes)), _short(classes))
+        axis.set_xlabel("round")
+        axis.set_ylabel("class")
+
+    def members(axis: Axes) -> None:
+        for j in range(max(len(last.members[k]) for k in classes)):
+            dots = [
+                (order.index(client), row)
+                for row, k in enumerate(classes)
+                for client in (last.members[k][j : j + 1] or ((),))[0]
+            ]
+            axis.scatter(
+                [x for x, _ in dots],
+                [y for _, y in dots],
+                s=44,
+                marker=MARKERS[j % len(MARKERS)],
+                color=COLOURS[j % len(COLOURS)],
+                linewidths=0,
+            )
+        _client_ticks(axis, order)
+        axis.set_yticks(range(len(classes)), _short(classes))
+        axis.set_xlim(-0.6, len(order) - 0.4)
+        axis.set_ylim(len(classes) - 0.5, -0.5)
+        axis.set_ylabel("class")
+        axis.grid(axis="y")
+        _domain_lines(axis, order, last.domains)
+
+    with np.errstate(all="ignore"):
+        index = [distances.clients.index(c) for c in order]
+        known = ~np.isnan(distances.cosine)
+        total = np.where(known, distances.cosine, 0).sum(0)
+        mean = (total / np.maximum(1, known.sum(0)))[np.ix_(index, index)]
+
+    def apart(axis: Axes) -> None:
+        _heat(axis, mean / max(1e-9, float(mean.max())), 1.0)
+        if len(order) <= 12:
+            _write(axis, mean, 5.5, dark=0.6, digits=2)
+        _client_ticks(axis, order)
+        axis.set_yticks(range(len(order)), order)
+
+    span = f"{int(numbers.min())} to {int(numbers.max())}"
+    alone = sum(
+        len({last.domains[c] for c in own}) == 1 for k in classes for own in last.members[k]
+    )
+    total_clusters = int(numbers[:, -1].sum())
+    panels = (
+        Panel(
+            "clusters of each class", f"Number of FINCH clusters a class by round: {span}.",
+            over_rounds, 3.4, height,
+        ),
+        Panel(
+            f"who is together, round {last.round}",
+            f"Members of the clusters in round {last.round}: {alone} of {total_clusters} clusters "
+            "hold clients of a single domain.",
+            members, 3.8, height,
+        ),
+        Panel(
+            f"distance of clients, round {last.round}",
+            f"Mean cosine distance between clients' prototypes of a class: at most "
+            f"{float(mean.max()):.2f}.",
+            apart, 3.8, height,
+        ),
+    )  # fmt: skip
+    return Plot(f"clusters-{slug(label)}", label, "", panels)
+
+
+def prototypes_apart(kept: Prototypes) -> list[tuple[str, Floats, Ints, str]]:
+    """Every prototype with its kind and the domain of the client that sent it."""
+    sent = [("sent", z, y, kept.domains[c]) for c, (z, y) in kept.sent.items()]
+    return sent + [("made", z, y, "") for z, y in kept.made.values()]
+
+
+def slug(text: str) -> str:
+    """A label as part of a file's name."""
+    plain = "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
+    return "-".join(part for part in plain.split("-") if part) or "x"
+
+
+# ---- helpers -----------------------------------------------------------------------------------
+
+
+def _columns(methods: Methods) -> list[str]:
+    first = next(iter(methods.values()))[0]
+    return ["average", *first.rounds[0]["accuracy"]]
+
+
+def _title(column: str) -> str:
+    return "average of the domains" if column == "average" else column
+
+
+def _by_seed(runs: Sequence[Result], column: str) -> Floats:
+    length = min(len(r.rounds) for r in runs)
+    return np.array([r.rounds[column][:length] for r in runs], dtype=float)
+
+
+def _sent(run: Result) -> list[int]:
+    return [record["bytes_up"] + record["bytes_down"] for record in run.rounds]
+
+
+def _cut(values: list[int], length: int) -> list[int]:
+    return values[:length]
+
+
+def _limits(values: Sequence[Floats]) -> tuple[float, float]:
+    low, high = (float(f([f(v) for v in values])) for f in (np.min, np.max))
+    return max(0.0, 10 * np.floor((low - 2) / 10)), min(102.0, 10 * np.ceil((high + 2) / 10) + 0.5)
+
+
+def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
+    axis.set_ylim(*limits)
+    axis.grid(axis="y")
+    axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _looks(n: int) -> list[tuple[str, str]]:
+    return [
+        (COLOURS[i % len(COLOURS)], "line" if (i // len(COLOURS)) % 2 == 0 else "dash")
+        for i in range(n)
+    ]
+
+
+def _keys(methods: Methods) -> tuple[Key, ...]:
+    return tuple(Key(m, *look) for m, look in zip(methods, _looks(len(methods)), strict=True))
+
+
+def _heat(axis: Axes, shares: Floats, most: float, top: float = 1.0) -> None:
+    """Squares in one colour, more opaque for more: right on light and on dark paper."""
+    strong = to_rgb(COLOURS[0])
+    shades = LinearSegmentedColormap.from_list("", [(*strong, 0.0), (*strong, top)])
+    edges = [np.arange(n + 1) - 0.5 for n in (shares.shape[1], shares.shape[0])]
+    many = shares.size > SHOWN_CLASSES**2
+    visible = np.ma.masked_less(shares, 0.005)
+    axis.pcolormesh(*edges, visible, cmap=shades, vmin=0, vmax=most, rasterized=many, linewidth=0)
+    axis.invert_yaxis()
+    axis.tick_params(length=0, labelsize=7)
+    for side in axis.spines.values():
+        side.set_visible(True)
+        side.set_color(faint())
+
+
+def _write(axis: Axes, values: Floats, size: float, dark: float = 2.0, digits: int = 0) -> None:
+    top = float(values.max()) or 1.0
+    for (row, column), value in np.ndenumerate(values):
+        _text(
+ axis,
+            column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=size,
+            color="#ffffff" if value / top > dark else ink(),
+        )  # fmt: skip
+
+
+def _text(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Text inside the axes: nothing need make room for it, and layout is quick without it."""
+    axis.text(x, y, text, **style).set_in_layout(False)
+
+
+def _client_ticks(axis: Axes, clients: Sequence[str]) -> None:
+    axis.set_xticks(range(len(clients)), clients, rotation=90)
+    axis.tick_params(length=0, labelsize=7)
+
+
+def _domain_lines(axis: Axes, order: Sequence[str], domains: Mapping[str, str]) -> None:
+    for i in range(1, len(order)):
+        if domains[order[i]] != domains[order[i - 1]]:
+            axis.axvline(i - 0.5, color=faint(), linewidth=0.8)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    return [n if len(n) <= 12 else n[:11] + "…" for n in names]
+
+
+def _long(names: Sequence[str]) -> bool:
+    return any(len(n) > 2 for n in names)

@@ -1,0 +1,202 @@
+"""Plots that are drawn twice: as SVG that takes its colours from the page, and for a paper.
+
+A plot is a row of panels. On the page each panel is an SVG of its own, so that a phone can put
+them below each other; for a paper they are one figure with its legend, as PDF and PNG.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from protofed.files import write_atomic
+from protofed.report.curves import COLOURS
+
+CLASS_COLOURS = (
+    "#4e79a7", "#f28e2b", "#e15759", "#2f9e94", "#59a14f",
+    "#d4a717", "#b07aa1", "#ff7f93", "#9c755f", "#8a8f98",
+)  # fmt: skip
+"""For classes: ten that can be told apart on light and on dark paper."""
+
+INK, FAINT = "#010101", "#020202"
+"""Stand for the page's own colours of text and of lines; a paper has black and grey."""
+
+_SHARED: dict[str, Any] = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "axes.titlesize": 9,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "grid.linewidth": 0.6,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "text.parse_math": False,  # a name with two dollar signs is no formula
+    "legend.frameon": False,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "protofed",
+    "svg.image_inline": True,
+}
+_PAPER = {**_SHARED, "grid.color": "#d5d5d5"}
+_PAGE = {
+    **_SHARED,
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+    "grid.color": FAINT,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """An entry of a legend."""
+
+    label: str
+    colour: str
+    shape: str = "line"
+    """line, dash, dot (a mark), or a matplotlib marker."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One set of axes: what draws it, and what it shows in words."""
+
+    title: str
+    alt: str
+    draw: Callable[[Axes], None]
+    width: float = 3.7
+    height: float = 2.6
+    legend: tuple[Key, ...] = ()
+    """What only this panel has."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Panels with a legend. ``name`` is the name of its files."""
+
+    name: str
+    title: str
+    caption: str
+    panels: tuple[Panel, ...]
+    legend: tuple[Key, ...] = ()
+    columns: int = 3
+
+
+@contextmanager
+def _style(rc: dict[str, Any]) -> Iterator[None]:
+    settings: Any = matplotlib.rcParams
+    with matplotlib.rc_context():  # and nothing of a person's own matplotlibrc
+        matplotlib.rcdefaults()
+        settings.update(rc)
+        yield
+
+
+def svg(panel: Panel, prefix: str) -> str:
+    """The panel as inline SVG; ``prefix`` makes its ids unique on the page."""
+    with _style(_PAGE):
+        figure = Figure(figsize=(panel.width, panel.height), layout="constrained")
+        panel.draw(figure.subplots())
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue().decode("utf-8")
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    # a style sheet inside would hold for the whole page
+    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)
+    text = re.sub(r"\bid=\"([^\"]+)\"", rf'id="{prefix}-\1"', text)
+    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
+    text = re.sub(r"xlink:href=\"#([^\"]+)\"", rf'href="#{prefix}-\1"', text)
+    text = text.replace("xlink:href", "href")
+    text = re.sub(r"style=\"([^\"]*)\"", lambda m: f'style="{themed(m[1])}"', text)
+    box = re.search(r"viewBox=\"[^\"]+\"", text)
+    assert box is not None
+    head = f'<svg {box[0]} role="img" aria-label="{html.escape(panel.alt, quote=True)}">'
+    text = re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
+    return re.sub(r">\s+<", "><", text).strip()
+
+
+_THEME = {
+    INK: "currentColor",
+    FAINT: "var(--line)",
+    **{colour.lower(): f"var(--c{i})" for i, colour in enumerate(COLOURS)},
+}
+
+
+def themed(style: str) -> str:
+    """A style with the page's colours and font in place of those that were drawn with."""
+    for colour, variable in _THEME.items():
+        style = re.sub(re.escape(colour), variable, style, flags=re.I)
+    return re.sub(r"'?DejaVu Sans'?(, [^;]*)?", "inherit-font", style).replace(
+        "inherit-font", "var(--font)"
+    )
+
+
+def save(plot: Plot, folder: Path, prefix: str = "") -> list[Path]:
+    """The plot as PDF and PNG for a paper."""
+    columns = min(plot.columns, len(plot.panels))
+    rows = math.ceil(len(plot.panels) / columns)
+    width, height = (max(getattr(p, side) for p in plot.panels) for side in ("width", "height"))
+    paths = []
+    with _style(_PAPER):
+        figure = Figure(figsize=(width * columns, height * rows + 0.3), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axis, panel in zip(axes, plot.panels, strict=False):
+            panel.draw(axis)
+            axis.set_title(panel.title)
+        for axis in axes[len(plot.panels) :]:
+            axis.axis("off")
+        keys = [key for panel in plot.panels for key in panel.legend] + list(plot.legend)
+        if keys:
+            handles = [_handle(key) for key in keys]
+            spare = max(1, min(len(handles), int(width * columns / 1.3)))
+            figure.legend(handles=handles, loc="outside lower center", ncols=spare)
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # once is enough: it is the slow part
+        for kind, more in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, dpi=200, metadata=more)
+            paths.append(folder / f"{prefix}{plot.name}.{kind}")
+            write_atomic(paths[-1], buffer.getvalue())
+    return paths
+
+
+def ink() -> str:
+    """The colour of text, on the page or on paper."""
+    return str(matplotlib.rcParams["text.color"])
+
+
+def faint() -> str:
+    """The colour of fine lines."""
+    return str(matplotlib.rcParams["grid.color"])
+
+
+def _handle(key: Key) -> Line2D:
+    if key.shape in ("line", "dash"):
+        return Line2D(
+            [], [], color=key.colour, ls="-" if key.shape == "line" else "--", label=key.label
+        )
+    marker = "o" if key.shape == "dot" else key.shape
+    colour = ink() if key.colour == INK else key.colour
+    return Line2D([], [], color=colour, marker=marker, linestyle="", label=key.label)

@@ -1,0 +1,312 @@
+"""A study's folder: its definition, its runs, and the tables and figures made of them.
+
+    study.toml         the study as it was run, with what the command line changed
+    index-*.json       which run answers which cell; one file for each plan, so that several
+                       processes can write at once
+    <run>/             the runs; <run>.claim while one is under way
+    table.md .csv .tex, *.png, *.pdf
+
+Tables need of a run its ``config.toml`` and ``summary.json``, curves its ``rounds.jsonl`` (or
+``rounds.jsonl.gz``): a study can be read where neither images nor models are.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from protofed.config import read_config
+from protofed.errors import ProtofedError
+from protofed.federation.records import Records, read_records
+from protofed.federation.records import line as to_line
+from protofed.files import write_atomic
+from protofed.study import plan, render, tables
+from protofed.study.plan import AVERAGE, Cell
+from protofed.study.spec import EACH, Study, StudyTask, load
+from protofed.study.tables import Measure, Row
+from protofed.study.worker import failed_file
+
+if TYPE_CHECKING:
+    from protofed.federation.run import Result
+
+
+@dataclass(frozen=True)
+class TaskTable:
+    """The table of one task."""
+
+    task: str
+    columns: tuple[str, ...]
+    rows: list[Row]
+    baseline: str
+    caption: str
+    notes: tuple[str, ...]
+
+    def grid(self) -> tuple[list[str], list[list[tables.Cell]]]:
+        """Header and cells."""
+        return tables.grid(self.rows, self.columns, self.baseline)
+
+    @property
+    def runs(self) -> int:
+        """How many seeds of all rows are there."""
+        return sum(row.seeds for row in self.rows)
+
+
+# ---- definition and index -----------------------------------------------------------------------
+
+
+def open_study(folder: Path) -> Study:
+    """The study that a folder holds."""
+    if not (folder / "study.toml").is_file():
+        raise ProtofedError(f"'{folder}' holds no study", "run one: protofed study run NAME")
+    return load(str(folder / "study.toml"))
+
+
+def write_study(study: Study, folder: Path, index: Mapping[str, Path]) -> None:
+    """Write the definition, and which run answers which cell."""
+    write_atomic(folder / "study.toml", study.toml())
+    named = {k: os.path.relpath(p, folder) for k, p in sorted(index.items())}
+    text = json.dumps(named, indent=0)
+    name = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    write_atomic(folder / f"index-{name}.json", text)
+
+
+def read_index(folder: Path) -> dict[str, list[Path]]:
+    """The runs of each cell's key, from all that ever planned here."""
+    index: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("index-*.json")):
+        for key, path in json.loads(file.read_text("utf-8")).items():
+            index.setdefault(key, []).append(folder / path)
+    return index
+
+
+def finished(paths: Sequence[Path]) -> Path | None:
+    """The first of these runs that is complete."""
+    return next((p for p in paths if (p / "summary.json").is_file()), None)
+
+
+def run_folders(folder: Path, study: Study | None = None) -> dict[str, dict[str, list[Path]]]:
+    """The finished runs of a study's folder: task → label of the row → folders of the runs."""
+    study = study or open_study(folder)
+    index = read_index(folder)
+    found: dict[str, dict[str, list[Path]]] = {}
+    for cell in plan.cells(study):
+        labels = found.setdefault(cell.task, {})
+        runs = labels.setdefault(cell.line.label, [])
+        if (path := finished(index.get(cell.key, ()))) is not None:
+            runs.append(path)
+    return found
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+def make_tables(study: Study, folder: Path, tasks: Sequence[str] = ()) -> list[TaskTable]:
+    """The tables of the study's tasks from what is in the folder by now."""
+    index = read_index(folder)
+    every: dict[tuple[str, str], list[Cell]] = {}
+    for cell in plan.cells(study, plan.Selection(tasks=tuple(tasks))):
+        every.setdefault((cell.task, cell.line.label), []).append(cell)
+    made = []
+    for task in plan.study_tasks(study):
+        if not any(t == task.name for t, _ in every):
+            continue
+        found = {line.label: _measures(every[task.name, line.label], index) for line in study.lines}
+        made.append(_table(study, task, found, _states(study, task.name, every, index)))
+    return made
+
+
+def _table(
+    study: Study,
+    task: StudyTask,
+    found: Mapping[str, Mapping[int, Measure]],
+    states: Mapping[str, str],
+) -> TaskTable:
+    base = study.baseline or ""
+    columns = plan.columns(study, task)
+    measured = next((m for runs in found.values() for m in runs.values()), None)
+    if measured is not None and set(measured.accuracy) != set(columns):
+        columns = tuple(measured.accuracy)
+    printed = {} if "on" in study.override else study.printed.get(task.name, {})
+    lines = []
+    for line in study.lines:
+        paper = printed.get(line.label)
+        lines.append(
+            tables.row(
+                line.label,
+                found[line.label],
+                found.get(base, {}) if line.label != base else {},
+                len(study.seeds),
+                paper=paper.values if paper else {},
+                paper_std=paper.std if paper else None,
+                state=states[line.label],
+            )
+        )
+    every = [m for runs in found.values() for m in runs.values()]
+    caption = tables.describe(every, base) if every else "No run is there yet."
+    notes = (*study.notes, *task.notes) if "on" not in study.override else ()
+    return TaskTable(task.name, columns, lines, base or "FedAvg", caption, notes)
+
+
+def _measures(cells: Sequence[Cell], index: Mapping[str, Sequence[Path]]) -> dict[int, Measure]:
+    """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
+    by_seed: dict[int, list[Cell]] = {}
+    for cell in cells:
+        by_seed.setdefault(cell.seed, []).append(cell)
+    found = {}
+    for seed, parts in by_seed.items():
+        paths = [finished(index.get(cell.key, ())) for cell in parts]
+        runs = [read_measure(path) for path in paths if path is not None]
+        if len(runs) == len(parts):
+            each = len(parts) > 1
+            found[seed] = _joined(parts, runs) if each else runs[0]
+    return found
+
+
+def _joined(parts: Sequence[Cell], runs: Sequence[Measure]) -> Measure:
+    """One column from each run: the domain that it did not train on."""
+    accuracy = {
+        cell.unseen or "": run.accuracy[cell.unseen or ""]
+        for cell, run in zip(parts, runs, strict=True)
+    }
+    return Measure(
+        runs[0].seed,
+        {**accuracy, AVERAGE: fmean(accuracy.values())},
+        sum(run.megabytes for run in runs),
+        sum(run.seconds for run in runs),
+        runs[0].summary,
+        {**runs[0].settings, "leave_out": EACH},
+    )
+
+
+def _states(
+    study: Study, task: str, every: Mapping[Any, list[Cell]], index: Mapping[str, Sequence[Path]]
+) -> dict[str, str]:
+    states = {}
+    for line in study.lines:
+        paths = [p for cell in every[task, line.label] for p in index.get(cell.key, ())]
+        diverged = any(failed_file(p).is_file() for p in paths)
+        states[line.label] = line.row.missing or ("diverged" if diverged else "")
+    return states
+
+
+def read_measure(folder: Path) -> Measure:
+    """What a table needs of a run's folder."""
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    return Measure.of(summary, read_config(folder / "config.toml"))
+
+
+def read_rounds(folder: Path) -> Records:
+    """A run's rounds, compressed or not."""
+    packed = folder / "rounds.jsonl.gz"
+    if packed.is_file() and not (folder / "rounds.jsonl").is_file():
+        lines = gzip.decompress(packed.read_bytes()).splitlines()
+        return Records(json.loads(line) for line in lines)
+    return read_records(folder / "rounds.jsonl")
+
+
+# ---- what is written ----------------------------------------------------------------------------
+
+
+def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
+    """The tables in one of the formats of ``render``, but for the terminal's."""
+    if form == "csv":
+        return render.to_csv({t.task: t.rows for t in made}, {t.task: t.columns for t in made})
+    if form == "latex":
+        parts = [render.to_latex(*t.grid(), f"{study.title}: {t.task}. {t.caption}") for t in made]
+        return "\n".join(parts)
+    parts = []
+    for t in made:
+        head = f"## {t.task}\n\n" if len(made) > 1 else ""
+        notes = "".join(f"- {note}\n" for note in t.notes)
+        parts.append(head + render.to_markdown(*t.grid(), t.caption) + ("\n" + notes) * bool(notes))
+    head = f"# {study.title}\n\n{study.paper}\n\n" if study.paper else ""
+    return head + "\n".join(parts)
+
+
+def write_outputs(study: Study, folder: Path) -> list[str]:
+    """Tables in every format and the study's figures; returns the names of the files."""
+    made = make_tables(study, folder)
+    if not any(t.runs for t in made):
+        return []
+    names = []
+    for form, suffix in (("markdown", "md"), ("csv", "csv"), ("latex", "tex")):
+        write_atomic(folder / f"table.{suffix}", to_text(study, made, form))
+        names.append(f"table.{suffix}")
+    return names + _figures(study, folder, made)
+
+
+def pack(folder: Path, to: Path) -> int:
+    """Copy a study without models and checkpoints, rounds compressed; returns how many runs.
+
+    What comes out is small enough to be kept in a repository, and makes the same tables.
+    """
+    study, index = open_study(folder), read_index(folder)
+    if to.resolve() == folder.resolve():
+        raise ProtofedError("a study cannot be packed into itself", "choose another --to")
+    kept: dict[str, Path] = {}
+    for cell in plan.cells(study):
+        if (run := finished(index.get(cell.key, ()))) is None:
+            continue
+        kept[cell.key] = to / run.name
+        for name in ("config.toml", "summary.json", "clients.json"):
+            if (run / name).is_file():
+                write_atomic(to / run.name / name, (run / name).read_bytes())
+        text = "".join(map(to_line, read_rounds(run)))
+        packed = gzip.compress(text.encode(), mtime=0)  # the same bytes whenever it is done
+        write_atomic(to / run.name / "rounds.jsonl.gz", packed)
+    for stale in to.glob("index-*.json"):
+        stale.unlink()
+    write_study(study, to, kept)
+    write_outputs(study, to)
+    return len(set(kept.values()))
+
+
+def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]:
+    from protofed.report.curves import curves  # matplotlib is slow to import
+    from protofed.study import figures
+
+    names = []
+    results = {} if study.sweeps else _light(study, folder)
+    alone = len(made) == 1
+    for table in made:
+        if not table.runs:
+            continue
+        ending = "" if alone else f"-{table.task}"
+        for suffix in ("png", "pdf"):
+            if results.get(table.task):
+                curves(results[table.task], folder / f"curves{ending}.{suffix}")
+                names.append(f"curves{ending}.{suffix}")
+            if study.kind == "bars":
+                figures.bars(table, folder / f"bars{ending}.{suffix}", study.title)
+                names.append(f"bars{ending}.{suffix}")
+            for i, sweep in enumerate(study.sweeps):
+                number = f"-{'-'.join(sweep.over)}" if len(study.sweeps) > 1 else ""
+                name = f"sweep{number}{ending}.{suffix}"
+                if figures.sweep(study, i, table, folder / name):
+                    names.append(name)
+    return names
+
+
+def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
+    """The runs as the curves need them: named after their rows, without models or images."""
+    found: dict[str, list[Result]] = {}
+    for task, lines in run_folders(folder, study).items():
+        for label, paths in lines.items():
+            for path in paths:
+                settings = read_config(path / "config.toml")
+                if settings.get("leave_out") is not None:
+                    continue
+                summary = {**read_measure(path).summary, "method": label}
+                light = SimpleNamespace(
+                    config=SimpleNamespace(**settings), rounds=read_rounds(path), summary=summary
+                )
+                found.setdefault(task, []).append(cast("Result", light))
+    return found

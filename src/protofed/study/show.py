@@ -1,0 +1,89 @@
+"""A run in a few lines of text, with sparklines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from rich.markup import escape
+
+from protofed.config import read_config
+from protofed.errors import ProtofedError
+from protofed.federation.records import SELECTION, last_mean
+from protofed.progress import duration
+from protofed.study.folder import read_rounds
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+
+
+def sparkline(values: Sequence[float], low: float, high: float, width: int = WIDTH) -> str:
+    """Values as blocks of eight heights between ``low`` and ``high``; long ones are thinned."""
+    if len(values) > width:  # means of as many neighbours as needed
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    scale = (high - low) or 1.0
+    steps = len(BLOCKS) - 1
+    return "".join(
+        BLOCKS[min(steps, max(0, round((v - low) / scale * steps)))] if v == v else " "
+        for v in values
+    )
+
+
+def lines(folder: Path) -> list[str]:
+    """The lines of ``protofed show``, with rich's markup."""
+    if not (folder / "config.toml").is_file():
+        if (folder / "study.toml").is_file():
+            raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
+        raise ProtofedError(f"'{folder}' is not a run's folder")
+    config = read_config(folder / "config.toml")
+    records = read_rounds(folder)
+    options = ", ".join(f"{k}={v}" for k, v in config.get("options", {}).items())
+    text = [
+        f"[bold]{escape(config['method'])}[/bold] on [bold]{escape(config['task'])}[/bold], seed "
+        f"{config['seed']}, protocol {config['protocol']}, {config['model']}"
+        + (f"  [dim]{escape(options)}[/dim]" if options else "")
+    ]
+    done, asked = len(records), config["rounds"]
+    state = "" if done == asked else " [yellow](not finished: protofed run --resume)[/yellow]"
+    if not records:
+        return [*text, f"no round of {asked} is complete"]
+    up, down = (sum(r[k] for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))
+    seconds = sum(sum(r["seconds"].values()) for r in records)
+    text.append(
+        f"{done} of {asked} rounds{state}, {duration(seconds)}, {up:.1f} MB up, {down:.1f} MB "
+        f"down, {config['precision']} on {config['device']}"
+    )
+    last = last_mean(records)
+    columns = {d: records[f"accuracy.{d}"] for d in last if d != "average"}
+    columns["average"] = records["average"]
+    every = [v for column in columns.values() for v in column]
+    low, high = min(every), max(every)
+    width = max(map(len, columns))
+    text.append("")
+    for name, column in columns.items():
+        style = "bold" if name == "average" else "default"
+        text.append(
+            f"  [{style}]{escape(name):<{width}}[/]  {sparkline(column, low, high)}  "
+            f"[{style}]{last[name]:5.1f}[/]  [dim]{column[0]:.1f} → {column[-1]:.1f}[/dim]"
+        )
+    losses = [sum(r["loss"].values()) for r in records if isinstance(r.get("loss"), dict)]
+    if losses:
+        curve = sparkline(losses, min(losses), max(losses))
+        text.append(
+            f"  {'loss':<{width}}  {curve}         [dim]{losses[0]:.3g} → {losses[-1]:.3g}[/dim]"
+        )
+    text.append(
+        f"\n[dim]% correct, blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}[/dim]"
+    )
+    if (folder / "summary.json").is_file():
+        summary = json.loads((folder / "summary.json").read_text("utf-8"))
+        clients = summary.get("clients", [])
+        per: dict[str, list[int]] = {}
+        for client in clients:
+            per.setdefault(client["domain"], []).append(client["samples"])
+        shown = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
+        text.append(f"[dim]clients × samples: {escape(shown)}; engine {summary['engine']}[/dim]")
+    return text

@@ -1,0 +1,73 @@
+"""One run of a study in a process of its own: claimed, run, released.
+
+``python -m protofed.study.worker --config FILE --out FOLDER``. The claim belongs to the process
+that writes the folder: if the process that started it is killed, the run goes on, and nobody else
+starts it a second time. Exit codes are those of ``protofed run``, and ``BUSY``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+BUSY = 75
+"""Somebody else has the run (EX_TEMPFAIL)."""
+
+
+def claim_file(folder: Path) -> Path:
+    """Where a run's claim lies: beside its folder."""
+    return folder.with_name(f"{folder.name}.claim")
+
+
+def failed_file(folder: Path) -> Path:
+    """Where it is written down that a run diverged: the same numbers would diverge again."""
+    return folder.with_name(f"{folder.name}.diverged")
+
+
+def work(config_file: Path, folder: Path, workers: int | None) -> int:
+    """Claim and run; returns the exit code."""
+    from protofed.config import merged_config
+    from protofed.errors import Diverged
+    from protofed.federation.run import is_finished, run
+    from protofed.files import write_atomic
+    from protofed.study.claims import Claim
+
+    claim = Claim.acquire(claim_file(folder))
+    if claim is None:
+        return BUSY
+    # whoever took over writes the folder now: not even a checkpoint may be written from here
+    claim.keep(lost=lambda: os._exit(BUSY))
+    try:
+        config = merged_config(config_file, None, None, None, {"workers": workers})
+        if not is_finished(folder, config):  # somebody may have, before the claim
+            run(config=config, out=folder, resume=True)
+    except Diverged as error:
+        write_atomic(failed_file(folder), f"{error}\n")
+        raise
+    finally:
+        claim.release()
+    return 0
+
+
+def main() -> int:
+    """The command line."""
+    from protofed.errors import ProtofedError
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int)
+    given = parser.parse_args()
+    try:
+        return work(given.config, given.out, given.workers)
+    except ProtofedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""What ``protofed deploy init`` writes, and sites with image folders of their own."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import numpy as np
+from PIL import Image
+from typer.testing import CliRunner
+
+from protofed.cli import app
+from protofed.errors import ProtofedError
+from protofed.federation.records import read_records
+from protofed.federation.result import load_run
+from protofed.flower import deploy, programs
+from protofed.flower.members import read_members
+from protofed.flower.site import folder_images, open_home
+from protofed.flower.spec import pack
+
+CLASSES = ("cat", "dog", "eel")
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def images(folder: Path, classes: tuple[str, ...], n: int = 12, split: bool = False) -> Path:
+    rng = np.random.default_rng(len(classes))
+    for name in classes:
+        for i in range(n):
+            part = (("test" if i % 4 == 0 else "train"),) if split else ()
+            path = folder.joinpath(*part, name, f"{i}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            pixels[:, :, CLASSES.index(name)] //= 3
+            Image.fromarray(pixels).save(path)
+    return folder
+
+
+def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
+    out = tmp_path / "pets"
+    words = ["deploy", "init", str(out), "--sites", "a,b,c", "--classes", "cat,dog"]
+    done = CliRunner().invoke(app, [*words, "--domains", "a=north,b=north"])
+    assert done.exit_code == 0, done.output
+    members = read_members(out / "server" / "federation.toml")
+    assert [m.domain for m in members.sites.values()] == ["north", "north", "c"]
+    assert members.clients() == {"north": 2, "c": 1}
+    assert members.minimum == 2 and members.classes == ("cat", "dog")
+    for secret in ("server/server.key", "ca/ca.key", "sites/a/node.key"):
+        assert stat.S_IMODE((out / secret).stat().st_mode) == 0o600
+    for site in "abc":
+        home = out / "sites" / site
+        assert (home / "federation.toml").read_text() == (
+            out / "server" / "federation.toml"
+        ).read_text()
+        assert (home / "node.key.pub").read_text().split()[0] == "ecdsa-sha2-nistp384"
+        assert not (home / "ca.key").exists()
+        assert open_home(home).name == site
+        assert "protofed deploy site" in (home / "protofed-site.service").read_text()
+    env = (out / "server" / "protofed.env").read_text()
+    assert "FLWR_TELEMETRY_ENABLED=0" in env and "FLWR_DISABLE_UPDATE_CHECK=1" in env
+    assert "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1" in env
+    page = (out / "README.md").read_text()
+    assert "deploy site --dir pets/sites/a --site a --data" in page
+    again = CliRunner().invoke(app, words)
+    assert isinstance(again.exception, ProtofedError) and "there already" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"sites": ["a", "a"]}, "different names"),
+        ({"sites": ["../a"]}, "cannot be a site's name"),
+        ({"sites": ["a b"]}, "cannot be a site's name"),
+        ({"sites": ["scan-1"], "task": "glyphs"}, "numbered from 0"),
+        ({"sites": ["scan"], "task": "glyphs"}, "no client of a task"),
+        ({"sites": ["moon-0"], "task": "glyphs"}, "unknown domain"),
+        ({"sites": ["a"], "address": "here"}, "not host:port"),
+        ({"sites": ["a"], "minimum": 2}, "minimum"),
+        ({"sites": ["a"], "domains": {"b": "x"}}, "unknown site"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    sites = more.pop("sites")
+    with pytest.raises(ProtofedError, match=words):
+        deploy.init(tmp_path / "new", sites, **more)
+
+
+def test_a_federation_file_is_checked(tmp_path: Path) -> None:
+    deploy.init(tmp_path / "f", ["a", "b"], classes=["x", "y"])
+    path = tmp_path / "f" / "server" / "federation.toml"
+    good = path.read_text()
+    for old, new, words in (
+        ("minimum = 2", "minimum = 9", "minimum"),
+        ("round_seconds = 3600", "round_seconds = 0", "round_seconds"),
+        ('["x", "y"]', '["x", "x"]', "not all different"),
+        ("minimum", "minimun", "did you mean minimum"),
+        ("ecdsa-sha2-nistp384 ", "rot13 ", "is no key"),
+    ):
+        path.write_text(good.replace(old, new))
+        with pytest.raises(ProtofedError, match=words):
+            read_members(path)
+
+
+def test_a_run_without_classes_asks_for_them(tmp_path: Path) -> None:
+    deploy.init(tmp_path / "f", ["a", "b"])
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    with pytest.raises(ProtofedError, match="names no classes"):
+        deploy.run_config(members, None, "fpl", {}, {"rounds": 1})
+    assert "names no classes yet" in (tmp_path / "f" / "README.md").read_text()
+
+
+def test_a_sites_folder_is_labelled_as_the_federation_has_its_classes(
+    tmp_path: Path, own_cache: None
+) -> None:
+    deploy.init(tmp_path / "f", ["a", "b"], classes=list(CLASSES), image_size=16)
+    home = tmp_path / "f" / "sites" / "a"
+    data = images(tmp_path / "a", ("dog", "eel"), split=True)
+    train, test = folder_images(open_home(home, str(data)), CLASSES, 16)
+    assert sorted(set(train.y.tolist())) == [1, 2] and len(train) == 18 and len(test) == 6
+    images(tmp_path / "a", ("cat",), split=True)
+    with pytest.raises(ProtofedError, match="unknown class of the federation"):
+        folder_images(open_home(home, str(data)), ("dog", "eel"), 16)
+    with pytest.raises(ProtofedError, match="has no images"):
+        folder_images(open_home(home), CLASSES, 16)
+    with pytest.raises(ProtofedError, match="no folder"):
+        folder_images(open_home(home, str(tmp_path / "nowhere")), CLASSES, 16)
+
+
+def test_sites_with_own_folders_train_a_model(
+    tmp_path: Path, own_cache: None, grid: Callable[..., Any], single_thread: None
+) -> None:
+    deploy.init(tmp_path / "f", ["a", "b"], classes=list(CLASSES), image_size=16)
+    for site, classes in (("a", CLASSES), ("b", CLASSES[:2])):
+        data = images(tmp_path / "data" / site, classes)
+        file = tmp_path / "f" / "sites" / site / "site.toml"
+        file.write_text(f'site = "{site}"\ndata = "{data}"\ndevice = "cpu"\n')
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    settings = {"rounds": 2, "epochs": 1, "batch": 4, "model": "cnn2", "width": 4}
+    config, task = deploy.run_config(members, None, "fpl", {"tau": 0.05}, settings)
+    assert config.hash != deploy.run_config(members, None, "fpl", {}, settings)[0].hash
+    out = tmp_path / "f" / "server" / "runs" / config.label
+    grid(members, tmp_path / "f" / "sites", pack(config, task), out).run()
+    records = read_records(out / "rounds.jsonl")
+    assert [r["clients"] for r in records] == [2, 2]
+    assert set(records[1]["accuracy"]) == {"a", "b"}
+    result = load_run(out)
+    assert result.summary["clients"][1] == {"client": "b", "domain": "b", "samples": 20}
+    assert result.summary["classes"] == list(CLASSES)
+
+
+def test_flower_is_told_nothing_but_where_the_server_is(tmp_path: Path) -> None:
+    programs.write_connection(tmp_path, "127.0.0.1:1")
+    text = (tmp_path / "operator" / "config.toml").read_text()
+    assert "127.0.0.1:1" in text and "flower.ai" not in text
+    env = programs.environment(tmp_path / "home")
+    assert env["FLWR_TELEMETRY_ENABLED"] == "0" and env["FLWR_HOME"] == str(tmp_path / "home")
+    with pytest.raises(ProtofedError, match="flwr ls"):
+        programs.flwr(tmp_path, "ls", programs.CONNECTION, seconds=60)

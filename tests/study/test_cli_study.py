@@ -1,0 +1,296 @@
+"""``protofed study``, ``sweep`` and ``show``: with few real runs, and many made-up ones."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from protofed.study import folder as folders
+from protofed.study import plan
+from protofed.study.claims import me
+from protofed.study.runner import Job, display, time_left
+from protofed.study.show import sparkline
+from protofed.study.spec import dumps, load, parse
+
+SMALL = ["--set", "epochs=1", "--set", "clients=1", "--set", "samples=10", "--set", "width=4",
+         "--set", "model=cnn2", "--rounds", "1", "--device", "cpu"]  # fmt: skip
+
+
+def flat(cell):
+    return dict.fromkeys(("scan", "print", "photo", "inverse"), 40.0 + cell.seed)
+
+
+def no_processes(monkeypatch):
+    monkeypatch.setattr(folders, "_figures", lambda *_: [])
+
+    def never(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", never)
+
+
+# ---- list, show, table --------------------------------------------------------------------------
+
+
+def test_list_names_all_and_says_what_is_missing(protofed):
+    code, out, _ = protofed("study", "list")
+    assert code == 0
+    for name in ("fpl-table2", "i2pfl-fig11", "fedseproto-table3"):
+        assert re.search(rf"^\s*{name}\b", out, re.M)
+    if load("fedseproto-table3").missing:
+        assert "different models" in " ".join(out.split())
+
+
+def test_show_has_the_paper_s_numbers_and_the_notes(protofed):
+    code, out, _ = protofed("study", "show", "fpl-table2")
+    assert code == 0
+    plain = " ".join(out.split())
+    for part in ("FPL 98.31 92.71 80.27 61.20 83.12 +2.98", "variant=reference", "6/4/3/7",
+                 "48 runs in all"):  # fmt: skip
+        assert part in plain
+    assert "tau = 0.01, 0.02" in protofed("study", "show", "fpl-fig4")[1]
+    code, _, err = protofed("study", "show", "fpl-table9")
+    assert (code, err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("form", ["terminal", "markdown", "csv", "latex"])
+def test_table_prints_what_is_there(protofed, study, make_runs, form):
+    make_runs(study, Path("there"), flat, skip={("FPL", 0), ("FPL", 1)})
+    code, out, err = protofed("study", "table", "mine", "--out", "there", "--format", form)
+    assert (code, err) == (0, "")
+    assert "40.5" in out
+    assert "—" in out or "---" in out or form == "csv"
+    code, _, err = protofed("study", "table", "mine", "--out", "there", "--format", "word")
+    assert code == 2
+    assert "terminal" in err or "markdown" in err
+    assert protofed("study", "table", "nowhere")[0] == 2
+
+
+# ---- run ----------------------------------------------------------------------------------------
+
+
+def test_runs_that_are_there_are_not_done_again(protofed, study, make_runs, monkeypatch):
+    make_runs(study, Path("out/mine"), flat)
+    Path("mine.toml").write_text(dumps(study.raw))
+    no_processes(monkeypatch)
+    code, out, err = protofed("study", "run", "mine.toml", "--out", "out/mine")
+    assert (code, err) == (0, "")
+    assert "4 of 4 runs are already complete" in out
+    assert Path("out/mine/table.tex").is_file()
+    # nor those of another study beside it
+    code, out, _ = protofed("study", "run", "mine.toml", "--out", "out/other", "--methods", "fpl")
+    assert code == 0
+    assert "2 of 2 runs are already complete" in out
+    assert [p for p in Path("out/other").iterdir() if p.is_dir()] == []
+    assert "41.0" not in out  # seeds 0 and 1
+    assert "40.5" in out
+
+
+def test_a_diverged_run_is_not_tried_again(protofed, study, make_runs, monkeypatch):
+    make_runs(study, Path("out/mine"), flat, skip={("FPL", 1)})
+    Path("mine.toml").write_text(dumps(study.raw))
+    cell = next(c for c in plan.cells(study) if c.line.label == "FPL" and c.seed == 1)
+    run = folders.read_index(Path("out/mine"))[cell.key][0]
+    run.with_name(f"{run.name}.diverged").write_text("'ce' is nan")
+    no_processes(monkeypatch)
+    code, out, err = protofed("study", "run", "mine.toml", "--out", "out/mine")
+    assert code == 2
+    assert "FPL seed 1" in err
+    assert "'ce' is nan" in err
+    assert "FPL (diverged)" in out  # and the table is there nonetheless
+
+
+BAD = {
+    "no such study": (["fpl-tabel2"], ["fpl-table2"]),
+    "no such task": (["fpl-table2", "--tasks", "pacs"], ["'pacs'"]),
+    "no such row": (["fpl-table2", "--methods", "fedprotto"], ["fedproto"]),
+    "seeds 0": (["fpl-table2", "--on", "glyphs", "--seeds", "0"], ["--seeds"]),
+    "jobs 0": (["fpl-table2", "--on", "glyphs", "--jobs", "0"], ["--jobs"]),
+    "on nothing": (["fpl-table2", "--on", "glyph"], ["glyphs"]),
+    "bad setting": (["fpl-table2", "--on", "glyphs", "--set", "epoch=1"], ["epochs"]),
+    "bad value": (["fpl-table2", "--on", "glyphs", "--set", "lr=-1"], ["lr", "above 0"]),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_input(protofed, tmp_path, case):
+    given, words = BAD[case]
+    code, out, err = protofed("study", "run", *given, "--out", "made")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_run_says_so(protofed, raw, tmp_path):
+    if load("fedseproto-table3").missing:
+        code, _, err = protofed("study", "run", "fedseproto-table3", "--on", "glyphs")
+        assert code == 2
+        assert "different models" in err
+    Path("new.toml").write_text(dumps(raw(rows={"FedAvg": "fedavg", "New": "fednew"})))
+    code, out, err = protofed("study", "run", "new.toml", "--methods", "New", "--out", "made")
+    assert code == 2
+    assert "New needs method fednew, which this version does not have" in out
+    assert not Path("made").exists()
+
+
+COUNTED = """
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+from protofed.methods import Method, hyper
+
+@dataclass(frozen=True)
+class Counted(Method):
+    name: ClassVar[str] = "counted"
+    number: int = hyper(0, "", "tells the rows apart")
+
+    def init_server(self, model, sizes):
+        with Path(__file__).with_name("log").open("a") as file:
+            file.write(f"{self.number}\\n")
+        return {}
+"""
+
+
+def start(folder, study):
+    """``protofed study run`` in a process of its own."""
+    command = [sys.executable, "-m", "protofed", "study", "run", str(study), "--out", str(folder)]
+    return subprocess.Popen(
+        [*command, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_share_a_folder_and_no_run_is_done_twice(raw, tmp_path):
+    (tmp_path / "counted.py").write_text(COUNTED)
+    method = f"{tmp_path / 'counted.py'}:Counted"
+    rows = {f"row{i}": {"method": method, "options": {"number": i}} for i in range(2)}
+    study = parse(raw(seeds=1, rows=rows), "two")
+    (tmp_path / "two.toml").write_text(dumps(study.raw))
+    # a claim left by a process that is dead: taken over, not waited for
+    labels = [c.config().label for c in plan.cells(study)]
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f"{labels[0]}.claim").write_text(json.dumps({**vars(me()), "pid": dead.pid}))
+    processes = [start(out, tmp_path / "two.toml") for _ in range(2)]
+    for process in processes:
+        text, err = process.communicate(timeout=300)
+        assert (process.returncode, err) == (0, "")
+        for row in rows:  # both waited for all, and both show the whole table
+            assert re.search(rf"^ *{row} +\d", text, re.M)
+    assert sorted((tmp_path / "log").read_text().split()) == ["0", "1"]
+    assert list(out.glob("*.claim*")) == []
+    assert sorted(p.name for p in out.iterdir() if p.is_dir()) == sorted(labels)
+
+
+def test_ctrl_c_leaves_what_can_be_gone_on_with(raw, tmp_path):
+    settings = {**raw()["settings"], "rounds": 300}
+    study = raw(seeds=1, rows={"FedAvg": "fedavg"}, settings=settings)
+    (tmp_path / "one.toml").write_text(dumps(study))
+    out = tmp_path / "out"
+    process = start(out, tmp_path / "one.toml")
+    for _ in range(1200):
+        if any(f.read_text().count("\n") >= 2 for f in out.glob("*/rounds.jsonl")):
+            break
+        time.sleep(0.05)
+    (claim,) = out.glob("*.claim")
+    holder = json.loads(claim.read_text())["pid"]
+    assert holder != process.pid  # the run's own process holds it
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not Path(f"/proc/{holder}").exists()
+    (run,) = (p for p in out.iterdir() if p.is_dir())
+    assert 2 <= (run / "rounds.jsonl").read_text().count("\n") < 300
+    assert (run / "checkpoint.safetensors").is_file()
+    assert list(out.glob("*.claim*")) == []
+
+
+def test_a_built_in_study_small_and_a_sweep(protofed):
+    """Through real runs: the study writes its tables, and the sweep takes FedAvg's run from it."""
+    args = ["study", "run", "fpl-table1", "--on", "glyphs", "--methods", "neither (FedAvg)",
+            "--seeds", "1", "--out", "runs/s", *SMALL]  # fmt: skip
+    code, out, err = protofed(*args)
+    assert (code, err) == (0, "")
+    assert "table.md, table.csv, table.tex, curves.png, curves.pdf" in out
+    assert re.search(r"both \(FPL\) +— +— +— +— +—", out)
+    saved = folders.open_study(Path("runs/s"))
+    assert saved.override["on"] == "glyphs"
+    assert saved.override["settings"]["samples"] == 10
+    code, out, err = protofed(
+        "sweep", "--task", "glyphs", "--method", "fpl", "--over", "tau=0.1", "--against", "fedavg",
+        "--out", "runs/w", "--set", "upcr=0", *SMALL,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert "1 of 2 runs are already complete" in out
+    (run,) = (p for p in Path("runs/w").iterdir() if p.is_dir())
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["hyper_parameters"]["tau"], summary["hyper_parameters"]["upcr"]) == (0.1, 0)
+    with Image.open("runs/w/sweep.png") as image:
+        image.load()
+    code, out, _ = protofed("show", run)
+    assert code == 0
+    assert "1 of 1 rounds" in out
+    assert "fpl on glyphs" in out
+
+
+@pytest.mark.parametrize("over", ["tau", "tau=", "tao=1", "tau=-1"])
+def test_bad_sweeps(protofed, tmp_path, over):
+    code, out, err = protofed("sweep", "--method", "fpl", "--over", over, "--out", "made")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "ta" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- what a person sees -------------------------------------------------------------------------
+
+
+def test_the_display_counts_and_estimates(study, make_runs, tmp_path):
+    configs = list(plan.configs(plan.cells(study)).values())
+    jobs = [Job(f"job {i}", c, tmp_path / str(i)) for i, c in enumerate(configs)]
+    assert time_left(jobs, 2) is None
+    jobs[0].state = "done"
+    jobs[1].state, jobs[1].message = "elsewhere", "far, process 7"
+    jobs[0].records.append(
+        {"accuracy": {"scan": 1.0}, "average": 1.0, "seconds": {"train": 3.0, "evaluate": 1.0}}
+    )
+    assert time_left(jobs, 2) == 3 * 4 / 2  # three runs of one round, two at a time
+    table = display(jobs, time.perf_counter(), 2)
+    rows = list(zip(*(c.cells for c in table.columns), strict=True))
+    assert rows[1][3] == "on far, process 7"
+    assert rows[-1][0] == "1 of 4 done, 1 elsewhere"
+    assert rows[-1][3] == "6 s left"
+
+
+def test_sparklines():
+    assert sparkline([0, 50, 100], 0, 100) == "▁▅█"
+    assert sparkline([5, 5], 5, 5) == "▁▁"
+    long = sparkline([float(i) for i in range(1000)], 0, 999)
+    assert (len(long), long[0], long[-1]) == (48, "▁", "█")
+    assert list(long) == sorted(long)
+    assert sparkline([float("nan"), 1.0], 0, 1) == " █"
+
+
+def test_show_of_unfinished_runs_and_of_none(protofed, study, make_runs):
+    make_runs(study, Path("s"), flat, rounds=1)
+    run = next(p for p in Path("s").iterdir() if p.is_dir())
+    (run / "summary.json").unlink()
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("rounds = 1", "rounds = 9"))
+    code, out, _ = protofed("show", run)
+    assert code == 0
+    assert "1 of 9 rounds (not finished" in out
+    assert protofed("show", "s")[2].count("study table") == 1
+    shutil.rmtree("s")
+    assert protofed("show", "s")[0] == 2
+    Path("t").mkdir()
+    assert protofed("show", "t")[0] == 2
