@@ -11,6 +11,7 @@ from typing import Any
 from protofed.config import UNHASHED, Config
 from protofed.errors import ProtofedError
 from protofed.federation.run import Result, load_run
+from protofed.study.tables import BASELINE
 
 _OWN = ("method", "seed", "clients", "device", *UNHASHED)
 """Settings in which the runs of a comparison may differ: a distribution may draw its clients."""
@@ -105,7 +106,7 @@ def _labelled(runs: Iterable[Result]) -> list[Result]:
 
     FedAvg comes first; then the order of names.
     """
-    runs = sorted(runs, key=lambda r: (r.config.method.name != "fedavg", r.config.method.name))
+    runs = sorted(runs, key=lambda r: (r.config.method.name != BASELINE, r.config.method.name))
     variants: dict[str, dict[str, Mapping[str, Any]]] = {}
     for run in runs:
         options = run.config.method.options()
