@@ -324,7 +324,8 @@ def test_a_wrong_size_does_not_cost_what_was_downloaded(site: Site, client: Clie
     (client.folder / "mnist").mkdir(parents=True)
     (client.folder / "mnist/.a.gz.part").write_bytes(content[:100])
     client(file)
-    assert site.asked[-1] == ("a.gz", "bytes=100-", len(content) - 100)
+    # two threads answer, and either may note its answer first
+    assert ("a.gz", "bytes=100-", len(content) - 100) in site.asked
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,12 @@ def start(folder, study):
     """``protofed study run`` in a process of its own."""
     command = [sys.executable, "-m", "protofed", "study", "run", str(study), "--out", str(folder)]
     return subprocess.Popen(
-        [*command, "--jobs", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--jobs", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests that run in the background of a shell inherit a SIGINT that is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
