@@ -1,6 +1,6 @@
 """Lanes against plain eager PyTorch on a GPU: a round of FPL on Digits.
 
-    python benchmarks/lanes.py DATA [--rounds 3] [--long]
+    python benchmarks/lanes.py DATA [--rounds 5] [--long]
 
 20 clients 6/4/3/7 (600 / 72 / 732 / 100 samples), ResNet-10, batch 64, 10 epochs: 1,180 client
 steps a round, over the real mix of batch sizes. Three ways to do the same work in one process:
@@ -9,8 +9,9 @@ steps a round, over the real mix of batch sizes. Three ways to do the same work 
     eager     its loop engine on the GPU: plain eager PyTorch with the loss as tensor expressions
     sample    the same loop with FPL's loss computed sample by sample, as the published code does
 
-Times are of rounds with prototypes (round 0 is warm-up), the server's part included, evaluation
-apart. ``--long`` adds 100 rounds with evaluation each round.
+and lanes with ResNet-18 and a batch of 16. Times are of rounds with prototypes (round 0 is
+warm-up), the server's part included, evaluation apart. ``--long`` adds 100 rounds with evaluation
+each round.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ class FPLBySample(FPL):
         return terms
 
 
+CARD = 989
+"""TFLOP/s of an H200 in bfloat16, without sparsity, as its maker states them."""
+IMAGES = sum(n * s for n, s in ((6, 600), (4, 72), (3, 732), (7, 100)))
+"""Samples of all clients: what one local epoch of a round goes over."""
+GFLOP = {"resnet10": 1.51, "resnet18": 3.34}
+"""For an image, forward and backward."""
+
+
 def seconds_a_round(
     federation: Federation, warm: int, rounds: int
 ) -> tuple[list[float], list[float], int]:
@@ -85,6 +94,12 @@ def main() -> None:
         "eager bf16": (FPL(), {**loop, "precision": "bf16", "epochs": 5}, 1, 2),
         "eager tf32": (FPL(), {**loop, "precision": "tf32", "epochs": 5}, 1, 2),
         "sample tf32": (FPLBySample(), {**loop, "precision": "tf32", "epochs": 1}, 1, 2),
+        "resnet18/16": (
+            FPL(),
+            {**lanes, "precision": "bf16", "model": "resnet18", "batch": 16, "epochs": 3},
+            2,
+            3,
+        ),
     }
     per_step = {}
     for name, (method, settings, warm, rounds) in ways.items():
@@ -92,13 +107,12 @@ def main() -> None:
         with tf32(config.precision == "tf32"):
             train, test, steps = seconds_a_round(Federation(config), warm, rounds)
         per_step[name] = 1e3 * statistics.median(train) / steps
-        # 97 GFLOP for a step of 64 images, 1.51 GFLOP an image, forward and backward
-        images = sum(n * s for n, s in ((6, 600), (4, 72), (3, 732), (7, 100)))
-        tflops = 1.51e-3 * images * config.epochs / statistics.median(train)
+        tflops = 1e-3 * GFLOP[str(config.model)] * IMAGES * config.epochs / statistics.median(train)
         print(
             f"{name:12} {per_step[name]:8.3f} ms a client-step  (rounds: "
             f"{' '.join(f'{t:.3f}' for t in train)} s, {steps} steps; evaluation "
-            f"{statistics.median(test):.3f} s; {tflops:.0f} TFLOP/s)",
+            f"{statistics.median(test):.3f} s; {tflops:.0f} TFLOP/s, "
+            f"{tflops / CARD:.0%} of the card)",
             flush=True,
         )
     best = per_step["lanes bf16"]

@@ -1,0 +1,104 @@
+"""The fused batch normalisation against PyTorch's own.
+
+Needs Triton, and a GPU or ``TRITON_INTERPRET=1`` (which runs kernels on a CPU, slowly).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from protofed.engines import fused  # noqa: E402
+from protofed.models import build  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def plain(norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None, relu: bool) -> Tensor:
+    y = nn.BatchNorm2d.forward(norm, x)
+    y = y if add is None else y + add
+    return F.relu(y) if relu else y
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 1), (7, 40, 5, 6), (9, 64, 8, 8)])
+def test_values_gradients_and_statistics(shape: tuple[int, ...], added: bool, relu: bool) -> None:
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm2d(shape[1]).double().to(DEVICE) for _ in range(2)]
+    for norm in norms:
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(-1, 2, shape[1]))
+            norm.bias.copy_(torch.linspace(1, -1, shape[1]))
+    x = torch.randn(shape, dtype=torch.float64, device=DEVICE) * 3 + 10
+    add = torch.randn_like(x) if added else None
+    weight = torch.randn_like(x)
+    found = []
+    for norm, way in zip(norms, (plain, fused._normalised), strict=True):
+        inputs = [t.clone().requires_grad_() for t in (x, *((add,) if added else ()))]
+        y = way(norm, inputs[0], inputs[1] if added else None, relu)
+        grads = torch.autograd.grad((y * weight).sum(), [*inputs, norm.weight, norm.bias])
+        found.append([y.detach(), *grads, *norm.buffers()])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_mean_far_from_zero_costs_no_digits() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 4, 8, 8, device=DEVICE) + 1000
+    norm = nn.BatchNorm2d(4).to(DEVICE)
+    exact = (x.double() - x.double().mean((0, 2, 3), keepdim=True)) / x.double().var(
+        (0, 2, 3), correction=0, keepdim=True
+    ).sqrt()
+    assert float((fused._normalised(norm, x).detach() - exact).abs().max()) < 1e-3
+
+
+def test_statistics_that_are_not_tracked_stay() -> None:
+    norm = nn.BatchNorm2d(4).to(DEVICE)
+    norm.track_running_stats = False
+    before = [t.clone() for t in norm.buffers()]
+    fused._normalised(norm, torch.randn(3, 4, 2, 2, device=DEVICE))
+    assert all(torch.equal(a, b) for a, b in zip(before, norm.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_whole_network(training: bool) -> None:
+    torch.manual_seed(0)
+    network = build("resnet10", 5, 8, 8).double().to(DEVICE, memory_format=torch.channels_last)
+    twin = copy.deepcopy(network)
+    fused.fuse(twin)
+    x = torch.randn(5, 3, 8, 8, dtype=torch.float64, device=DEVICE)
+    assert network.state_dict().keys() == twin.state_dict().keys()
+    grads = []
+    for net in (network, twin):
+        net.train()
+        net(x)  # moves the running statistics
+        net.train(training)
+        out = net(x)
+        loss = out.logits.square().sum() + out.feature.sum()
+        grads.append([out.logits, *torch.autograd.grad(loss, list(net.parameters()))])
+    for ours, theirs in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    for ours, theirs in zip(twin.buffers(), network.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_first_convolution_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 16, 3, 2, padding=1).to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 3, 9, 9, device=DEVICE).bfloat16()
+    ours, theirs = fused._convolved(conv, x), conv(x)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    weight = torch.randn_like(theirs)
+    grads = [torch.autograd.grad((y * weight).sum(), conv.weight)[0] for y in (ours, theirs)]
+    torch.testing.assert_close(*grads, rtol=0.05, atol=0.1)
