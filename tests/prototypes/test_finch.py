@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
 
@@ -15,6 +16,8 @@ with warnings.catch_warnings():
     from finch import FINCH
 
 Array = np.ndarray
+
+module = importlib.import_module("protofed.prototypes.finch")  # its name is also the function's
 
 
 def at(*degrees: float) -> torch.Tensor:
@@ -206,6 +209,53 @@ def test_rows_without_a_direction() -> None:
     # Cosine 0 with every other: a tie, so the lowest index.
     assert labels(rows) == [[0, 0, 1, 1, 0]]
     assert cluster_means(rows).isfinite().all()
+
+
+def at_once(rows: torch.Tensor) -> list[int]:
+    """The first neighbours from the whole matrix of cosines."""
+    norm = rows.norm(dim=1, keepdim=True)
+    unit = rows / torch.where(norm > 0, norm, 1)
+    cosine = (unit @ unit.T).round(decimals=12)
+    return cosine.fill_diagonal_(-torch.inf).argmax(1).tolist()
+
+
+def awkward() -> list[torch.Tensor]:
+    """Rows with ties, duplicates, one direction at several lengths, and none at all."""
+    generator = torch.Generator().manual_seed(3)
+    plain = torch.rand(41, 16, generator=generator, dtype=torch.float64)
+    twice = torch.cat([plain, plain[::2], plain[5:20]])
+    lengths = torch.rand(len(twice), 1, generator=generator, dtype=torch.float64) + 0.1
+    holes = twice.clone()
+    holes[::7] = 0
+    grid = torch.tensor(list(itertools.product((-1.0, 0.0, 1.0), repeat=3)), dtype=torch.float64)
+    return [plain, twice, twice * lengths, holes, grid, torch.zeros(20, 3), torch.ones(21, 3)]
+
+
+@pytest.mark.parametrize("block", [9, 50])
+def test_blocks_of_any_size_give_the_same_labels(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = [*awkward(), *(torch.tensor(rows, dtype=torch.float64) for rows in data_sets(6))]
+    expected = [(at_once(rows), labels(rows), cluster_means(rows)) for rows in sets]
+    monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr(module, "PART", block)
+    for rows, (neighbours, partitions, means) in zip(sets, expected, strict=True):
+        assert module._neighbours(rows).tolist() == neighbours
+        assert labels(rows) == partitions
+        torch.testing.assert_close(cluster_means(rows), means, rtol=1e-12, atol=1e-12)
+
+
+def test_more_rows_than_a_block() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(module.BLOCK + 300, 12, generator=generator, dtype=torch.float64)
+    rows[-5:] = rows[:5]
+    assert module._neighbours(rows).tolist() == at_once(rows)
+    first, *_ = finch(rows)
+    assert first[-5:].tolist() == first[:5].tolist()
+    assert int(first.max()) + 1 > module.PART
+    means = cluster_means(rows, "first")
+    for c in (0, module.PART - 1, module.PART, int(first.max())):
+        torch.testing.assert_close(means[c], rows[first == c].mean(0))
 
 
 def test_cluster_means_keep_the_dtype_and_need_no_gradient_path() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protofed.errors import ProtofedError
-from protofed.prototypes import class_means, class_sums, consistency, contrast, cosine
+from protofed.prototypes import class_means, class_sums, consistency, contrast, cosine, nearest
 
 B, K, J, D = 9, 5, 3, 6
 
@@ -94,6 +94,18 @@ def test_contrast_against_a_loop(tau: float) -> None:
     # What stands where there is no prototype does not matter.
     other = torch.where(MASK[..., None] > 0, mean, torch.full_like(mean, 7))
     assert contrast(z, Y, other, MASK, tau).item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_nearest_is_the_smallest_distance_to_a_prototype_that_is_there() -> None:
+    rng = np.random.default_rng(0)
+    z, mean = rng.normal(size=(20, 5)), rng.normal(size=(4, 5))
+    mean[2] = z[0]  # nearest of all, but not there
+    scores = nearest(torch.from_numpy(z), torch.from_numpy(mean), torch.tensor([1.0, 1, 0, 1]))
+    for i in range(20):
+        square = {k: float(((z[i] - mean[k]) ** 2).sum()) for k in (0, 1, 3)}
+        assert int(scores[i].argmax()) == min(square, key=square.__getitem__)
+        assert all(float(scores[i, k]) == pytest.approx(-d) for k, d in square.items())
+    assert nearest(torch.ones(1, 5), torch.zeros(4, 5), torch.zeros(4)).isfinite().all()
 
 
 def test_contrast_by_hand() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protofed.prototypes.finch import cluster_means, finch
-from protofed.prototypes.losses import consistency, contrast, cosine, paired_cosine
+from protofed.prototypes.losses import consistency, contrast, cosine, nearest, paired_cosine
 from protofed.prototypes.means import (
     class_means,
     class_sums,
@@ -24,6 +24,7 @@ __all__ = [
     "cosine",
     "finch",
     "full_precision",
+    "nearest",
     "owners_mean",
     "pad",
     "paired_cosine",

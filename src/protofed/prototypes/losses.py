@@ -90,3 +90,10 @@ def consistency(
     difference_Bd = (z_Bd - target_Bd).masked_fill((mask_K <= 0)[y_B][:, None], 0)
     square_B = (difference_Bd * difference_Bd).sum(1)
     return square_B.mean() / (z_Bd.shape[1] if reduction == "mean" else 1)
+
+
+@full_precision
+def nearest(z_Bd: Tensor, mean_Kd: Tensor, mask_K: Tensor) -> Tensor:
+    """Scores [B, K]: minus the squared distance to each class's prototype, if it has one."""
+    square_BK = torch.cdist(z_Bd, mean_Kd.to(z_Bd.dtype)).square()
+    return (-square_BK).masked_fill(mask_K == 0, ABSENT)
