@@ -14,7 +14,7 @@ test: .venv/installed-dev  ## all tests that take seconds
 slow: .venv/installed-dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
 
-drill: .venv/installed-dev  ## faults of a real deployment over loopback (ten minutes)
+drill: .venv/installed-dev  ## faults of a real deployment over loopback (a quarter of an hour or more)
 	$(BIN)/python -m pytest -q -m drill
 
 check: .venv/installed-dev  ## lint, format and types

@@ -122,6 +122,8 @@ def init(
         minimum=minimum,
         times=times,
     )
+    if task is None and not classes:
+        _say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
     _say(f"{folder}/README.md says which command runs where")
 
 
@@ -222,7 +224,11 @@ def start(
     number = deploy.start(home, complete, task, resume, overwrite)
     _say(f"run {number} is started; results: {out}, log: {log}")
     if wait:
-        status = deploy.follow(home, number, log, _say)
+        try:
+            status = deploy.follow(home, number, log, _say)
+        except KeyboardInterrupt:  # only the watching ends
+            _say(f"run {number} goes on; protofed deploy status shows it, deploy stop ends it")
+            return
         if not status.startswith("finished:completed"):
             raise ProtofedError(f"run {number} has ended: {status}", f"see {log}")
 
@@ -250,6 +256,8 @@ def status(folder: DirOption = Path()) -> None:
         records = read_records(rounds)
         last = f": {accuracies(records[-1])}" if records else ""
         _say(f"{rounds.parent.name}: {len(records)} rounds{last}")
+    if any(not deploy.ended(run) for run in found) and (said := deploy.last_words(home)):
+        _say(f"last in the log: {said}")
 
 
 @deploy_app.command()

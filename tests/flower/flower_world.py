@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -15,6 +16,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
+from PIL import Image
 
 from protofed.config import Config, make_config
 from protofed.data import load_task
@@ -24,12 +26,31 @@ from protofed.flower.members import Member, Members
 from protofed.flower.spec import pack, unpack
 
 SITES = ("scan-0", "print-0", "photo-0")
+CLASSES = ("cat", "dog", "eel")
 TINY: dict[str, Any] = {
     "clients": {"scan": 1, "print": 1, "photo": 1},
     "samples": {"scan": 30, "print": 24, "photo": 20},
     "rounds": 3, "epochs": 1, "batch": 8, "width": 4,
     "device": "cpu", "engine": "loop", "checkpoint_every": 1,
 }  # fmt: skip
+
+
+def images(folder: Path, classes: tuple[str, ...], n: int = 12, split: bool = False) -> Path:
+    rng = np.random.default_rng(len(classes))
+    for name in classes:
+        for i in range(n):
+            part = (("test" if i % 4 == 0 else "train"),) if split else ()
+            path = folder.joinpath(*part, name, f"{i}.png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)
+            pixels[:, :, CLASSES.index(name)] //= 3
+            Image.fromarray(pixels).save(path)
+    return folder
+
+
+def serialised(message: Message) -> int:
+    """Bytes of all that Flower makes of a message."""
+    return sum(len(o.deflate()) for o in get_all_nested_objects(message).values())
 
 
 def through_wire(message: Message) -> Message:
@@ -50,6 +71,8 @@ class FakeGrid(Grid):
         self.ids = {name: 1000 + i for i, name in enumerate(members.sites)}
         self.replies: dict[str, Message] = {}
         self.seen: list[tuple[str, RecordDict]] = []
+        self.passed: list[tuple[str, int, int]] = []
+        """Of each message the site, and the bytes down and up as they were serialised."""
         self.spoil: Callable[[str, Message], Message | None] = lambda name, reply: reply
         self.polls = 0
         self.at_poll: Callable[[int], None] = lambda n: None
@@ -94,6 +117,7 @@ class FakeGrid(Grid):
             sent.append(message.object_id)
             if reply is not None:
                 self.replies[message.object_id] = through_wire(reply)
+            self.passed.append((name, serialised(message), serialised(reply) if reply else 0))
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-import numpy as np
-from PIL import Image
+from flower_world import CLASSES, images
 from typer.testing import CliRunner
 
 from protofed.cli import app
@@ -24,25 +24,10 @@ from protofed.flower.members import read_members
 from protofed.flower.site import folder_images, open_home
 from protofed.flower.spec import pack
 
-CLASSES = ("cat", "dog", "eel")
-
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def images(folder: Path, classes: tuple[str, ...], n: int = 12, split: bool = False) -> Path:
-    rng = np.random.default_rng(len(classes))
-    for name in classes:
-        for i in range(n):
-            part = (("test" if i % 4 == 0 else "train"),) if split else ()
-            path = folder.joinpath(*part, name, f"{i}.png")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pixels = rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)
-            pixels[:, :, CLASSES.index(name)] //= 3
-            Image.fromarray(pixels).save(path)
-    return folder
 
 
 def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
@@ -64,12 +49,15 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
         assert (home / "node.key.pub").read_text().split()[0] == "ecdsa-sha2-nistp384"
         assert not (home / "ca.key").exists()
         assert open_home(home).name == site
-        assert "protofed deploy site" in (home / "protofed-site.service").read_text()
+        unit = (home / "protofed-site.service").read_text()
+        assert f"protofed deploy site --dir /srv/protofed/site --site {site} --data" in unit
+        assert "EnvironmentFile=/srv/protofed/site/protofed.env" in unit
     env = (out / "server" / "protofed.env").read_text()
     assert "FLWR_TELEMETRY_ENABLED=0" in env and "FLWR_DISABLE_UPDATE_CHECK=1" in env
     assert "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1" in env
     page = (out / "README.md").read_text()
-    assert "deploy site --dir pets/sites/a --site a --data" in page
+    for site in "abc":
+        assert f"protofed deploy site --dir sites/{site} --site {site} --data" in page
     again = CliRunner().invoke(app, words)
     assert isinstance(again.exception, ProtofedError) and "there already" in str(again.exception)
 
@@ -118,6 +106,38 @@ def test_a_run_without_classes_asks_for_them(tmp_path: Path) -> None:
     assert "names no classes yet" in (tmp_path / "f" / "README.md").read_text()
 
 
+def test_what_only_a_simulator_can_do_is_refused(tmp_path: Path) -> None:
+    deploy.init(tmp_path / "f", ["a", "b"], classes=["x", "y"])
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    config, _ = deploy.run_config(members, None, "fpl", {}, {"rounds": 1})
+    file = tmp_path / "again.toml"
+    file.write_text(config.toml())
+    again, _ = deploy.run_config(members, file, None, {}, {})  # its own configuration is fine
+    assert again.hash == config.hash
+    file.write_text(config.toml().replace("rounds = 1", "rounds = 1\ndirichlet = 0.5"))
+    for where, settings, words in (
+        (None, {"samples": 0.5}, "samples is for the simulator"),
+        (None, {"samples": {"a": 30}}, "samples is for the simulator"),
+        (None, {"quantity": 1.0}, "quantity is for the simulator"),
+        (file, {}, "dirichlet is for the simulator"),
+    ):
+        with pytest.raises(ProtofedError, match=words):
+            deploy.run_config(members, where, "fpl", {}, settings)
+
+
+def test_what_cannot_be_deployed_is_said_before_anything_starts(tmp_path: Path) -> None:
+    deploy.init(tmp_path / "f", ["a", "b"], classes=["x", "y"])
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    with pytest.raises(ProtofedError, match="needs the same model at all clients"):
+        deploy.run_config(members, None, "fedavg", {}, {"model": "cnn3,cnn2"})
+    own = Path(__file__).parents[2] / "examples" / "cosine_proto.py"
+    for method, words in ((f"{own}:CosineProto", "comes from a file"), ("fedmd", "public images")):
+        config, task = deploy.run_config(members, None, method, {}, {"rounds": 1})
+        with pytest.raises(ProtofedError, match=words):
+            deploy.start(tmp_path / "f" / "server", config, task, False, False)
+    assert not (tmp_path / "f" / "server" / "apps").exists()
+
+
 def test_a_sites_folder_is_labelled_as_the_federation_has_its_classes(
     tmp_path: Path, own_cache: None
 ) -> None:
@@ -153,8 +173,78 @@ def test_sites_with_own_folders_train_a_model(
     assert [r["clients"] for r in records] == [2, 2]
     assert set(records[1]["accuracy"]) == {"a", "b"}
     result = load_run(out)
-    assert result.summary["clients"][1] == {"client": "b", "domain": "b", "samples": 20}
+    about = {"client": "b", "domain": "b", "model": "cnn2", "samples": 20}
+    assert result.summary["clients"][1] == about
     assert result.summary["classes"] == list(CLASSES)
+
+
+def test_where_the_server_cannot_listen_it_says_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ProtofedError, match="in use") as caught:
+            programs.check_free("127.0.0.1", port)
+        assert "another server" in str(caught.value)
+    for host in ("192.0.2.1", "no-such-host.invalid"):  # neither is this machine
+        with pytest.raises(ProtofedError, match=f"cannot listen on {host}:8000") as caught:
+            programs.check_free(host, 8000)
+        assert "--host 0.0.0.0" in str(caught.value)
+    assert programs.join_address("::1", 8000) == "[::1]:8000"
+
+
+@pytest.mark.parametrize("file", ["ca.crt", "node.key"])
+def test_a_site_without_its_key_or_certificate_does_not_start(tmp_path: Path, file: str) -> None:
+    deploy.init(tmp_path / "f", ["scan-0"], task="glyphs", minimum=1)
+    (tmp_path / "f" / "sites" / "scan-0" / file).unlink()
+    with pytest.raises(ProtofedError, match=f"there is no '.*{file}'"):
+        programs.join(open_home(tmp_path / "f" / "sites" / "scan-0"))
+
+
+def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
+    deploy.init(tmp_path / "f", ["a"], classes=["x", "y"], address="127.0.0.1:9", minimum=1)
+    with pytest.raises(ProtofedError, match="no server answers at 127") as caught:
+        programs.flwr(tmp_path / "f" / "server", "ls", programs.CONNECTION, seconds=60)
+    assert "protofed deploy server --dir" in str(caught.value)
+
+
+def test_status_and_stop_say_what_the_server_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy.init(tmp_path / "f", ["a", "b", "c"], classes=["x", "y"])
+    home = tmp_path / "f" / "server"
+    known = [{"run-id": 7, "status": "running"}, {"run-id": 5, "status": "finished:stopped"}]
+    nodes = [{"node-id": 11, "status": "online"}, {"node-id": 12, "status": "offline"}]
+    asked: list[tuple[str, ...]] = []
+
+    def flwr(folder: Path, *words: str) -> dict[str, Any]:
+        asked.append(words)
+        return {"runs": known, "nodes": nodes}
+
+    monkeypatch.setattr(deploy, "flwr", flwr)
+    (home / "flower").mkdir()
+    (home / programs.NODES).write_text('{"a": "11", "b": "12"}')
+    out = home / "runs" / "folder-f-fpl-0-0123456789"
+    out.mkdir(parents=True)
+    (out / "rounds.jsonl").write_text('{"round": 0, "accuracy": {"a": 50.0}, "average": 50.0}\n')
+    out.with_name(f"{out.name}.log").write_text("first\nround 2: asked a\n")
+    done = CliRunner().invoke(app, ["deploy", "status", "--dir", str(tmp_path / "f")])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [
+        "site a (domain a): connected",
+        "site b (domain b): lost",
+        "site c (domain c): not registered",
+        "run 7: running",
+        "run 5: finished:stopped",
+        f"{out.name}: 1 rounds: a 50.0  average 50.0",
+        "last in the log: round 2: asked a",
+    ]
+    members = read_members(home / "federation.toml")
+    config, task = deploy.run_config(members, None, "fpl", {}, {"rounds": 1})
+    with pytest.raises(ProtofedError, match=r"run 7 is running \(wait for it"):
+        deploy.start(home, config, task, False, False)
+    assert deploy.stop(home, None) == 7 and asked[-1][:2] == ("stop", "7")
+    known.pop(0)
+    with pytest.raises(ProtofedError, match="no run is running"):
+        deploy.stop(home, None)
 
 
 def test_flower_is_told_nothing_but_where_the_server_is(tmp_path: Path) -> None:
@@ -163,5 +253,3 @@ def test_flower_is_told_nothing_but_where_the_server_is(tmp_path: Path) -> None:
     assert "127.0.0.1:1" in text and "flower.ai" not in text
     env = programs.environment(tmp_path / "home")
     assert env["FLWR_TELEMETRY_ENABLED"] == "0" and env["FLWR_HOME"] == str(tmp_path / "home")
-    with pytest.raises(ProtofedError, match="flwr ls"):
-        programs.flwr(tmp_path, "ls", programs.CONNECTION, seconds=60)

@@ -12,81 +12,17 @@ import pytest
 pytest.importorskip("flwr")
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Error, Message, RecordDict
+from spoiled import SPOILED, set_values
 
 from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.records import read_records
 from protofed.federation.run import run
-from protofed.flower.protocol import RECORD
 from protofed.flower.site import open_home
-from protofed.flower.wire import add_tree, read_tree, to_array
+from protofed.flower.wire import read_tree, to_array
 
 BAD = "print-0"
-Spoil = Callable[[RecordDict], None]
-
-
-def _model(content: RecordDict, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    record = content["tree.model"]
-    assert isinstance(record, ArrayRecord)
-    name = next(n for n in record if n.endswith("weight"))
-    record[name] = to_array(change(read_tree(content)["model"][name]))
-
-
-def _set(content: RecordDict, **values: Any) -> None:
-    record = content[RECORD]
-    assert isinstance(record, ConfigRecord)
-    for name, value in values.items():
-        record[name] = value
-
-
-def _nan(t: torch.Tensor) -> torch.Tensor:
-    t.view(-1)[0] = float("nan")
-    return t
-
-
-def _counter_as_float(content: RecordDict) -> None:
-    record = content["tree.model"]
-    assert isinstance(record, ArrayRecord)
-    name = next(n for n in record if n.endswith("num_batches_tracked"))
-    record[name] = to_array(torch.tensor(3.0))
-
-
-def _drop(content: RecordDict) -> None:
-    record = content["tree.model"]
-    assert isinstance(record, ArrayRecord)
-    del record[next(iter(record))]
-
-
-def _add(content: RecordDict) -> None:
-    add_tree(content, {"surprise": {"x": torch.zeros(1)}})
-
-
-def _giant(content: RecordDict) -> None:
-    content["tree.model"] = ArrayRecord({"w": to_array(torch.zeros(20 << 20))})
-
-
-SPOILED: dict[str, tuple[Spoil, str]] = {
-    "nan": (lambda c: _model(c, _nan), "is not finite"),
-    "shape": (lambda c: _model(c, lambda t: t[1:]), "has the shape"),
-    "dtype": (lambda c: _model(c, lambda t: t.double()), "is torch.float64, not torch.float32"),
-    "counter": (_counter_as_float, "is torch.float32, not torch.int64"),
-    "missing": (_drop, "lacks entry"),
-    "unasked": (_add, "has, unasked, entry 'x' of slot 'surprise'"),
-    "giant": (_giant, "more than the"),
-    "no tensors": (lambda c: c.pop("tree.model") and c.pop("tree.prototypes"), "is empty"),
-    "empty": (lambda c: c.clear(), "is empty"),
-    "other method": (lambda c: _set(c, method="fedavg"), "of method 'fedavg', not 'fpl'"),
-    "other run": (lambda c: _set(c, run="0123456789"), "of run '0123456789'"),
-    "stale": (lambda c: _set(c, round=0), "of round 0, not "),
-    "other site": (lambda c: _set(c, site="scan-0"), "of site 'scan-0', not 'print-0'"),
-    "samples": (lambda c: _set(c, samples=-5), "has -5 samples"),
-    "many samples": (lambda c: _set(c, samples=10**12), "samples"),
-    "odd type": (lambda c: _set(c, samples="many"), "'samples' of the message is not int"),
-    "losses": (lambda c: _set(c, loss_totals=[1.0]), "do not belong together"),
-    "loss": (lambda c: _set(c, loss_totals=[float("inf")] * 3), "is not finite"),
-    "scores": (lambda c: _set(c, right=10**6), "test images right"),
-}
 
 
 def test_bad_replies_are_refused_by_name_and_the_rounds_go_on(
@@ -123,6 +59,46 @@ def test_bad_replies_are_refused_by_name_and_the_rounds_go_on(
         if t.is_floating_point():
             mean = (a[name].double() * (30 / 50) + b[name].double() * (20 / 50)).float()
             assert torch.equal(t, mean), name
+
+
+def test_ragged_entries_have_to_fit_together(world: Callable[..., Any]) -> None:
+    """FedPLVM's sites have as many prototypes a class as they found, in means and in masks."""
+    w = world("fedplvm", rounds=2)
+
+    def change(name: str, reply: Message) -> Message:
+        if name == BAD and 3 < len(w.grid.seen) <= 6:
+            content = reply.content
+            mask = read_tree(content)["prototypes"]["mask"]
+            content["tree.prototypes"]["mask"] = to_array(torch.cat([mask, mask], 1))
+        return reply
+
+    w.grid.spoil = change
+    w.coordinator().run()
+    first, second = read_records(w.out / "rounds.jsonl")
+    assert "problems" not in first
+    assert "entry 'mask' of slot 'prototypes' has the shape" in second["problems"][BAD]
+    assert second["clients"] == 2
+
+
+def test_a_state_that_is_not_finite_ends_the_run_and_is_not_kept(
+    world: Callable[..., Any],
+) -> None:
+    """Finite numbers, the squares of which FedAdam's server cannot hold."""
+    w = world("fedadam", rounds=2)
+
+    def change(name: str, reply: Message) -> Message:
+        if name == BAD and len(w.grid.seen) > 3:
+            record = reply.content["tree.model"]
+            entry = next(n for n in record if n.endswith("weight"))
+            record[entry] = to_array(read_tree(reply.content)["model"][entry] + 1e38)
+        return reply
+
+    w.grid.spoil = change
+    with pytest.raises(ProtofedError, match="is no longer finite"):
+        w.coordinator().run()
+    state, about = tree.load(w.out / "checkpoint.safetensors")
+    assert about["round"] == 1
+    assert all(t.isfinite().all() for t in state["model"].values())
 
 
 def test_an_error_and_a_silent_site_are_named(world: Callable[..., Any]) -> None:
@@ -167,7 +143,7 @@ def test_too_few_replies_average_nothing_and_end_after_three_attempts(
     w = world(minimum=3)
     before = w.coordinator().server.state
     w.grid.spoil = lambda name, reply: (
-        _set(reply.content, round=9) or reply if name == BAD else reply
+        set_values(reply.content, round=9) or reply if name == BAD else reply
     )
     with pytest.raises(ProtofedError, match="round 1 failed 3 times: 2 of the 3"):
         w.coordinator().run()
@@ -231,7 +207,7 @@ def test_a_lost_reply_does_not_count_at_the_site_either(world: Callable[..., Any
         def change(name: str, reply: Message, w: Any = w, way: str = way) -> Message:
             done = len(w.grid.seen)
             if way == "lost" and name == BAD and done in (4, 5, 6):
-                _set(reply.content, round=7)
+                set_values(reply.content, round=7)
             if way == "absent":
                 gone = 3 <= done < 5
                 w.grid.online = ["scan-0", "photo-0"] if gone else ["scan-0", BAD, "photo-0"]

@@ -29,12 +29,13 @@ MOST_SAMPLES = 10**9
 ROOM = 64 << 20
 """Bytes a reply may have beyond four times what is expected."""
 
-Shape = tuple[int | None, ...]
+Shape = tuple[int | str, ...]
+"""Sizes; a name stands for one that the site's data decide, the same wherever the name is."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Slots, names, dtypes and shapes (``None`` = any size) of a reply, and its most bytes."""
+    """Slots, names, dtypes and shapes of a reply, and its most bytes."""
 
     entries: Mapping[tuple[str, str], tuple[torch.dtype, Shape]]
     limit: int
@@ -60,18 +61,18 @@ def expect(config: Config, task: Task, server: Server) -> Expected:
         for name, t in slots.items():
             own, other = tuple(t.shape), tuple(many[slot][name].shape)
             exact = slot == "model" or model.get(name) == own
-            shape = own if exact else _shape(own, other, sizes.classes, sizes.features)
+            shape = own if exact else _shape(slot, own, other, sizes.classes, sizes.features)
             entries[slot, name] = (t.dtype, shape)
     return Expected(entries, 4 * max(tree.nbytes(few), tree.nbytes(many)) + ROOM)
 
 
-def _shape(a: tuple[int, ...], b: tuple[int, ...], classes: int, features: int) -> Shape:
+def _shape(slot: str, a: tuple[int, ...], b: tuple[int, ...], classes: int, features: int) -> Shape:
     """Classes come first and features last; how many prototypes are between is the data's."""
-    sure = [
-        x == y and ((x == classes and i == 0) or (x == features and i == len(a) - 1))
-        for i, (x, y) in enumerate(zip(a, b, strict=True))
-    ]
-    return tuple(n if s else None for n, s in zip(a, sure, strict=True))
+    shape: list[int | str] = []
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        sure = x == y and ((x == classes and i == 0) or (x == features and i == len(a) - 1))
+        shape.append(x if sure else f"{slot}.{i}: {x} or {y}")
+    return tuple(shape)
 
 
 def _noise(setup: Setup, task: Task, n: int) -> Site:
@@ -125,16 +126,19 @@ def _check_tree(message: Tree, expected: Expected) -> None:
         if odd:
             slot, name = sorted(odd)[0]
             raise Refused(f"the reply {words} entry '{name}' of slot '{slot}'")
+    open_sizes: dict[str, int] = {}
     for (slot, name), (dtype, shape) in expected.entries.items():
         t = got[slot, name]
         where = f"entry '{name}' of slot '{slot}'"
         if t.dtype != dtype:
             raise Refused(f"{where} is {t.dtype}, not {dtype}")
         fits = len(t.shape) == len(shape) and all(
-            want in (None, n) for n, want in zip(t.shape, shape, strict=True)
+            n == (open_sizes.setdefault(want, n) if isinstance(want, str) else want)
+            for n, want in zip(t.shape, shape, strict=True)
         )
         if not fits:
-            words = "×".join("any" if n is None else str(n) for n in shape) or "a number"
+            sizes = (open_sizes.get(n, "any") if isinstance(n, str) else n for n in shape)
+            words = "×".join(map(str, sizes)) or "a number"
             raise Refused(f"{where} has the shape {tuple(t.shape)}, not {words}")
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise Refused(f"{where} is not finite")

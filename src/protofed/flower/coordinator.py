@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
+from protofed.architectures import client_models
 from protofed.config import Config
 from protofed.data import Task
 from protofed.errors import ProtofedError
@@ -37,6 +39,7 @@ from protofed.flower.keeping import Kept, RunFolder
 from protofed.flower.members import Members
 from protofed.flower.protocol import RECORD, Answer, Request, write
 from protofed.flower.wire import Refused
+from protofed.progress import accuracies
 
 log = logging.getLogger("protofed.flower")
 ATTEMPTS = 3
@@ -76,7 +79,8 @@ class Coordinator:
     ) -> None:
         self.grid, self.members, self.config, self.task = grid, members, config, task
         self.poll, self.sleep = poll, sleep
-        network = initial_network(config, task)
+        models = client_models(config.model, list(members.sites))
+        network = initial_network(config, task, next(iter(models.values())))
         self.sizes = make_setup(config, task, network).sizes
         self.server = Server(
             config.method,
@@ -116,6 +120,9 @@ class Coordinator:
             self.folder.checkpoint(done)  # what is complete is kept, and only that
             raise
         summary = self.folder.finish(self._done())
+        for name, count in summary["wire"].items():
+            log.info("site %s: %.2f MB up, %.2f MB down", name, count["up"] / 1e6,
+                     count["down"] / 1e6)  # fmt: skip
         log.info("the run is complete: %s", self.folder.path)
         return summary
 
@@ -178,21 +185,17 @@ class Coordinator:
             for name in nodes
             if name in sampled or evaluate
         }
+        log.info("round %d: asked %s", round + 1, ", ".join(asked))
         got = self._exchange(asked, nodes, server.broadcast())
         trained = [n for n in sampled if n in got.losses]
         for name in sampled:
             if name not in nodes:
                 got.problems[name] = "not connected"
         needed = min(self.members.minimum, len(sampled))
-        problem = ""
         if len(trained) < needed:
             problem = f"{len(trained)} of the {needed} replies that are needed"
         else:
-            try:
-                server.finish()
-            except Exception as error:  # replies that fit each by each, but not together
-                log.exception("round %d", round + 1)
-                problem = f"the replies could not be averaged: {error}"
+            problem = self._average()
         if problem:
             return self._failed(problem, got)
         self.failures = 0
@@ -207,6 +210,25 @@ class Coordinator:
             round + 1, self.config.rounds, len(trained), len(sampled), got.seconds,
         )  # fmt: skip
         return True
+
+    def _average(self) -> str:
+        """Close the round with the replies that came; if that cannot be, say why.
+
+        Replies that are fine each by each may not be so together. The state is then as before.
+        """
+        server = self.server
+        state, round = server.state, server.round
+        try:
+            server.finish()
+        except Exception as error:
+            log.exception("round %d", round + 1)
+            return f"the replies could not be averaged: {error}"
+        for slot, entries in server.state.items():
+            for name, t in entries.items():
+                if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+                    server.state, server.round = state, round
+                    return f"entry '{name}' of slot '{slot}' is no longer finite"
+        return ""
 
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
@@ -239,6 +261,7 @@ class Coordinator:
         for _ in range(ATTEMPTS):
             nodes = self._enough()
             asked = {name: self._request(name, train=False, evaluate=True) for name in nodes}
+            log.info("last evaluation: asked %s", ", ".join(asked))
             got = self._exchange(asked, nodes, self.server.broadcast())
             if got.answers:
                 self._measure(got)
@@ -251,7 +274,7 @@ class Coordinator:
         assert self.pending is not None
         right, tested = (dict.fromkeys(self.members.clients(), 0) for _ in range(2))
         for name, answer in got.answers.items():
-            domain = self.members.sites[name].domain
+            domain = self.members.domain(name)
             right[domain] += answer.right
             tested[domain] += answer.tested
         # over all test images of the domain's sites: a large test set says more than a small one
@@ -261,6 +284,7 @@ class Coordinator:
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
         self.folder.tested = tested
         self.folder.append(self.pending)
+        log.info("after round %d: %s", self.pending["round"] + 1, accuracies(self.pending))
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
         losses: dict[str, tuple[float, int]] = {}
@@ -296,9 +320,10 @@ class Coordinator:
         for name, request in asked.items():
             content = RecordDict({**records, RECORD: write(request)[RECORD]})
             kind = MessageType.TRAIN if request.train else MessageType.EVALUATE
-            # its life ends with the round: a site that comes back is not sent an old one
-            group = str(request.round + 1)
-            messages[name] = Message(content, nodes[name], kind, ttl=limit, group_id=group)
+            # its life ends with the round: a site that comes back is not sent an old one. A little
+            # later, so that a late reply is called late, and not a message that cannot be found
+            group, life = str(request.round + 1), limit + 5
+            messages[name] = Message(content, nodes[name], kind, ttl=life, group_id=group)
             got.down += tree.nbytes(received)
             got.wire[name] = {"down": wire.message_bytes(messages[name]), "up": 0}
         waiting: dict[str, str] = {}
@@ -330,6 +355,7 @@ class Coordinator:
             if waiting:
                 self.sleep(min(self.poll, left))
         got.seconds = time.monotonic() - began
+        self.folder.bill(got.wire)
         return got
 
     def _take(

@@ -100,9 +100,9 @@ def init(
         write_atomic(home / FILE, text)
         write_atomic(home / SITE_FILE, texts.site(site, task))
         write_atomic(home / "protofed.env", env)
-        write_atomic(home / "protofed-site.service", texts.site_unit(site))
+        write_atomic(home / "protofed-site.service", texts.site_unit(site, task))
     members = read_members(server / FILE)
-    write_atomic(folder / "README.md", texts.readme(members, folder.name))
+    write_atomic(folder / "README.md", texts.readme(members))
 
 
 def _number(site: str) -> int:
@@ -130,6 +130,8 @@ def site_folder(folder: Path, site: str | None) -> Path:
     for found in (folder, *([folder / "sites" / site, folder / site] if site else [])):
         if (found / SITE_FILE).is_file():
             return found.resolve()
+    if site and (folder / "sites").is_dir():
+        raise unknown("site", site, [path.name for path in (folder / "sites").iterdir()])
     raise ProtofedError(
         f"'{folder}' has no folder of site '{site}'", "name it with --dir, and the site with --site"
     )
@@ -143,34 +145,36 @@ def run_config(
     settings: Mapping[str, Any],
 ) -> tuple[Config, Any]:
     """The configuration of a run of this federation, and its task."""
-    if members.task is None:
-        for name in ("samples", "dirichlet", "quantity", "leave_out"):
-            if settings.get(name) is not None:
-                raise ProtofedError(f"{name} is for the simulator: sites train on all they have")
     chosen = {k: settings[k] for k in ("flip", "augment") if settings.get(k) is not None}
     if members.task is not None:
         chosen |= {k: settings[k] for k in ("data", "test_split") if settings.get(k)}
     task = task_of(members, **chosen)
     given = {"checkpoint_every": 1, "device": "cpu", "engine": "loop", **settings}
     given["clients"] = members.clients()
-    return merged_config(file, task, method, options, given), task
+    config = merged_config(file, task, method, options, given)
+    if members.task is None:
+        asked = {name: getattr(config, name) for name in ("dirichlet", "quantity", "leave_out")}
+        asked["samples"] = None if config.samples == task.samples else config.samples
+        for name, value in asked.items():
+            if value is not None:
+                raise ProtofedError(f"{name} is for the simulator: sites train on all they have")
+    return config, task
 
 
 def start(folder: Path, config: Config, task: Any, resume: bool, overwrite: bool) -> int:
     """Hand a run to Flower; returns its number there."""
-    app = folder / "apps" / config.label
-    spec = pack(config, task)
-    write_atomic(app / "pyproject.toml", texts.app(spec, resume, overwrite))
+    app, spec = folder / "apps" / config.label, pack(config, task)
     out = run_folder(folder, config)
     if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
         raise ProtofedError(
             f"'{out}' already holds a run", "--resume goes on with it, --overwrite starts anew"
         )
     for run in runs(folder):
-        if run.get("status", "").startswith(("running", "starting", "pending")):
+        if not ended(run):
             raise ProtofedError(
                 f"run {run['run-id']} is {run['status']}", "wait for it, or: protofed deploy stop"
             )
+    write_atomic(app / "pyproject.toml", texts.app(spec, resume, overwrite))
     answer = flwr(folder, "run", str(app), CONNECTION)
     number = answer.get("run-id")
     if number is None:
@@ -187,6 +191,18 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     """The runs that the SuperLink knows, the newest first."""
     found: list[dict[str, Any]] = flwr(folder, "ls", CONNECTION).get("runs", [])
     return found
+
+
+def ended(run: Mapping[str, Any]) -> bool:
+    """Whether a run that the SuperLink knows is over."""
+    return str(run["status"]).startswith("finished")
+
+
+def last_words(folder: Path) -> str:
+    """The last line of the log that was written to last."""
+    logs = sorted((folder / "runs").glob("*.log"), key=lambda path: path.stat().st_mtime)
+    lines = logs[-1].read_text("utf-8", errors="replace").splitlines() if logs else []
+    return lines[-1] if lines else ""
 
 
 def connected(folder: Path) -> dict[str, str]:
@@ -227,7 +243,7 @@ def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = p
 def stop(folder: Path, number: int | None) -> int:
     """Stop a run: the one of that number, or the one that is running."""
     if number is None:
-        live = [r for r in runs(folder) if not str(r["status"]).startswith("finished")]
+        live = [r for r in runs(folder) if not ended(r)]
         if not live:
             raise ProtofedError("no run is running")
         number = int(live[0]["run-id"])

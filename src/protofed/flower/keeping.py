@@ -8,35 +8,26 @@ comes with the next one's replies.
 from __future__ import annotations
 
 import json
-import os
-import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from protofed.architectures import client_models
 from protofed.config import Config
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation import tree
-from protofed.federation.federation import batchnorm_policy, round_to
-from protofed.federation.folder import open_folder
+from protofed.federation.federation import batchnorm_policy, weights_policy
+from protofed.federation.folder import append_record, complete_records, open_folder
 from protofed.federation.keep import Keeper
-from protofed.federation.records import (
-    SELECTION,
-    Record,
-    Records,
-    last_mean,
-    line,
-    read_records,
-)
+from protofed.federation.records import Record, Records, line
 from protofed.federation.server import Server
+from protofed.federation.summary import summarise
 from protofed.federation.tree import Tree
 from protofed.files import write_atomic
 from protofed.flower.members import Members
 from protofed.models import Network
-from protofed.version import __version__
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,10 @@ class RunFolder:
         """Each site's private state as of the last checkpoint."""
         self.samples: dict[str, int] = {}
         self.tested: dict[str, int] = {}
+        self.wire: dict[str, dict[str, int]] = {}
+        """Bytes of each site's messages: of all rounds, failed ones and the last evaluation."""
         self.batchnorm = batchnorm_policy(network, config.method)
+        self.weights = weights_policy(network, config.method, config.average)
         self.keeper = Keeper(config, path)
 
     def open(self, resume: bool, overwrite: bool) -> Kept | None:
@@ -77,14 +71,9 @@ class RunFolder:
                 )
             kept = Kept(about["round"], state, about["accepted"], about["pending"])
             complete = kept.round - (kept.pending is not None)
-            self.records = Records(read_records(self.path / "rounds.jsonl")[:complete])
-            if len(self.records) != complete:
-                raise ProtofedError(
-                    f"'{self.path}' has a checkpoint of round {kept.round} but records of "
-                    f"{len(self.records)} rounds",
-                    "start anew with --overwrite",
-                )
+            self.records = complete_records(self.path, complete, kept.round)
             self.accepted, self.samples = dict(kept.accepted), dict(about["samples"])
+            self.wire = dict(about["wire"])
         write_atomic(self.path / "config.toml", self.config.toml())
         write_atomic(self.path / "rounds.jsonl", "".join(map(line, self.records)))
         return kept
@@ -92,10 +81,7 @@ class RunFolder:
     def append(self, record: Record) -> None:
         """Write a complete record, on disk before a checkpoint that counts on it."""
         self.records.append(record)
-        with (self.path / "rounds.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line(record))
-            file.flush()
-            os.fsync(file.fileno())
+        append_record(self.path, record)
 
     def checkpoint(self, kept: Kept) -> None:
         """Write what the run can go on from."""
@@ -106,9 +92,17 @@ class RunFolder:
             "accepted": kept.accepted,
             "pending": kept.pending,
             "samples": self.samples,
+            "wire": self.wire,
         }
         tree.save(kept.state, self.path / "checkpoint.safetensors", about)
         self.accepted = dict(kept.accepted)
+
+    def bill(self, wire: Mapping[str, Mapping[str, int]]) -> None:
+        """Add the bytes of an exchange to each site's bill."""
+        for name, count in wire.items():
+            so_far = self.wire.setdefault(name, {"up": 0, "down": 0})
+            for way, size in count.items():
+                so_far[way] += size
 
     def receive(self, round: int, name: str, message: Tree, classes: int) -> None:
         """Look at a site's message, of which an analysis may want the prototypes."""
@@ -131,41 +125,30 @@ class RunFolder:
         return summary
 
     def _summary(self) -> dict[str, Any]:
-        config, method, records = self.config, self.config.method, self.records
-        return {
-            "task": config.task,
-            "data": f"Images of the {len(self.members.sites)} sites of {self.members.name}.",
-            "skipped": [],
-            "method": method.name,
-            "hyper_parameters": method.options(),
-            "protocol": config.protocol,
-            "seed": config.seed,
-            "hash": config.hash,
-            "accuracy": last_mean(records),
-            "selection": SELECTION,
-            "evaluated": method.evaluates,
-            "rounds": len(records),
-            "bytes_up": sum(r["bytes_up"] for r in records),
-            "bytes_down": sum(r["bytes_down"] for r in records),
-            "seconds": round_to(sum(sum(r["seconds"].values()) for r in records), 3),
-            "batchnorm": self.batchnorm,
-            "average": config.average,
-            "precision": config.precision,
-            "engine": "flower (sites of a deployment)",
-            "device": config.device,
-            "unseen": config.leave_out,
-            "tested": self.tested,
-            "classes": list(self.task.classes),
-            "clients": [
-                {"client": m.name, "domain": m.domain, "samples": self.samples.get(m.name, 0)}
-                for m in self.members.sites.values()
+        sites = self.members.sites.values()
+        models = client_models(self.config.model, list(self.members.sites))
+        return summarise(
+            self.config,
+            self.records,
+            data=f"Images of the {len(sites)} sites of {self.members.name}.",
+            batchnorm=self.batchnorm,
+            weights=self.weights,
+            engine="flower (sites of a deployment)",
+            # a site has its own test images only: nobody is tested on another's
+            evaluated="global" if self.config.method.evaluates == "global" else "clients",
+            tested=self.tested,
+            classes=list(self.task.classes),
+            wire={name: self.wire[name] for name in self.members.sites if name in self.wire},
+            clients=[
+                {
+                    "client": m.name,
+                    "domain": m.domain,
+                    "model": models[m.name],
+                    "samples": self.samples.get(m.name, 0),
+                }
+                for m in sites
             ],
-            "versions": {
-                "protofed": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
+        )
 
 
 class _View:
@@ -173,4 +156,4 @@ class _View:
 
     def __init__(self, server: Server, members: Members, task: Task) -> None:
         self.server, self.model = server, server.state.get("model", {})
-        self.sizes, self.sites, self.task = server.sizes, members.sites, task
+        self.sizes, self.sites, self.task = server.sizes, members, task

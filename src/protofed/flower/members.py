@@ -50,6 +50,10 @@ class Members:
     round_seconds: float = 3600.0
     """How long a round waits for replies before it goes on without those that lack."""
 
+    def domain(self, site: str) -> str:
+        """A site's domain."""
+        return self.sites[site].domain
+
     def clients(self) -> dict[str, int]:
         """The number of sites of each domain."""
         counts: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -12,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
-from protofed.flower.members import FILE, Members, read_members
+from protofed.flower.members import FILE, Member, Members, read_members
 from protofed.flower.site import Home
 
 CONNECTION = "federation"
@@ -60,6 +62,11 @@ def host_port(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ProtofedError(f"'{address}' is not host:port")
     return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with the brackets that IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _die_with_parent() -> None:
@@ -132,10 +139,9 @@ def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = p
     for name, path in files.items():
         if not path.is_file():
             raise ProtofedError(f"there is no '{path}'", f"{name} belongs into the server's folder")
-    if not _free(host, port):
-        raise ProtofedError(f"{host}:{port} is in use", "is another server running?")
+    check_free(host, port)
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    write_connection(folder, f"{reachable}:{port}")
+    write_connection(folder, join_address(reachable, port))
     command = [
         program("flower-superlink"),
         "--ssl-ca-certfile", str(files["ca.crt"]),
@@ -148,20 +154,28 @@ def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = p
     env = environment(folder / "flower", PROTOFED_SERVER=str(folder.resolve()))
     with stoppable(), running(command, env) as link:
         _until_listening(link, reachable, port)
+        tell(f"making the keys of {len(members.sites)} sites known")
         _register(folder, members)
-        tell(f"the server of {members.name} is ready at {members.address}")
+        where = "" if host == own else f", listening on {join_address(host, port)}"
+        tell(f"the server of {members.name} is ready at {members.address}{where}")
         code = link.wait()
         raise ProtofedError(f"the SuperLink has ended by itself, with code {code}")
 
 
-def _free(host: str, port: int) -> bool:
+def check_free(host: str, port: int) -> None:
+    """An error that says what to do, where Flower's own would be a trace of calls."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                advice = "is another server running?"
+            else:  # a name of a router or a proxy in front, or none that is known here
+                advice = "--host 0.0.0.0 listens on all addresses of this machine"
+            raise ProtofedError(
+                f"cannot listen on {join_address(host, port)}: {error.strerror}", advice
+            ) from None
 
 
 def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> None:
@@ -175,13 +189,16 @@ def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> Non
 
 def _register(folder: Path, members: Members) -> None:
     """Make the sites' keys known; the SuperLink keeps them in memory only."""
-    numbers = {}
-    for member in members.sites.values():
-        path = folder / "flower" / "node.pub"
+
+    def register(member: Member) -> str:
+        path = folder / "flower" / f"{member.name}.pub"
         path.write_text(member.key + "\n", "utf-8")
         answer = flwr(folder, "supernode", "register", str(path), CONNECTION, "--name", member.name)
-        numbers[member.name] = str(answer.get("node-id"))
         path.unlink()
+        return str(answer.get("node-id"))
+
+    with ThreadPoolExecutor(4) as pool:  # each call takes seconds, and there may be many sites
+        numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
     write_atomic(folder / NODES, json.dumps(numbers))
 
 
@@ -202,6 +219,7 @@ def join(home: Home, patience: float = 300.0, tell: Callable[[str], None] = prin
         if "'" in value or "\n" in value:
             raise ProtofedError(f"Flower cannot be told the path {value!r}", "rename the folder")
     env = environment(home.folder / "flower")
+    tell(f"site {home.name} joins {home.members.address}; Ctrl-C ends it")
     fine = time.monotonic()
     with stoppable():
         while True:
@@ -267,6 +285,12 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
         )
     except subprocess.TimeoutExpired:
         raise ProtofedError(f"flwr {arguments[0]} did not answer within {seconds:g} s") from None
+    if "SuperLink is unavailable" in done.stdout + done.stderr:
+        address = read_members(folder / FILE).address
+        raise ProtofedError(
+            f"no server answers at {address}",
+            f"start one: protofed deploy server --dir {folder}",
+        )
     start = done.stdout.find("{")
     try:
         found: dict[str, Any] = json.loads(done.stdout[start:] if start >= 0 else "")
@@ -279,5 +303,5 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
         ) from None
     if not found.get("success", True):
         text = " ".join(str(found.get("error-message", found)).split())
-        raise ProtofedError(f"flwr {arguments[0]}: {text}", "does `protofed deploy server` run?")
+        raise ProtofedError(f"flwr {arguments[0]}: {text}")
     return found

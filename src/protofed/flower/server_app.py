@@ -44,6 +44,12 @@ def main(grid: Grid, context: Context) -> None:
         except ProtofedError as error:
             log.error("the run ends: %s", error)
             raise
+        except SystemExit:  # how Flower ends this process after deploy stop
+            log.warning("the run ends: stopped; protofed deploy start ... --resume goes on with it")
+            raise
+        except Exception:
+            log.exception("the run ends")
+            raise
 
 
 class _logging:

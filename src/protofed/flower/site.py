@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from flwr.app import RecordDict
 
+from protofed.architectures import client_models
 from protofed.config import TASK_OPTIONS, Config
 from protofed.data import Images, Task, load_task
 from protofed.data.real import site_images
@@ -167,29 +168,34 @@ def answer(home: Home, spec: str, content: RecordDict) -> RecordDict:
 def _answer(home: Home, config: Config, task: Task, request: Request, received: Tree) -> RecordDict:
     train, test = own_images(home, config, task)
     device, method = torch.device(home.device), config.method
-    network = initial_network(config, task)
+    model = client_models(config.model, list(home.members.sites))[home.name]
+    network = initial_network(config, task, model)
     setup = make_setup(config, task, network)
     states = States(home.folder / "states" / config.hash)
     if request.accepted:
         mine = states.load(request.accepted)
     else:
-        model = tree.copy({"model": network.state_dict()})["model"]
         server = Server(
             method, network, setup.sizes, [home.name], rounds=config.rounds, seed=config.seed
         )
-        mine = server.initial_client(model)
+        mine = server.initial_client(network.state_dict())
     states.forget(request.accepted, request.kept)
     network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     told: dict[str, Any] = {}
     if request.evaluate:
         tests = {home.name: _on(test, device)}
-        seen = mine if method.evaluates == "clients" else {}
-        score = evaluate(setup, network, received, seen, tests, max(0, request.round - 1))
+        seen = {} if method.evaluates == "global" else mine
+        at = max(0, request.round - 1)
+        score = evaluate(setup, network, received, seen, tests, at)["accuracy"]
         told |= {"right": round(score[home.name] * len(test) / 100), "tested": len(test)}
+        if request.round == config.rounds:  # the run is over: the site has its model
+            own = {"model": mine.get("model", {}) | received.get("model", {})}
+            path = home.folder / "models" / f"{config.label}.safetensors"
+            tree.save(own, path, {"hash": config.hash})
     message: Tree = {}
     if request.train:
-        domain = home.members.sites[home.name].domain
-        site = Site(home.name, domain, _on(train, device))
+        domain = home.members.domain(home.name)
+        site = Site(home.name, domain, _on(train, device), model)
         reply = local(setup, network, site, received, mine, request.round)
         message = reply.message
         if any(reply.mine.values()) or any(mine.values()):

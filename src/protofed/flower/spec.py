@@ -33,6 +33,11 @@ def pack(config: Config, task: Task) -> str:
             f"method '{config.method.name}' comes from a file, which sites do not have",
             "only methods of the installed package can be deployed",
         )
+    if config.method.public_images is not None:
+        raise ProtofedError(
+            f"method '{name}' needs public images, which the sites of a deployment do not have",
+            "only methods that work on the sites' own images can be deployed",
+        )
     settings = {f.name: getattr(config, f.name) for f in fields(Config)}
     for field in ("task", "method", "data"):
         del settings[field]

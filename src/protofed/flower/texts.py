@@ -75,18 +75,19 @@ def server_unit() -> str:
     )
 
 
-def site_unit(name: str) -> str:
+def site_unit(name: str, task: str | None) -> str:
     """A systemd unit for a site."""
-    home = "/srv/protofed/site"
+    home, data = "/srv/protofed/site", "" if task else " --data /srv/images"
     return _unit(
         f"protofed site {name}",
-        f"/opt/protofed/bin/protofed deploy site --dir {home} --data /srv/images",
+        f"/opt/protofed/bin/protofed deploy site --dir {home} --site {name}{data}",
         home,
     )
 
 
 def _unit(title: str, command: str, home: str) -> str:
-    return f"""# An example: paths and user are to be adapted.
+    return f"""# An example: adapt the user and the paths (/opt/protofed is a virtual environment).
+# Then: systemctl enable --now; journalctl -u shows what it says.
 [Unit]
 Description={title}
 After=network-online.target
@@ -95,6 +96,7 @@ Wants=network-online.target
 [Service]
 User=protofed
 EnvironmentFile={home}/protofed.env
+Environment=XDG_CACHE_HOME={home}/cache
 ExecStart={command}
 Restart=always
 RestartSec=10
@@ -102,7 +104,7 @@ KillMode=control-group
 TimeoutStopSec=40
 NoNewPrivileges=true
 ProtectSystem=strict
-ReadWritePaths={home} /home/protofed
+ReadWritePaths={home}
 PrivateTmp=true
 
 [Install]
@@ -110,10 +112,9 @@ WantedBy=multi-user.target
 """
 
 
-def readme(members: Members, folder: str) -> str:
+def readme(members: Members) -> str:
     """The page that says which command runs where."""
     names = list(members.sites)
-    first = names[0]
     data = "" if members.task else " --data /path/to/images"
     todo = ""
     if members.task is None and not members.classes:
@@ -129,6 +130,7 @@ def readme(members: Members, folder: str) -> str:
         else f"The sites are clients of the task `{members.task}`: they need no images."
     )
     copies = "\n".join(f"| `sites/{n}/` | the machine of site **{n}** |" for n in names)
+    joins = "\n".join(f"    protofed deploy site --dir sites/{n} --site {n}{data}" for n in names)
     return f"""# Federation {members.name}
 
 {len(names)} sites ({", ".join(names)}), server at `{members.address}`.
@@ -149,32 +151,46 @@ own key (`ssh-keygen -t ecdsa -b 384 -f node.key`) and send only the public line
 
 {tree}
 
-Every machine needs the same version: `pip install 'protofed[flower]'`.
+Every machine needs the same version of protofed, with Flower: in a checkout of it,
+`pip install --constraint constraints.txt '.[flower]'`.
 
 ## Which command runs where
 
-On the server, in this order:
+`--dir` is where the folder lies on that machine; as they stand, the commands are for this page's
+own folder, so that all can be tried on one machine.
 
-    protofed deploy server --dir {folder}/server          # stays; Ctrl-C or SIGTERM ends it
-    protofed deploy status --dir {folder}/server          # who is connected
-    protofed deploy start  --dir {folder}/server --method fpl --rounds 50 --wait
-    protofed deploy stop   --dir {folder}/server          # ends a run early
+**1.** On the server. It stays until Ctrl-C or SIGTERM; where the address is not the machine's own
+(a router or a proxy in front), add `--host 0.0.0.0`:
 
-On each site:
+    protofed deploy server --dir server
 
-    protofed deploy site --dir {folder}/sites/{first} --site {first}{data}
+**2.** On each site. It stays, too, and comes back by itself when the server was away:
 
-`protofed-server.service` and `protofed-site.service` are examples for systemd; `protofed.env` has
-the switches that keep Flower from calling home (the commands above set them anyway).
+{joins}
 
-Results: `server/runs/<name>/` has the model, the rounds, a summary and checkpoints;
-`server/runs/<name>.log` names every site that was lost, late or refused. After a crash of the
-server: start it again, then `deploy start` with the same options and `--resume`.
+**3.** On the server, in another terminal:
+
+    protofed deploy status --dir server          # who is connected, and the runs
+    protofed deploy start  --dir server --method fpl --rounds 50 --wait
+    protofed deploy stop   --dir server          # ends a run early; start --resume goes on with it
+
+Without `--wait`, `deploy start` returns at once and `deploy status` says how far the run is. With
+it, Ctrl-C ends only the watching.
+
+`server/protofed-server.service` and `sites/*/protofed-site.service` are examples for systemd;
+`protofed.env` has the switches that keep Flower from calling home (the commands above set them
+anyway).
+
+Results: `server/runs/<name>/` has the model, the rounds, a summary and checkpoints (`protofed
+report server/runs/<name>` makes a page of it); `server/runs/<name>.log` names every site that was
+lost, late or refused. After a crash of the server: start it again, then `deploy start` with the
+same options and `--resume`.
 
 ## Before it faces a network
 
 Flower's server does not authenticate **operators**: whoever reaches its port can submit a run or
 register a key. Sites run only installed code by these commands, but a run of someone else could
 name other code. Let only the sites' addresses reach the port (firewall, VPN, or a reverse proxy
-that asks for client certificates), and see docs/deploy.md.
+that asks for client certificates), and see docs/deploy.md. Sites need no open port: they only
+connect to the server's.
 """
