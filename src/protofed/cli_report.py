@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from protofed.cli_options import ImagesOption
+from protofed.cli_parse import told
 from protofed.errors import ProtofedError
 
 console = Console()
@@ -26,13 +27,7 @@ def report(
             metavar="DIR", help="Folder for every figure as PDF and PNG; default: beside the page."
         ),
     ] = None,
-    images: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Test images of each domain that confusions and t-SNE look at; 0 leaves both out.",
-        ),
-    ] = 500,
+    images: ImagesOption = 500,
     title: Annotated[str, typer.Option(help="The page's title; default: methods and task.")] = "",
 ) -> None:
     """Make one self-contained page: tables, curves, features, prototypes, configuration.
@@ -46,15 +41,7 @@ def report(
     if out.is_dir():
         raise ProtofedError(f"'{out}' is a folder", "give a file: -o report.html")
     folder = figures or out.with_name(f"{out.stem}-figures")
-    live = console.status("") if console.is_terminal else None
-
-    def tell(text: str) -> None:
-        if live is not None:
-            live.update(escape(text))
-        elif not text.startswith(("drawing", "reading")):  # a line for what takes long
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    with live or nullcontext():
+    with told(console) as tell:
         gathered = gather(paths, tell)
         try:
             written = write(gathered, out, folder, images=images, title=title, tell=tell)

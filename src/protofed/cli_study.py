@@ -11,8 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli_options import DataOption, DeviceOption, RoundsOption, TaskOption
-from protofed.cli_parse import print_outcome, print_study, settings, value
+from protofed.cli_options import (
+    DataOption,
+    DeviceOption,
+    ImagesOption,
+    PrecisionOption,
+    RoundsOption,
+    TaskOption,
+)
+from protofed.cli_parse import at_least_one, print_outcome, print_study, settings, told, value
 from protofed.errors import ProtofedError
 
 if TYPE_CHECKING:
@@ -29,7 +36,7 @@ NameArgument = Annotated[str, typer.Argument(help="A built-in study, or a TOML f
 OutOption = Annotated[Path | None, typer.Option(help="The study's folder; default: runs/NAME.")]
 JobsOption = Annotated[
     int | None,
-    typer.Option(help="Runs at a time; default: one for each core, or one on a GPU."),
+    typer.Option(help="Runs at a time; default: one for each core, or two on a GPU with room."),
 ]
 TasksOption = Annotated[
     str | None, typer.Option(metavar="T,...", help="Only these tasks of the study.")
@@ -136,6 +143,7 @@ def run_(
     jobs: JobsOption = None,
     data: DataOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Run a study, or what is left of it, and write its tables and figures.
 
@@ -145,23 +153,28 @@ def run_(
     """
     from dataclasses import replace
 
-    from protofed.study.compare import run_study
+    from protofed.study.compare import outside, run_study, with_seeds_of
     from protofed.study.plan import Selection
     from protofed.study.spec import load
 
-    for option, number in (("--seeds", seeds), ("--jobs", jobs)):
-        if number is not None and number < 1:
-            raise ProtofedError(f"{option} must be at least 1, got {number}")
+    at_least_one(seeds=seeds, jobs=jobs)
     study = load(name)
-    given = {"rounds": rounds, "device": device, "data": data}
+    given = {"rounds": rounds, "device": device, "precision": precision, "data": data}
     changed = settings(set_) | {k: v for k, v in given.items() if v is not None}
     if on is not None or changed:
         study = study.overridden(on, changed)
-    if seeds is not None:
-        raw = {**study.raw, "seeds": seeds}
-        study = replace(study, seeds=tuple(range(seeds)), raw=raw)
-    chosen = Selection(_names(tasks), _names(methods))
+    now = tuple(range(seeds)) if seeds is not None else study.seeds
     folder = out or _folder(study)
+    study = with_seeds_of(folder, replace(study, seeds=now, raw={**study.raw, "seeds": list(now)}))
+    chosen = Selection(_names(tasks), _names(methods), now)
+    if others := outside(study, folder):
+        console.print(
+            f"[yellow]{others} finished runs in {escape(str(folder))} were asked for with other "
+            "settings: they stay, but are not in these tables[/yellow] (give the same options, or "
+            "another --out)",
+            highlight=False,
+            soft_wrap=True,
+        )
     names, failed = run_study(study, folder, jobs, console, chosen)
     print_outcome(console, study, folder, names, failed, chosen.tasks)
     if study.kind == "tsne":
@@ -198,15 +211,24 @@ def pack_(
     name: Annotated[str, typer.Argument(help="The study; with --out only its folder counts.")],
     to: Annotated[Path, typer.Option("--to", help="The new folder, e.g. results/NAME.")],
     out: OutOption = None,
+    images: ImagesOption = 500,
 ) -> None:
-    """Copy a study to keep it: configurations, summaries, compressed rounds, tables and figures.
+    """Copy a study to keep it: configurations, summaries, compressed rounds, tables, report.
 
-    Models, checkpoints and images stay behind; the tables can be made again from the copy.
+    Models, checkpoints and images stay behind. The tables and the report, with what it shows of
+    the models, can be made again from the copy.
     """
-    from protofed.study.folder import pack
+    from protofed.study.pack import pack
 
-    runs = pack(out or _study_folder(name), to)
-    console.print(f"{runs} runs, their tables and figures are in [bold]{to}[/bold]")
+    with told(console) as tell:
+        packed = pack(out or _study_folder(name), to, images, tell)
+    console.print(
+        f"{packed.runs} runs, their tables, figures and report.html "
+        f"({packed.report / 1e6:.1f} MB) are in [bold]{escape(str(to))}[/bold], "
+        f"{packed.size / 1e6:.1f} MB in all",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def sweep(
@@ -242,6 +264,7 @@ def sweep(
     jobs: JobsOption = None,
     data: DataOption = None,
     device: DeviceOption = None,
+    precision: PrecisionOption = None,
 ) -> None:
     """Run a method over values of a parameter (a line), or of two (a heat map), with a table.
 
@@ -252,14 +275,12 @@ def sweep(
     from protofed.study.compare import adhoc, run_study
 
     task = task or "glyphs"
-    for option, number in (("--seeds", seeds), ("--jobs", jobs)):
-        if number is not None and number < 1:
-            raise ProtofedError(f"{option} must be at least 1, got {number}")
+    at_least_one(seeds=seeds, jobs=jobs)
     grid = dict(_values(text) for text in over)
     own = method_class(method).name
     typed = settings(set_)
     options = {k: v for k, v in typed.items() if k in method_class(method).hypers()}
-    given: Mapping[str, Any] = {"rounds": rounds, "device": device, "data": data}
+    given = {"rounds": rounds, "device": device, "precision": precision, "data": data}
     shared = {k: v for k, v in typed.items() if k not in options}
     shared |= {k: v for k, v in given.items() if v is not None}
     rows: dict[str, tuple[str, Mapping[str, Any]]] = {}

@@ -18,9 +18,10 @@ from protofed.cli import app
 from protofed.errors import ProtofedError
 from protofed.federation.run import load_run, run
 from protofed.report import figures, plots
-from protofed.report.findings import Findings
 from protofed.report.gather import Gathered, Group, gather
-from protofed.report.page import headline, html_table, result_table, write
+from protofed.report.html import html_table
+from protofed.report.kept import Findings
+from protofed.report.page import headline, result_table, write
 from protofed.study.tables import rows
 
 from .conftest import SMALL
@@ -31,7 +32,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The figures that would be drawn for a paper, without the time it takes."""
     names: list[str] = []
 
-    def save(plot: plots.Plot, folder: Path, prefix: str = "") -> list[Path]:
+    def save(plot: plots.Plot, folder: Path, prefix: str = "", *_: object) -> list[Path]:
         names.append(f"{prefix}{plot.name}")
         return [folder / names[-1]]
 
@@ -134,8 +135,7 @@ def test_what_cannot_be_made_is_said(runs: Path, tmp_path: Path) -> None:
     write(gathered, tmp_path / "r.html", images=0)
     text = (tmp_path / "r.html").read_text("utf-8")
     assert "Not asked for (--images 0)" in text
-    assert "fpl: its clients sent no prototypes, or none were kept." in text
-    assert "fedavg: its clients sent no prototypes, or none were kept." in text
+    assert "All methods: clients sent no prototypes, or none were kept." in text
     assert "Not in this report: fpl-1: not finished" in text
     assert "who is together" not in text
 
@@ -165,7 +165,7 @@ def test_every_text_is_escaped(runs: Path, tmp_path: Path, monkeypatch: pytest.M
     clients = [{**row, "client": NASTY, "note": NASTY} for row in result.summary["clients"]]
     summary = {**result.summary, "method": NASTY, "data": NASTY, "clients": clients}
     odd = replace(result, rounds=type(result.rounds)(records), summary=summary)
-    found = Findings(absent={"features": [NASTY]}, classes=(NASTY, "b"))
+    found = Findings(absent={"features": {NASTY: [NASTY]}}, classes=(NASTY, "b"))
     found.confusions = {NASTY: {NASTY: np.array([[3, 1], [0, 2]])}}
     monkeypatch.setattr("protofed.report.page.find", lambda *_: found)
     group = Group(NASTY, (odd,))
@@ -198,7 +198,7 @@ def test_groups_are_runs_that_may_be_compared(runs: Path, tmp_path: Path, saved:
 
 def test_damaged_runs_are_left_out_and_none_at_all_is_an_error(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fpl-0", tmp_path / "broken")
-    (tmp_path / "broken" / "model.safetensors").write_bytes(b"cut")
+    (tmp_path / "broken" / "rounds.jsonl").write_bytes(b"cut\n")
     gathered = gather([runs / "fedavg-0", tmp_path])
     assert [p.name for p, _ in gathered.left_out] == ["broken"]
     with pytest.raises(ProtofedError, match="no finished run in"):

@@ -15,9 +15,10 @@ from PIL import Image
 from protofed.study import folder as folders
 from protofed.study import plan
 from protofed.study.claims import me
+from protofed.study.compare import default_jobs
 from protofed.study.runner import Job, display, time_left
 from protofed.study.show import sparkline
-from protofed.study.spec import dumps, load, parse
+from protofed.study.spec import dumps, parse
 
 SMALL = ["--set", "epochs=1", "--set", "clients=1", "--set", "samples=10", "--set", "width=4",
          "--set", "model=cnn2", "--rounds", "1", "--device", "cpu"]  # fmt: skip
@@ -44,8 +45,6 @@ def test_list_names_all_and_says_what_is_missing(protofed):
     assert code == 0
     for name in ("fpl-table2", "i2pfl-fig11", "fedseproto-table3"):
         assert re.search(rf"^\s*{name}\b", out, re.M)
-    if load("fedseproto-table3").missing:
-        assert "different models" in " ".join(out.split())
 
 
 def test_show_has_the_paper_s_numbers_and_the_notes(protofed):
@@ -93,6 +92,56 @@ def test_runs_that_are_there_are_not_done_again(protofed, study, make_runs, monk
     assert "40.5" in out
 
 
+def test_other_seeds_and_tasks_leave_the_tables_of_what_is_there(
+    protofed, raw, make_runs, monkeypatch
+):
+    study = parse(raw(tasks={"glyphs": {}, "more": {"task": "glyphs", "lr": 0.02}}), "mine")
+    make_runs(study, Path("out/mine"), flat)
+    Path("mine.toml").write_text(dumps(study.raw))
+    no_processes(monkeypatch)
+    given = ["study", "run", "mine.toml", "--out", "out/mine", "--tasks", "more", "--seeds", "1"]
+    code, out, err = protofed(*given)
+    assert (code, err) == (0, "")
+    assert "2 of 2 runs are already complete" in out
+    assert folders.open_study(Path("out/mine")).seeds == (0, 1)
+    assert "asked for with other settings" not in out
+    # the same runs, asked for in another way, are another question
+    monkeypatch.setattr("protofed.study.compare.run_all", lambda *_: [])
+    code, out, _ = protofed(*given, "--precision", "fp64")
+    assert "8 finished runs in out/mine were asked for with other settings" in out
+
+
+def test_device_and_precision_reach_the_runs(protofed, monkeypatch):
+    found = []
+
+    def never(jobs, at_once, console):
+        found.extend(jobs)
+        found.append(at_once)
+        return []
+
+    monkeypatch.setattr("protofed.study.compare.run_all", never)
+    args = ["study", "run", "fpl-table2", "--on", "glyphs", "--rounds", "3", "--seeds", "2"]
+    code, _, err = protofed(*args, "--device", "cpu", "--precision", "fp64", "--jobs", "8")
+    assert (code, err) == (0, "")
+    *jobs, at_once = found
+    assert (len(jobs), at_once) == (16, 8)
+    for job in jobs:
+        assert (job.config.device, job.config.precision, job.config.rounds) == ("cpu", "fp64", 3)
+        assert 'precision = "fp64"' in job.config.toml()  # which is what a run's process gets
+
+
+def test_runs_at_a_time(monkeypatch):
+    free = {"bytes": 100 << 30}
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (free["bytes"], 140 << 30))
+    assert default_jobs(gpu=False) == 16
+    assert default_jobs(gpu=True) == 2
+    free["bytes"] = 20 << 30
+    assert default_jobs(gpu=True) == 1
+    free["bytes"] = 8 << 30
+    assert default_jobs(gpu=True) == 1
+
+
 def test_a_diverged_run_is_not_tried_again(protofed, study, make_runs, monkeypatch):
     make_runs(study, Path("out/mine"), flat, skip={("FPL", 1)})
     Path("mine.toml").write_text(dumps(study.raw))
@@ -131,12 +180,8 @@ def test_bad_input(protofed, tmp_path, case):
 
 
 def test_what_cannot_run_says_so(protofed, raw, tmp_path):
-    if load("fedseproto-table3").missing:
-        code, _, err = protofed("study", "run", "fedseproto-table3", "--on", "glyphs")
-        assert code == 2
-        assert "different models" in err
     Path("new.toml").write_text(dumps(raw(rows={"FedAvg": "fedavg", "New": "fednew"})))
-    code, out, err = protofed("study", "run", "new.toml", "--methods", "New", "--out", "made")
+    code, out, _ = protofed("study", "run", "new.toml", "--methods", "New", "--out", "made")
     assert code == 2
     assert "New needs method fednew, which this version does not have" in out
     assert not Path("made").exists()
@@ -197,7 +242,8 @@ def test_two_processes_share_a_folder_and_no_run_is_done_twice(raw, tmp_path):
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == sorted(labels)
 
 
-def test_ctrl_c_leaves_what_can_be_gone_on_with(raw, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_what_can_be_gone_on_with(raw, tmp_path, sent):
     settings = {**raw()["settings"], "rounds": 300}
     study = raw(seeds=1, rows={"FedAvg": "fedavg"}, settings=settings)
     (tmp_path / "one.toml").write_text(dumps(study))
@@ -210,7 +256,7 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(raw, tmp_path):
     (claim,) = out.glob("*.claim")
     holder = json.loads(claim.read_text())["pid"]
     assert holder != process.pid  # the run's own process holds it
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not Path(f"/proc/{holder}").exists()

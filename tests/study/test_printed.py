@@ -13,10 +13,12 @@ ODD = {
     ("i2pfl-table2", "office_caltech", "FedProc"): 54.62,
     ("i2pfl-table2", "pacs", "FedProc"): 80.71,
     ("i2pfl-table3", "pacs", "COPA"): 70.19,
+    ("i2pfl-table3-marsfl", "pacs", "COPA"): 70.19,
 }
 NAMES = {
     "fpl-table1", "fpl-table2", "fpl-table3", "fpl-fig1", "fpl-fig4", "fpl-fig5", "fpl-fig6",
-    "fpl-fig7", "i2pfl-table2", "i2pfl-table3", "i2pfl-table4", "i2pfl-table5", "i2pfl-table6",
+    "fpl-fig7", "i2pfl-table2", "i2pfl-table3", "i2pfl-table3-marsfl", "i2pfl-table4",
+    "i2pfl-table5", "i2pfl-table6",
     "i2pfl-table7", *(f"i2pfl-fig{n}" for n in range(4, 12)), "fedseproto-table1",
     "fedseproto-table2", "fedseproto-table3", "fedseproto-fig2", "fedseproto-fig3",
     "fedseproto-fig4",

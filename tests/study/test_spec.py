@@ -56,7 +56,6 @@ def test_rows_sweeps_and_seeds(raw):
         ({"printed": {"digits": {"FPL": 1.0}}}, ["'digits'", "glyphs"]),
         ({"printed": {"glyphs": {"FLP": 1.0}}}, ["'FLP'", "FPL"]),
         ({"printed": {"glyphs": {"columns": ["a", "average"], "FPL": [1.0]}}}, ["2 numbers"]),
-        ({"needs": ["luck"]}, ["'luck'"]),
         ({"override": {"round": 3}}, ["'round'"]),
         ({"notes": "one"}, ["notes", "list"]),
     ],
@@ -98,12 +97,21 @@ def test_what_this_version_lacks_is_said(raw):
     assert study.missing == ()
     assert study.missing_rows == {"New": "needs method fednew, which this version does not have"}
     assert "fednew" in parse(raw(rows={"New": "fednew"}), "mine").missing[0]
-    different = load("fedseproto-table3")
-    if "heterogeneity" in different.needs and different.missing:
-        assert "different models" in different.missing[0]
     for name in builtin():
         for row in load(name).rows.values():
             assert bool(row.missing) == (row.method not in METHODS)
+
+
+def test_different_models_stay_on_another_task():
+    """They are what the study is about; one model for all belongs to the task."""
+    study = load("fedseproto-table3").overridden("glyphs", {"rounds": 2, "device": "cpu"})
+    for cell in plan.cells(study):
+        config = cell.config()
+        assert config.models == ("cnn3", "cnn2")
+        assert config.method.evaluates == "everyone"
+        assert config.width == 16  # of the task's own protocol
+    one = parse({**load("fedseproto-table3").raw, "settings": {"model": "cnn3"}}, "one")
+    assert all("model" not in c.settings for c in plan.cells(one.overridden("glyphs")))
 
 
 def test_another_task_in_place_of_the_study_s(raw):
@@ -172,3 +180,16 @@ def test_the_example_in_the_documentation_is_a_study(tmp_path, monkeypatch):
     # FPL at three values, and three rows more; one task as it is, one with four domains left out
     assert len(plan.cells(study)) == 5 * 6 * (1 + 4)
     assert study.printed["glyphs"]["Mine"].std == 0.4
+
+
+def test_a_study_like_another_takes_what_it_does_not_give(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('like = "fpl-table2"\ntitle = "ours"\nseeds = 1\n')
+    mine, theirs = load(str(file)), load("fpl-table2")
+    assert (mine.title, mine.seeds) == ("ours", (0,))
+    assert (mine.rows, mine.printed, mine.tasks) == (theirs.rows, theirs.printed, theirs.tasks)
+    file.with_name("again.toml").write_text(mine.toml())  # as a study's folder has it
+    assert load(str(file.with_name("again.toml"))).rows == theirs.rows
+    file.write_text('like = "fpl-tabel2"\n')
+    with pytest.raises(ProtofedError, match=r"like of study 'mine': 'fpl-tabel2'.*fpl-table2"):
+        load(str(file))

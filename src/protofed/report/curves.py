@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from protofed.federation.run import Result
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#8C8C00")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#111111", "#8C8C00")
 
 
 def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:

@@ -19,6 +19,8 @@ from protofed.report.plots import CLASS_COLOURS, INK, Key, Panel, Plot, faint, i
 from protofed.study.tables import Row
 
 MARKERS = ("o", "s", "^", "v", "P", "X")
+LOOKS = 2 * len(COLOURS)
+"""So many lines can be told apart: each colour drawn through, and dashed."""
 SHOWN_CLASSES = 20
 """So many classes have their names beside a plot; more would not be readable."""
 Methods = Mapping[str, Sequence[Result]]
@@ -196,6 +198,8 @@ class Embedding:
     """The domain of each image; of each prototype that of its client."""
     kind: tuple[str, ...]
     """image, sent or made, for each place."""
+    title: str = ""
+    """What tells it from others of the same run: round 10."""
 
 
 def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
@@ -252,7 +256,8 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
         Panel("by class", f"{alt}class; prototypes are drawn in.", by_class, 4.2, 3.9, of_classes),
         Panel("by domain", f"{alt}domain ({', '.join(names)}).", by_domain, 4.2, 3.9, of_domains),
     )
-    return Plot(f"tsne-{slug(label)}", label, "", panels, tuple(marks), columns=2)
+    name = slug(f"{label} {found.title}")
+    return Plot(f"tsne-{name}", label, "", panels, tuple(marks), columns=2)
 
 
 def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plot:

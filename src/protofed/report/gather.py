@@ -1,28 +1,44 @@
-"""Runs from folders, put into groups whose numbers may be compared."""
+"""Runs from folders, put into groups whose numbers may be compared.
+
+A study says itself what is compared: its tasks are groups, its rows the labels, its table has the
+paper's numbers. Runs that lie loose are grouped by their settings.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from protofed.config import UNHASHED, Config
 from protofed.errors import ProtofedError
 from protofed.federation.run import Result, load_run
-from protofed.study.tables import BASELINE
+from protofed.study import plan
+from protofed.study.folder import TaskTable, make_tables, open_study, run_folders
+from protofed.study.spec import Study
+from protofed.study.tables import BASELINE, Row, rows
 
 _OWN = ("method", "seed", "clients", "device", *UNHASHED)
 """Settings in which the runs of a comparison may differ: a distribution may draw its clients."""
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ only in method and seed; each run's summary has its label as method."""
+    """Runs that may be compared; each run's summary has its label as method.
+
+    Of a study: ``study`` is that, and ``table`` its task's table. Runs that left out different
+    domains are groups of their own, and ``table`` is then that of all of them together.
+    """
 
     title: str
     results: tuple[Result, ...]
+    study: Study | None = None
+    table: TaskTable | None = None
+    unseen: str | None = None
 
     @property
     def methods(self) -> dict[str, list[Result]]:
@@ -37,6 +53,18 @@ class Group:
         """All seeds."""
         return sorted({r.config.seed for r in self.results})
 
+    @property
+    def baseline(self) -> str:
+        """The label of the method that differences refer to."""
+        return self.table.baseline if self.table is not None else BASELINE
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The lines of the group's own table, with the paper's numbers where it has them."""
+        if self.table is not None and self.unseen is None:
+            return self.table.rows
+        return rows(self.results, self.baseline)
+
 
 @dataclass(frozen=True)
 class Gathered:
@@ -46,39 +74,92 @@ class Gathered:
     left_out: tuple[tuple[Path, str], ...]
 
 
-def gather(paths: Sequence[Path], tell: Callable[[str], None] = lambda text: None) -> Gathered:
+def gather(paths: Sequence[Path], tell: Tell = lambda text: None) -> Gathered:
     """All finished runs in and under the paths: run folders, or folders that hold them."""
-    results: dict[str, Result] = {}
+    groups: list[Group] = []
     left_out: list[tuple[Path, str]] = []
+    studies = list(dict.fromkeys(f for path in paths for f in _studies(path)))
+    for folder in studies:
+        found, left = _of_study(folder, len(studies) > 1, tell)
+        groups += found
+        left_out += left
+    loose: dict[str, Result] = {}
     for folder in dict.fromkeys(f for path in paths for f in _folders(path)):
-        if not (folder / "summary.json").is_file():
-            left_out.append((folder, "not finished"))
+        if any(study in folder.parents for study in studies):
             continue
-        tell(f"reading {folder.name}")
-        try:
-            result = load_run(folder)
-        except ProtofedError as error:
-            left_out.append((folder, error.message))
-            continue
-        results.setdefault(result.config.hash, result)  # the same run twice is one run
-    if not results:
+        if (result := _load(folder, left_out, tell)) is not None:
+            loose.setdefault(result.config.hash, result)  # the same run twice is one run
+    if loose:
+        groups += _groups(list(loose.values()))
+    if not groups:
         where = ", ".join(f"'{p}'" for p in paths)
         why = f"; '{left_out[0][0]}': {left_out[0][1]}" if left_out else ""
         raise ProtofedError(
             f"no finished run in {where}{why}", "give run, compare or study folders"
         )
-    return Gathered(_groups(list(results.values())), tuple(left_out))
+    return Gathered(tuple(groups), tuple(left_out))
+
+
+def _studies(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise ProtofedError(f"'{path}' is no folder", "give run, compare or study folders")
+    return sorted(file.parent for file in path.rglob("study.toml"))
 
 
 def _folders(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise ProtofedError(f"'{path}' is no folder", "give run, compare or study folders")
     if (path / "config.toml").is_file():
         return [path]
     return sorted(file.parent for file in path.rglob("config.toml"))
 
 
-def _groups(results: list[Result]) -> tuple[Group, ...]:
+def _load(folder: Path, left_out: list[tuple[Path, str]], tell: Tell) -> Result | None:
+    """The run in a folder, without its model: few of them are needed, and they are large."""
+    if not (folder / "summary.json").is_file():
+        left_out.append((folder, "not finished"))
+        return None
+    tell(f"reading {folder.name}")
+    try:
+        return load_run(folder, model=False)
+    except ProtofedError as error:
+        left_out.append((folder, error.message))
+        return None
+
+
+# ---- of a study ---------------------------------------------------------------------------------
+
+
+def _of_study(folder: Path, many: bool, tell: Tell) -> tuple[list[Group], list[tuple[Path, str]]]:
+    """A group for each task of the study; for each domain that was left out, if several were."""
+    study = open_study(folder)
+    tables = {table.task: table for table in make_tables(study, folder)}
+    left_out: list[tuple[Path, str]] = []
+    groups = []
+    used: set[Path] = set()
+    for task, lines in run_folders(folder, study).items():
+        by_unseen: dict[str | None, list[Result]] = {}
+        for label, paths in lines.items():
+            used |= {path.resolve() for path in paths}
+            for path in paths:
+                if (run := _load(path, left_out, tell)) is not None:
+                    named = replace(run, summary={**run.summary, "method": label})
+                    by_unseen.setdefault(run.config.leave_out, []).append(named)
+        title = f"{study.title}: {task}" if many else task
+        several = len({c.unseen for c in plan.cells(study) if c.task == task}) > 1
+        for unseen, runs in by_unseen.items():
+            own = f"{title}, {unseen} left out" if several else title
+            part = unseen if several else None
+            groups.append(Group(own, tuple(runs), study, tables[task], part))
+    for path in _folders(folder):
+        if path.resolve() not in used:
+            done = (path / "summary.json").is_file()
+            left_out.append((path, "not of the study as it is now" if done else "not finished"))
+    return groups, left_out
+
+
+# ---- loose runs ---------------------------------------------------------------------------------
+
+
+def _groups(results: list[Result]) -> list[Group]:
     found: dict[str, list[Result]] = {}
     for result in results:
         found.setdefault(_setting(result.config), []).append(result)
@@ -90,7 +171,7 @@ def _groups(results: list[Result]) -> tuple[Group, ...]:
         other = [k for k in differing if k not in ("task", "digest", "samples", "image_size")]
         more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in other if values[k] is not None]
         groups.append(Group(" · ".join([title, *more]), tuple(_labelled(runs))))
-    return tuple(groups)
+    return groups
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from protofed.federation.records import SELECTION
 from protofed.files import write_atomic
 from protofed.report import figures, plots
-from protofed.report.findings import Findings, find
+from protofed.report.findings import find
 from protofed.report.gather import Gathered, Group
-from protofed.report.plots import Key, Plot
-from protofed.study.tables import BASELINE, Row, caption, few, grid, rows
+from protofed.report.html import html_table, legend
+from protofed.report.kept import Findings
+from protofed.report.plots import Plot
+from protofed.report.setting import clients, configuration, facts
+from protofed.study import figures as study_figures
+from protofed.study.tables import BASELINE, Row, caption, few, grid
 from protofed.version import __version__
 
 Tell = Callable[[str], None]
@@ -29,14 +33,19 @@ def write(
     images: int = 500,
     title: str = "",
     tell: Tell = lambda text: None,
+    kinds: Sequence[str] = plots.KINDS,
+    dpi: int = plots.DPI,
 ) -> list[Path]:
     """Write the page, and every plot as PDF and PNG into ``folder``; returns what was written."""
-    writer = _Writer(folder, tell)
+    writer = _Writer(folder, tell, kinds, dpi)
     many = len(gathered.groups) > 1
     sections = []
     for number, group in enumerate(gathered.groups):
         writer.prefix = f"{figures.slug(group.title)}-" if many else ""
         writer.short = f"g{number}"
+        before = gathered.groups[number - 1].table if number else None
+        if group.unseen is not None and group.table is not before:
+            sections.append(_together(group))
         sections.append(_section(group, find(group, images, tell), writer, number, many))
     heading = title or _heading(gathered)
     body = _top(gathered, heading) + "\n<main>\n" + "\n".join(sections) + "\n</main>\n"
@@ -55,8 +64,8 @@ def write(
 class _Writer:
     """Draws plots for the page, and for the folder if there is one."""
 
-    def __init__(self, folder: Path | None, tell: Tell) -> None:
-        self.folder, self.tell = folder, tell
+    def __init__(self, folder: Path | None, tell: Tell, kinds: Sequence[str], dpi: int) -> None:
+        self.folder, self.tell, self.kinds, self.dpi = folder, tell, kinds, dpi
         self.written: list[Path] = []
         self.prefix = self.short = ""
         self.count = 0
@@ -65,18 +74,18 @@ class _Writer:
         """The plot as HTML."""
         self.tell(f"drawing {plot.name}")
         if self.folder is not None:
-            self.written += plots.save(plot, self.folder, self.prefix)
+            self.written += plots.save(plot, self.folder, self.prefix, self.kinds, self.dpi)
         panels = []
         for panel in plot.panels:
             self.count += 1
             drawn = plots.svg(panel, f"{self.short}-{self.count}")
             panels.append(
                 f'<div class="panel" style="max-width: {panel.width * 122:.0f}px">'
-                f"<h5>{escape(panel.title)}</h5>{_legend(panel.legend)}{drawn}</div>"
+                f"<h5>{escape(panel.title)}</h5>{legend(panel.legend)}{drawn}</div>"
             )
         note = f"<figcaption>{escape(plot.caption)}</figcaption>" if plot.caption else ""
         return (
-            f'<figure id="{self.short}-{plot.name}">{_legend(plot.legend)}'
+            f'<figure id="{self.short}-{plot.name}">{legend(plot.legend)}'
             f'<div class="panels" style="--least: {least}px">{"".join(panels)}</div>{note}</figure>'
         )
 
@@ -85,6 +94,9 @@ class _Writer:
 
 
 def _heading(gathered: Gathered) -> str:
+    studies = list(dict.fromkeys(g.study.title for g in gathered.groups if g.study is not None))
+    if len(studies) == 1 and all(g.study is not None for g in gathered.groups):
+        return studies[0]
     tasks = list(dict.fromkeys(g.results[0].config.task for g in gathered.groups))
     methods = {m for g in gathered.groups for m in g.methods}
     what = next(iter(methods)) if len(methods) == 1 else f"{len(methods)} methods"
@@ -94,17 +106,17 @@ def _heading(gathered: Gathered) -> str:
 def _top(gathered: Gathered, heading: str) -> str:
     groups = gathered.groups
     parts = [f'<p class="eyebrow">protofed report</p><h1>{escape(heading)}</h1>']
+    papers = dict.fromkeys(g.study.paper for g in groups if g.study is not None)
+    parts += [f'<p class="note">{escape(paper)}</p>' for paper in papers if paper]
     if len(groups) == 1:
-        table = rows(groups[0].results)
-        parts.append(f'<p class="lead">{headline(table, len(groups[0].seeds))}</p>')
-        parts += [_ranks(table), _links("g0")]
+        parts.append(f'<p class="lead">{_headline(groups[0])}</p>')
+        parts += [_ranks(groups[0].rows), _links("g0", groups[0])]
     else:
         items = "".join(
-            f'<li><a href="#g{i}">{escape(g.title)}</a>: '
-            f"{headline(rows(g.results), len(g.seeds))}</li>"
+            f'<li><a href="#g{i}">{escape(g.title)}</a> {_headline(g)}</li>'
             for i, g in enumerate(groups)
         )
-        parts.append(f"<ul>{items}</ul>")
+        parts.append(f'<ul class="groups">{items}</ul>')
     if gathered.left_out:
         listed = "; ".join(f"{p.name}: {why}" for p, why in gathered.left_out[:8])
         more = " …" if len(gathered.left_out) > 8 else ""
@@ -113,42 +125,50 @@ def _top(gathered: Gathered, heading: str) -> str:
     return f'<header class="top">{"".join(parts)}</header>'
 
 
-def headline(table: Sequence[Row], seeds: int) -> str:
+def _headline(group: Group) -> str:
+    return headline(group.rows, len(group.seeds), group.baseline)
+
+
+def headline(table: Sequence[Row], seeds: int, baseline: str = BASELINE) -> str:
     """The main result in a sentence or two, as HTML, with what it is worth."""
     there = [r for r in table if r.accuracy]
-    best = max(there, key=lambda r: r.accuracy["average"].mean)
+    main = there[0].main
+    best = max(there, key=lambda r: r.accuracy[main].mean)
     domains = {d: s.mean for d, s in best.accuracy.items() if d != "average"}
     hardest = min(domains, key=lambda d: domains[d])
-    name, mean = escape(best.method), best.accuracy["average"].mean
+    name, mean = escape(best.method), best.accuracy[main].mean
+    over = f"on average of {len(domains)} domains"
+    if main != "average":
+        over = f"on {escape(main)}, which no client has"
     if len(there) == 1:
-        text = (
-            f"<b>{name}</b> reaches <b>{mean:.1f}&nbsp;%</b> on average of {len(domains)} domains."
-        )
+        text = f"<b>{name}</b> reaches <b>{mean:.1f}&nbsp;%</b> {over}."
     else:
-        text = (
-            f"<b>{name}</b> is best on average of {len(domains)} domains: <b>{mean:.1f}&nbsp;%</b>"
-        )
-        difference = best.difference
+        text = f"<b>{name}</b> is best {over}: <b>{mean:.1f}&nbsp;%</b>"
+        difference = best.differences.get(main)
         if difference is not None:
-            text += f", {difference.mean:+.1f} points from FedAvg"
+            reference = "FedAvg" if baseline == BASELINE else escape(baseline)
+            text += f", {difference.mean:+.1f} points from {reference}"
             if difference.half is not None:
                 text += f" (95&nbsp;% interval ±&nbsp;{difference.half:.1f}, paired by seed)"
             if difference.noise and difference.half is not None:
                 text += "; that difference may be noise"
-        elif best.method == BASELINE:
+        elif best.method == baseline:
             text += "; no method is beyond it"
         text += "."
-    text += f" Its hardest domain is {escape(hardest)} with {domains[hardest]:.1f}&nbsp;%."
+    if main == "average":
+        text += f" Its hardest domain is {escape(hardest)} with {domains[hardest]:.1f}&nbsp;%."
+    if (printed := best.paper.get(main)) is not None and not math.isnan(printed):
+        text += f" The paper prints {printed:.1f}&nbsp;% for it."
     warning = few(seeds).strip(" ()")
     return text + (f" {escape(warning[:1].upper() + warning[1:])}." if warning else "")
 
 
 def _ranks(table: Sequence[Row]) -> str:
-    there = [(i, r) for i, r in enumerate(table) if r.accuracy]
-    ranked = sorted(there, key=lambda pair: -pair[1].accuracy["average"].mean)
+    there = enumerate(r for r in table if r.accuracy)  # numbered as the curves are
+    ranked = sorted(there, key=lambda pair: -pair[1].accuracy[pair[1].main].mean)
     items = []
     for place, (i, row) in enumerate(ranked[:12]):
-        spread = row.accuracy["average"]
+        spread = row.accuracy[row.main]
         std = f"± {spread.std:.1f}" if spread.std is not None else ""
         items.append(
             f'<li class="{"first" if place == 0 else "other"}" style="--c: var(--c{i % 8})">'
@@ -156,7 +176,7 @@ def _ranks(table: Sequence[Row]) -> str:
             f'<span class="bar"><i style="width: {spread.mean:.2f}%"></i></span>'
             f'<span class="value"><b>{spread.mean:.1f} %</b><small>{std}</small></span></li>'
         )
-    return f'<ol class="ranks" aria-label="methods by average accuracy">{"".join(items)}</ol>'
+    return f'<ol class="ranks" aria-label="methods by accuracy">{"".join(items)}</ol>'
 
 
 _PARTS = (
@@ -166,8 +186,9 @@ _PARTS = (
 )  # fmt: skip
 
 
-def _links(short: str) -> str:
-    links = "".join(f'<a href="#{short}-{part}">{name}</a>' for part, name in _PARTS)
+def _links(short: str, group: Group) -> str:
+    parts = [("sweep", "Parameters")] * bool(_sweeps(group)) + list(_PARTS)
+    links = "".join(f'<a href="#{short}-{part}">{name}</a>' for part, name in parts)
     return f'<nav aria-label="sections">{links}</nav>'
 
 
@@ -175,122 +196,126 @@ def _links(short: str) -> str:
 
 
 def _section(group: Group, found: Findings, writer: _Writer, number: int, many: bool) -> str:
-    short, table, methods = f"g{number}", rows(group.results), group.methods
+    short, table, methods = f"g{number}", group.rows, group.methods
     parts = [f'<section id="{short}">']
     if many:
-        parts += [f"<h2>{escape(group.title)}</h2>", _ranks(table), _links(short)]
+        parts += [f"<h2>{escape(group.title)}</h2>", _ranks(table), _links(short, group)]
 
     def part(name: str, heading: str, *content: str) -> None:
         parts.append(f'<h3 id="{short}-{name}">{heading}</h3>{"".join(content)}')
 
-    note = (
-        "<details><summary>What the numbers are, in one paragraph</summary>"
-        f'<p class="note">{escape(caption(group.results))}</p></details>'
-    )
-    part("table", "Accuracy", result_table(table), _marks(group), _facts(group), note)
-    part("over-rounds", "Over rounds", writer.plot(figures.curves(methods)))
+    if swept := _sweeps(group):
+        part("sweep", "Over parameters", *(writer.plot(plot, 300) for plot in swept))
+    whole = group.table if group.unseen is None else None
+    text = whole.caption if whole is not None else caption(group.results)
+    columns = whole.columns if whole is not None else ()
+    table_of = result_table(table, columns, group.baseline)
+    notes = _notes(group) if whole is not None else ""
+    part("table", "Accuracy", table_of, _marks(group), notes, facts(group), _paragraph(text))
+    part("over-rounds", "Over rounds", _few(writer, figures.curves, methods))
     part("by-domain", "By domain", writer.plot(figures.bars(table)))
-    part("traffic", "Accuracy for its bytes", writer.plot(figures.traffic(methods), 320))
-    part("features", "What the features look like", *_features(found, writer))
-    part("confusion", "What is mistaken for what", *_confusions(found, writer))
-    part("clusters", "Prototypes and their clusters", *_clusters(found, writer))
-    part("clients", "Clients", _clients(group))
-    part("configuration", "Configuration and runs", _configuration(group))
+    part("traffic", "Accuracy for its bytes", _few(writer, figures.traffic, methods))
+    for name, heading, content in (
+        ("features", "What the features look like", _features(found, writer)),
+        ("confusion", "What is mistaken for what", _confusions(found, writer)),
+        ("clusters", "Prototypes and their clusters", _clusters(found, writer)),
+    ):
+        part(name, heading, *content, *_absent(found, name, methods))
+    part("clients", "Clients", clients(group))
+    part("configuration", "Configuration and runs", configuration(group))
     return "\n".join(parts) + "</section>"
 
 
-def result_table(table: Sequence[Row]) -> str:
-    """Accuracy per domain and average, with the difference to FedAvg; best and second marked."""
-    header, body = grid(table)
-    lines = [[(cell.text, cell.mark) for cell in line] for line in body]
-    return html_table(header, lines)
+def _few(writer: _Writer, plot: Callable[[figures.Methods], Plot], methods: figures.Methods) -> str:
+    """The plot, unless it has more lines than can be told apart."""
+    if len(methods) <= figures.LOOKS:
+        return writer.plot(plot(methods), 300)
+    text = f"Not drawn: {len(methods)} lines cannot be told apart; see the table."
+    return f'<p class="absent">{escape(text)}</p>'
+
+
+def _paragraph(text: str) -> str:
+    return (
+        "<details><summary>What the numbers are, in one paragraph</summary>"
+        f'<p class="note">{escape(text)}</p></details>'
+    )
+
+
+def _together(group: Group) -> str:
+    """The table of all runs that left out a domain each: the column's."""
+    table = group.table
+    assert table is not None
+    shown = result_table(table.rows, table.columns, table.baseline)
+    title = escape(table.task)
+    return (
+        f"<section><h2>{title}: each domain left out in turn</h2>{shown}{_notes(group)}"
+        f"{_paragraph(table.caption)}</section>"
+    )
+
+
+def result_table(
+    table: Sequence[Row], columns: Sequence[str] = (), baseline: str = BASELINE
+) -> str:
+    """Accuracy per domain and average, with the difference to FedAvg; best and second marked.
+
+    What the paper prints stands below each number, so that a row stays whole when it is sorted.
+    """
+    header, body = grid(table, columns, baseline)
+    lines: list[list[tuple[str, str, str]]] = []
+    for line in body:
+        if line[0].text.startswith(" "):
+            below = ["paper", *(cell.text for cell in line[1:])]
+            delta = next(i for i, name in enumerate(header) if name.startswith("Δ"))
+            below[delta] = below[delta] and f"paper {below[delta]}"
+            lines[-1] = [
+                (text, mark, " · ".join(filter(None, (small, more))))
+                for (text, mark, small), more in zip(lines[-1], below, strict=True)
+            ]
+        else:
+            texts = [_halves(cell.text) for cell in line]
+            marks = [cell.mark for cell in line]
+            lines.append([(t, m, small) for (t, small), m in zip(texts, marks, strict=True)])
+    return html_table(header, lines, kind="result")
+
+
+def _halves(text: str) -> tuple[str, str]:
+    """``+2.3 ± 0.2 (±0.7, noise)`` in two lines; the table would be too wide."""
+    whole = re.fullmatch(r"([+-].*) \((±.*)\)", text)
+    return (whole[1], whole[2]) if whole else (text, "")
+
+
+def _sweeps(group: Group) -> list[Plot]:
+    """The pictures of what the study sweeps."""
+    if group.study is None or group.table is None or group.unseen is not None:
+        return []
+    numbers = range(len(group.study.sweeps))
+    found = (study_figures.sweep(group.study, i, group.table) for i in numbers)
+    return [plot for plot in found if plot is not None]
+
+
+def _notes(group: Group) -> str:
+    """What to know about the paper's numbers."""
+    notes = group.table.notes if group.table is not None else ()
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<ul class="note">{items}</ul>' if items else ""
 
 
 def _marks(group: Group) -> str:
     """How to read the table."""
     text = "Test accuracy in %; bold is the best, underlined the second."
+    name = "FedAvg" if group.baseline == BASELINE else group.baseline
     if len(group.seeds) > 1:
         text += (
-            " ± standard deviation over seeds; Δ: to FedAvg with the same seeds, ± standard error "
-            "(± half its 95 % interval; noise: that contains 0)."
+            f" ± standard deviation over seeds; Δ: to {name} with the same seeds, ± standard "
+            "error, below it ± half its 95 % interval (noise: that contains 0)."
         )
+    if any(row.paper for row in group.rows):
+        text += " Small: what the paper prints (ours − paper)."
     return f'<p class="note">{escape(text)}</p>'
 
 
-def html_table(
-    header: Sequence[str],
-    lines: Sequence[Sequence[tuple[str, str]]],
-    left: Sequence[int] = (0,),
-    kind: str = "",
-) -> str:
-    """A table that sorts by a click; each cell is a text and a class."""
-    head = "".join(
-        f'<th scope="col"{" class=left" if i in left else ""}>'
-        f'<button type="button">{escape(text)}</button></th>'
-        for i, text in enumerate(header)
-    )
-    body = []
-    for line in lines:
-        cells = []
-        for i, (text, mark) in enumerate(line):
-            number = None if i in left else re.match(r"\s*([+-]?\d[\d,]*\.?\d*)", text)
-            value = f' data-value="{number[1].replace(",", "")}"' if number else ""
-            marks = f"{mark} left" if i in left else mark
-            cells.append(f'<td class="{escape(marks.strip())}"{value}>{escape(text)}</td>')
-        body.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="table">'
-        f'<table class="sortable {kind}"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _facts(group: Group) -> str:
-    """What the numbers are, in short words."""
-    config, summary = group.results[0].config, group.results[0].summary
-    clients = ", ".join(f"{d} {n} × {config.samples[d]:g}" for d, n in config.clients.items() if n)
-    if any(r.config.clients != config.clients for r in group.results):
-        clients = "drawn by each seed"
-    seeds = ", ".join(map(str, group.seeds))
-    facts = {
-        "Numbers": f"test accuracy in %, {SELECTION}; never the best round on test data",
-        "Data": f"{config.task}: {summary.get('data', '')}",
-        "Clients × samples": clients,
-        "Seeds": seeds,
-        "Training": f"protocol {config.protocol}: {config.rounds} rounds × {config.epochs} epochs, "
-        f"batch {config.batch}, lr {config.lr:g}",
-        "Model": f"{config.model}" + (f", norm {config.norm}" if config.norm else ""),
-        "Precision": _each(group, lambda r: f"{r.config.precision} on {r.config.device}"),
-        "BatchNorm": _each(group, lambda r: str(r.summary.get("batchnorm", "?"))),
-        "Who is tested": _each(
-            group, lambda r: _TESTED.get(str(r.summary.get("evaluated")), "the global model")
-        ),
-        "Weights of the average": f"by {config.average}",
-    }
-    items = "".join(
-        f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts.items()
-    )
-    return f'<dl class="facts">{items}</dl>'
-
-
-_TESTED = {"global": "the global model", "clients": "each domain's clients' own models"}
-
-
-def _each(group: Group, of: Callable[..., str]) -> str:
-    """One word for all runs, or which methods differ."""
-    found: dict[str, list[str]] = {}
-    for method, runs in group.methods.items():
-        for run in runs:
-            names = found.setdefault(of(run), [])
-            if method not in names:
-                names.append(method)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in found.items())
-
-
-def _absent(found: Findings, part: str) -> list[str]:
-    return [f'<p class="absent">{escape(why)}</p>' for why in found.absent.get(part, ())]
+def _absent(found: Findings, part: str, methods: Collection[str]) -> list[str]:
+    return [f'<p class="absent">{escape(why)}</p>' for why in found.reasons(part, methods)]
 
 
 def _looked_at(found: Findings) -> str:
@@ -309,9 +334,11 @@ def _features(found: Findings, writer: _Writer) -> list[str]:
             "final model: they need not coincide."
         )
         parts.append(f'<p class="note">{escape(text)}</p>')
-    for label, embedding in found.embeddings.items():
-        plot = figures.embedding(label, embedding, found.classes)
-        parts.append(f"<h4>{escape(label)}</h4>{writer.plot(plot, 330)}")
+    for label, embeddings in found.embeddings.items():
+        for embedding in embeddings:
+            plot = figures.embedding(label, embedding, found.classes)
+            heading = " · ".join(filter(None, (label, embedding.title)))
+            parts.append(f"<h4>{escape(heading)}</h4>{writer.plot(plot, 330)}")
     if found.gaps:
         header = ("method", "domains apart", "classes apart", "ratio", "domain probe, %")
         lines = [
@@ -330,7 +357,7 @@ def _features(found: Findings, writer: _Writer) -> list[str]:
         )
         parts.append(f"<h4>The gap between domains</h4>{html_table(header, lines, kind='narrow')}")
         parts.append(f'<p class="note">{escape(text)}</p>')
-    return parts + _absent(found, "features")
+    return parts
 
 
 def _confusions(found: Findings, writer: _Writer) -> list[str]:
@@ -341,7 +368,7 @@ def _confusions(found: Findings, writer: _Writer) -> list[str]:
     for label, confusion in found.confusions.items():
         plot = figures.confusions(label, confusion, found.classes)
         parts.append(f"<h4>{escape(label)}</h4>{writer.plot(plot, 250)}")
-    return parts + _absent(found, "confusion")
+    return parts
 
 
 def _clusters(found: Findings, writer: _Writer) -> list[str]:
@@ -357,45 +384,7 @@ def _clusters(found: Findings, writer: _Writer) -> list[str]:
     for label, rounds in found.clusters.items():
         plot = figures.clusters(label, rounds, found.distances[label])
         parts.append(f"<h4>{escape(label)}</h4>{writer.plot(plot, 290)}")
-    return parts + _absent(found, "clusters")
-
-
-def _clients(group: Group) -> str:
-    first = group.results[0]
-    table = first.summary.get("clients", [])
-    if not table:
-        return '<p class="absent">The runs do not say who held what.</p>'
-    noted = any("note" in row for row in table)
-    header = ["client", "domain", "samples", "classes", *["note"] * noted]
-    lines = [
-        [(str(row.get(c, "")), "") for c in header] for row in table if isinstance(row, Mapping)
-    ]
-    words = f"As seed {first.config.seed} has it."
-    unseen = first.config.leave_out
-    if unseen is not None:
-        words += f" No client has {unseen}: it is only tested on."
-    left = (0, 1, 4)
-    return html_table(header, lines, left, "narrow") + f'<p class="note">{escape(words)}</p>'
-
-
-def _configuration(group: Group) -> str:
-    header = ("method", "seed", "average, %", "rounds", "MB", "s", "engine", "folder")
-    lines = []
-    folded = []
-    for label, runs in group.methods.items():
-        for run in runs:
-            sent = (run.summary["bytes_up"] + run.summary["bytes_down"]) / 1e6
-            cells = (
-                label, str(run.config.seed), f"{run.accuracy['average']:.2f}",
-                str(len(run.rounds)), f"{sent:.1f}", f"{run.summary['seconds']:.0f}",
-                str(run.summary.get("engine", "")), run.folder.name if run.folder else "",
-            )  # fmt: skip
-            lines.append([(text, "") for text in cells])
-        folded.append(
-            f"<details><summary>{escape(label)}, seed {runs[0].config.seed}: configuration"
-            f"</summary><pre>{escape(runs[0].config.toml())}</pre></details>"
-        )
-    return html_table(header, lines, (0, 6, 7)) + "".join(folded)
+    return parts
 
 
 def _footer(gathered: Gathered) -> str:
@@ -403,33 +392,3 @@ def _footer(gathered: Gathered) -> str:
     made = ", ".join(f"{k} {v}" for k, v in versions.items())
     text = f"Runs made with {made}. " if made else ""
     return f"<footer>{escape(text)}Page by protofed {escape(__version__)}.</footer>"
-
-
-# ---- legends -----------------------------------------------------------------------------------
-
-_SHAPES = {
-    "line": '<line x1="0" y1="6" x2="20" y2="6" stroke-width="2.4"/>',
-    "dash": '<line x1="0" y1="6" x2="20" y2="6" stroke-width="2.4" stroke-dasharray="5 3"/>',
-    "dot": '<circle cx="6" cy="6" r="4.5"/>',
-    "o": '<circle cx="6" cy="6" r="4.5"/>',
-    "s": '<rect x="2" y="2" width="8" height="8"/>',
-    "^": '<path d="M6 1 11 10H1z"/>',
-    "v": '<path d="M6 11 11 2H1z"/>',
-    "D": '<path d="M6 1 11 6 6 11 1 6z"/>',
-    "*": '<path d="M6 0 7.6 4.3 12 4.5 8.5 7.2 9.7 11.6 6 9.1 2.3 11.6 3.5 7.2 0 4.5 4.4 4.3z"/>',
-}
-
-
-def _legend(keys: Sequence[Key]) -> str:
-    items = []
-    for key in keys:
-        colour = plots.themed(key.colour)
-        wide = key.shape in ("line", "dash")
-        shape = _SHAPES.get(key.shape, _SHAPES["dot"])
-        items.append(
-            f'<li class="{"stroke" if wide else "dot"}">'
-            f'<svg viewBox="0 0 {20 if wide else 12} 12" aria-hidden="true" '
-            f'style="{"stroke" if wide else "fill"}: {colour}">{shape}</svg>'
-            f"{escape(key.label)}</li>"
-        )
-    return f'<ul class="keys">{"".join(items)}</ul>' if items else ""

@@ -10,7 +10,7 @@ import html
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from matplotlib.lines import Line2D
 
 from protofed.files import write_atomic
 from protofed.report.curves import COLOURS
+from protofed.report.slim import slim
 
 CLASS_COLOURS = (
     "#4e79a7", "#f28e2b", "#e15759", "#2f9e94", "#59a14f",
@@ -124,17 +125,13 @@ def svg(panel: Panel, prefix: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     # a style sheet inside would hold for the whole page
     text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)
-    text = re.sub(r"\bid=\"([^\"]+)\"", rf'id="{prefix}-\1"', text)
-    text = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", text)
-    text = re.sub(r"xlink:href=\"#([^\"]+)\"", rf'href="#{prefix}-\1"', text)
-    text = text.replace("xlink:href", "href")
+    text = re.sub(r" xmlns(:\w+)?=\"[^\"]*\"", "", text).replace("xlink:href", "href")
     text = re.sub(r"style=\"([^\"]*)\"", lambda m: f'style="{themed(m[1])}"', text)
     box = re.search(r"viewBox=\"[^\"]+\"", text)
     assert box is not None
     head = f'<svg {box[0]} role="img" aria-label="{html.escape(panel.alt, quote=True)}">'
     text = re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.S)
-    return re.sub(r">\s+<", "><", text).strip()
+    return slim(text, prefix)
 
 
 _THEME = {
@@ -153,7 +150,13 @@ def themed(style: str) -> str:
     )
 
 
-def save(plot: Plot, folder: Path, prefix: str = "") -> list[Path]:
+KINDS = ("png", "pdf")
+DPI = 200
+
+
+def save(
+    plot: Plot, folder: Path, prefix: str = "", kinds: Sequence[str] = KINDS, dpi: int = DPI
+) -> list[Path]:
     """The plot as PDF and PNG for a paper."""
     columns = min(plot.columns, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
@@ -174,9 +177,10 @@ def save(plot: Plot, folder: Path, prefix: str = "") -> list[Path]:
             figure.legend(handles=handles, loc="outside lower center", ncols=spare)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # once is enough: it is the slow part
-        for kind, more in (("pdf", {"CreationDate": None}), ("png", {"Software": None})):
+        plain: Any = {"pdf": {"CreationDate": None}, "png": {"Software": None}}  # no dates
+        for kind in kinds:
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=200, metadata=more)
+            figure.savefig(buffer, format=kind, dpi=dpi, metadata=plain[kind])
             paths.append(folder / f"{prefix}{plot.name}.{kind}")
             write_atomic(paths[-1], buffer.getvalue())
     return paths

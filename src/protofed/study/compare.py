@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,31 @@ def run_study(
             state = "done" if done else "waiting"
             work[config.label] = Job(_name(study, cell), config, index[cell.key], state)
     folders.write_study(study, folder, index)
-    at_once = jobs or (1 if _on_gpu(configs) else os.cpu_count() or 1)
+    at_once = jobs or default_jobs(any(c.device == "cuda" for c in configs.values()))
     failed = run_all(list(work.values()), at_once, console)
     return folders.write_outputs(study, folder), failed
+
+
+def with_seeds_of(folder: Path, study: Study) -> Study:
+    """The study with the seeds, too, that the folder already has runs of.
+
+    More seeds now, or fewer for another task, leave the tables of what is there as they are.
+    """
+    if not (folder / "study.toml").is_file():
+        return study
+    index = folders.read_index(folder)
+    before = Selection(seeds=folders.open_study(folder).seeds)
+    done = {c.seed for c in plan.cells(study, before) if folders.finished(index.get(c.key, ()))}
+    seeds = sorted({*study.seeds, *done})
+    return replace(study, seeds=tuple(seeds), raw={**study.raw, "seeds": seeds})
+
+
+def outside(study: Study, folder: Path) -> int:
+    """How many finished runs of the folder the study as it is now does not ask for."""
+    index = folders.read_index(folder)
+    asked = {run for c in plan.cells(study) for run in index.get(c.key, ())}
+    every = {run for runs in index.values() for run in runs}
+    return sum(folders.finished([run]) is not None for run in every - asked)
 
 
 def _elsewhere(folder: Path, config: Config) -> Path | None:
@@ -69,8 +92,22 @@ def _elsewhere(folder: Path, config: Config) -> Path | None:
     return next((run for run in runs if is_finished(run, config)), None)
 
 
-def _on_gpu(configs: Mapping[str, Config]) -> bool:
-    return any(config.device == "cuda" for config in configs.values())
+GPU_JOBS, GPU_CORES, GPU_BYTES = 2, 4, 16 << 30
+
+
+def default_jobs(gpu: bool) -> int:
+    """Runs at a time: one for each core; on a GPU two, if there is room for a second.
+
+    A run alone leaves a GPU idle while it reads images, records its first epochs and writes files.
+    Each run has a process, and so a CUDA context, of its own.
+    """
+    cores = os.cpu_count() or 1
+    if not gpu:
+        return cores
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min(GPU_JOBS, cores // GPU_CORES, free // GPU_BYTES))
 
 
 def _name(study: Study, cell: plan.Cell) -> str:

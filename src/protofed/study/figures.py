@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 
 from protofed.report.curves import COLOURS
+from protofed.report.plots import Key, Panel, Plot, ink
 from protofed.study.plan import AVERAGE
 from protofed.study.spec import Study, point_label, show
-from protofed.study.tables import Row
+from protofed.study.tables import Row, Spread
 
 if TYPE_CHECKING:
     from protofed.study.folder import TaskTable
@@ -30,17 +35,17 @@ def bars(table: TaskTable, file: Path, title: str) -> None:
         width = 0.8 / len(rows)
         x = np.arange(len(table.columns))
         for i, row in enumerate(rows):
-            spreads = [row.accuracy[c] for c in table.columns]
+            spreads = [row.at(c) for c in table.columns]
             axis.bar(
                 x + (i - (len(rows) - 1) / 2) * width,
-                [s.mean for s in spreads],
+                [s.mean if s else 0 for s in spreads],
                 width * 0.92,
-                yerr=[s.std or 0 for s in spreads],
+                yerr=[(s.std if s else 0) or 0 for s in spreads],
                 color=COLOURS[i % len(COLOURS)],
                 label=row.method,
                 error_kw={"linewidth": 0.8},
             )
-        axis.set_xticks(x, table.columns)
+        axis.set_xticks(x, table.grid()[0][1 : 1 + len(table.columns)])
         axis.set_ylabel("test accuracy, %")
         axis.set_ylim(0, 100)
         axis.grid(axis="y", alpha=0.3)
@@ -51,96 +56,139 @@ def bars(table: TaskTable, file: Path, title: str) -> None:
         figure.savefig(file, dpi=150)
 
 
-def sweep(study: Study, number: int, table: TaskTable, file: Path) -> bool:
-    """Draw a sweep: a line for one parameter, a heat map for two; False if it has no picture."""
-    parameters = list(study.sweeps[number].over)
-    if len(parameters) > 2:
-        return False
+def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
+    """A sweep: a line for one parameter, a heat map for two; None if it has no picture.
+
+    There is none for three parameters and more, and as long as no run is there.
+    """
+    over = study.sweeps[number].over
     rows = {row.method: row for row in table.rows}
-    if not any(rows[line.label].accuracy for line in study.lines if line.sweep == number):
-        return False
-    with matplotlib.rc_context(STYLE):
-        if len(parameters) == 1:
-            figure = _lines(study, number, table, rows)
-        else:
-            figure = _heat(study, number, rows)
-        figure.suptitle(f"{study.title}: {table.task}", fontsize=9)
-        figure.savefig(file, dpi=150)
-    return True
+    lines = [line for line in study.lines if line.sweep == number]
+    if len(over) > 2 or not any(rows[line.label].accuracy for line in lines):
+        return None
+    several = f"-{'-'.join(over)}" if len(study.sweeps) > 1 else ""
+    name, title = f"sweep{several}", f"{study.title}: {table.task}"
+    if len(over) == 2:
+        counts, shown = _counting(table)
+        labels = study.sweeps[number].rows
+        panels = tuple(_heat(study, number, label, rows, counts) for label in labels)
+        text = f"Accuracy in %, {shown}, mean over seeds."
+        return Plot(name, title, text, panels)
+    panel, keys = _lines(study, number, table, rows)
+    text = (
+        "Mean over seeds; the band is the standard deviation between them. Steps on the horizontal "
+        "axis are even, whatever the values."
+    )
+    return Plot(name, title, text, (panel,), keys)
 
 
-def _lines(study: Study, number: int, table: TaskTable, rows: dict[str, Row]) -> Figure:
-    """Average over the parameter, the domains thinner; rows that are not swept are dashed."""
+def _lines(
+    study: Study, number: int, table: TaskTable, rows: Mapping[str, Row]
+) -> tuple[Panel, tuple[Key, ...]]:
+    """What counts over the parameter, the rest thinner; rows that are not swept are dashed."""
+    counts, shown = _counting(table)
     swept = study.sweeps[number]
     ((name, values),) = swept.over.items()
-    x, ticks = _axis(values)
-    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
-    axis = figure.subplots()
+    alone = len(swept.rows) == 1
+    keys: list[Key] = []
+    drawn: list[Callable[[Axes], object]] = []
+    said = []
     for i, label in enumerate(swept.rows):
-        found = [rows[point_label(label, {name: v})] for v in values]
+        found = dict(enumerate(rows[point_label(label, {name: v})] for v in values))
         colour = COLOURS[i % len(COLOURS)]
-        for column in table.columns:
-            points = [(a, r.accuracy[column]) for a, r in zip(x, found, strict=True) if r.accuracy]
+        for column in table.columns if alone else (counts,):
+            points = {x: s for x, r in found.items() if (s := r.at(column)) is not None}
             if not points:
                 continue
-            mean = np.array([s.mean for _, s in points])
-            at = [a for a, _ in points]
-            if column == AVERAGE:
-                axis.plot(at, mean, "o-", color=colour, label=f"{label}, average", markersize=4)
-                std = np.array([s.std or 0 for _, s in points])
-                axis.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15)
-            elif len(swept.rows) == 1:
-                other = COLOURS[(1 + table.columns.index(column)) % len(COLOURS)]
-                axis.plot(at, mean, color=other, label=column, linewidth=0.8, alpha=0.8)
-        paper = [(a, r.paper[AVERAGE]) for a, r in zip(x, found, strict=True) if AVERAGE in r.paper]
+            main = column == counts
+            own = colour if main else COLOURS[(1 + table.columns.index(column)) % len(COLOURS)]
+            keys.append(Key(f"{label}, {shown}" if main else column, own))
+            drawn.append(partial(_line, points=points, colour=own, main=main))
+            if main:
+                best = max(points, key=lambda x: points[x].mean)
+                at = f"{points[best].mean:.1f} % at {name} = {show(values[best])}"
+                said.append(f"{label} is best with {at}")
+        paper = {x: r.paper[counts] for x, r in found.items() if counts in r.paper}
         if paper:
-            axis.plot(*zip(*paper, strict=True), "D", color=colour, fillstyle="none",
-                      label=f"{label}, paper")  # fmt: skip
-    still = [line.label for line in study.lines if line.sweep is None]
-    for i, label in enumerate(still):
-        if AVERAGE in rows[label].accuracy:
-            style = ("--", ":", "-.")[i % 3]
-            mean_ = rows[label].accuracy[AVERAGE].mean
-            axis.axhline(mean_, linestyle=style, color="black", linewidth=1, label=label)
-    axis.set_xticks(x, ticks)
-    axis.set_xlabel(name)
-    axis.set_ylabel("test accuracy, %")
-    axis.grid(axis="y", alpha=0.3)
-    axis.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+            keys.append(Key(f"{label}, paper", colour, "D"))
+            drawn.append(partial(_marks, points=paper, colour=colour))
+    for line in study.lines:
+        if line.sweep is None and (level := rows[line.label].at(counts)) is not None:
+            colour = COLOURS[-1 - sum(key.shape == "dash" for key in keys) % len(COLOURS)]
+            keys.append(Key(line.label, colour, "dash"))
+            drawn.append(partial(_level, mean=level.mean, colour=colour))
+
+    def draw(axis: Axes) -> None:
+        for one in drawn:
+            one(axis)
+        axis.set_xticks(range(len(values)), [show(v) for v in values])
+        axis.set_xlim(-0.3, len(values) - 0.7)
+        axis.set_xlabel(name)
+        axis.set_ylabel("test accuracy, %")
+        axis.grid(axis="y")
+
+    alt = f"Accuracy over {name}: {'; '.join(said)}."
+    return Panel(f"over {name}", alt, draw, 5.6, 3.4), tuple(keys)
 
 
-def _heat(study: Study, number: int, rows: dict[str, Row]) -> Figure:
-    """The average over two parameters, a panel for each row."""
-    swept = study.sweeps[number]
-    (first, ys), (second, xs) = swept.over.items()
-    figure = Figure(
-        figsize=((1.4 + 0.8 * len(xs)) * len(swept.rows) + 0.8, 1.4 + 0.5 * len(ys)),
-        layout="constrained",
-    )
-    axes = figure.subplots(1, len(swept.rows), squeeze=False).ravel()
-    for axis, label in zip(axes, swept.rows, strict=True):
-        values = np.full((len(ys), len(xs)), np.nan)
-        for i, a in enumerate(ys):
-            for j, b in enumerate(xs):
-                accuracy = rows[point_label(label, {first: a, second: b})].accuracy
-                if accuracy:
-                    values[i, j] = accuracy[AVERAGE].mean
-        image = axis.imshow(values, cmap="viridis", aspect="auto")
-        middle = np.nanmin(values) + (np.nanmax(values) - np.nanmin(values)) / 2
+def _line(axis: Axes, points: Mapping[int, Spread], colour: str, main: bool) -> None:
+    x, mean = list(points), np.array([s.mean for s in points.values()])
+    if not main:
+        axis.plot(x, mean, color=colour, linewidth=0.9, marker=".", markersize=3)
+        return
+    std = np.array([s.std or 0 for s in points.values()])
+    axis.plot(x, mean, "o-", color=colour, markersize=4, linewidth=1.8)
+    axis.fill_between(x, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+
+
+def _marks(axis: Axes, points: Mapping[int, float], colour: str) -> None:
+    axis.plot(list(points), list(points.values()), "D", color=colour, fillstyle="none")
+
+
+def _level(axis: Axes, mean: float, colour: str) -> None:
+    axis.axhline(mean, linestyle="--", color=colour, linewidth=1.2)
+
+
+def _heat(study: Study, number: int, label: str, rows: Mapping[str, Row], counts: str) -> Panel:
+    """What counts over two parameters, darker for more; a cross is a run that is not there."""
+    (first, ys), (second, xs) = study.sweeps[number].over.items()
+    values = np.full((len(ys), len(xs)), np.nan)
+    for (i, a), (j, b) in product(enumerate(ys), enumerate(xs)):
+        found = rows[point_label(label, {first: a, second: b})].at(counts)
+        if found is not None:
+            values[i, j] = found.mean
+    there = values[~np.isnan(values)]
+    low, high = (float(there.min()), float(there.max())) if there.size else (0.0, 0.0)
+
+    def draw(axis: Axes) -> None:
+        strong = to_rgb(COLOURS[0])
+        shades = LinearSegmentedColormap.from_list("", [(*strong, 0.06), (*strong, 0.94)])
+        edges = [np.arange(n + 1) - 0.5 for n in (len(xs), len(ys))]
+        shown = np.ma.masked_invalid(values)
+        axis.pcolormesh(*edges, shown, cmap=shades, vmin=low, vmax=max(high, low + 1e-9))
+        axis.invert_yaxis()
         for (i, j), value in np.ndenumerate(values):
-            text = "—" if np.isnan(value) else f"{value:.1f}"
-            colour = "white" if value < middle else "black"
+            text = "×" if np.isnan(value) else f"{value:.1f}"
+            dark = value - low > 0.62 * (high - low) > 0
+            colour = "#ffffff" if dark else ink()
             axis.text(j, i, text, ha="center", va="center", color=colour, fontsize=8)
         axis.set_xticks(range(len(xs)), [show(v) for v in xs])
         axis.set_yticks(range(len(ys)), [show(v) for v in ys])
         axis.set_xlabel(second)
         axis.set_ylabel(first)
-        axis.set_title(label, fontsize=9)
-        figure.colorbar(image, ax=axis, label="average accuracy, %")
-    return figure
+        axis.tick_params(length=0)
+
+    best = np.unravel_index(np.nanargmax(values), values.shape) if there.size else None
+    at = f"; most at {first} = {show(ys[best[0]])}, {second} = {show(xs[best[1]])}" if best else ""
+    alt = (
+        f"Accuracy ({counts}) of {label} over {first} and {second}: {low:.1f} to {high:.1f} %{at}."
+    )
+    size = (1.6 + 0.62 * len(xs), 1.1 + 0.42 * len(ys))
+    return Panel(label, alt, draw, max(2.6, size[0]), max(2.0, size[1]))
 
 
-def _axis(values: Sequence[Any]) -> tuple[list[float], list[str]]:
-    """Even steps: swept values are rarely even on any scale."""
-    return [float(i) for i in range(len(values))], [show(v) for v in values]
+def _counting(table: TaskTable) -> tuple[str, str]:
+    """The column that counts, and in words: the average, or a domain that nobody trained on."""
+    found = {row.main for row in table.rows if row.accuracy}
+    counts = found.pop() if len(found) == 1 else AVERAGE
+    return counts, counts if counts == AVERAGE else f"{counts} (unseen)"

@@ -12,25 +12,23 @@ Tables need of a run its ``config.toml`` and ``summary.json``, curves its ``roun
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from protofed.config import read_config
+from protofed.config import EACH, read_config
 from protofed.errors import ProtofedError
-from protofed.federation.records import Records, read_records
-from protofed.federation.records import line as to_line
+from protofed.federation.records import read_records
 from protofed.files import write_atomic
 from protofed.study import plan, render, tables
 from protofed.study.plan import AVERAGE, Cell
-from protofed.study.spec import EACH, Study, StudyTask, load
+from protofed.study.spec import Study, StudyTask, load
 from protofed.study.tables import Measure, Row
 from protofed.study.worker import failed_file
 
@@ -130,10 +128,6 @@ def _table(
     states: Mapping[str, str],
 ) -> TaskTable:
     base = study.baseline or ""
-    columns = plan.columns(study, task)
-    measured = next((m for runs in found.values() for m in runs.values()), None)
-    if measured is not None and set(measured.accuracy) != set(columns):
-        columns = tuple(measured.accuracy)
     printed = {} if "on" in study.override else study.printed.get(task.name, {})
     lines = []
     for line in study.lines:
@@ -149,6 +143,10 @@ def _table(
                 state=states[line.label],
             )
         )
+    columns = plan.columns(study, task)
+    measured = dict.fromkeys(c for line in lines for c in line.columns)
+    if measured and set(measured) != set(columns):
+        columns = tuple(measured)
     every = [m for runs in found.values() for m in runs.values()]
     caption = tables.describe(every, base) if every else "No run is there yet."
     notes = (*study.notes, *task.notes) if "on" not in study.override else ()
@@ -172,17 +170,18 @@ def _measures(cells: Sequence[Cell], index: Mapping[str, Sequence[Path]]) -> dic
 
 def _joined(parts: Sequence[Cell], runs: Sequence[Measure]) -> Measure:
     """One column from each run: the domain that it did not train on."""
-    accuracy = {
-        cell.unseen or "": run.accuracy[cell.unseen or ""]
-        for cell, run in zip(parts, runs, strict=True)
-    }
+    of = {cell.unseen or "": run for cell, run in zip(parts, runs, strict=True)}
+    accuracy = {domain: run.accuracy[domain] for domain, run in of.items()}
+    # the clients of all domains, of which each run was without one's
+    every = {d: max(run.settings["clients"].get(d, 0) for run in runs) for d in of}
+    tested = {domain: run.summary["tested"][domain] for domain, run in of.items()}
     return Measure(
         runs[0].seed,
         {**accuracy, AVERAGE: fmean(accuracy.values())},
         sum(run.megabytes for run in runs),
         sum(run.seconds for run in runs),
-        runs[0].summary,
-        {**runs[0].settings, "leave_out": EACH},
+        {**runs[0].summary, "tested": tested, "beside": {}},
+        {**runs[0].settings, "leave_out": EACH, "clients": every},
     )
 
 
@@ -201,15 +200,6 @@ def read_measure(folder: Path) -> Measure:
     """What a table needs of a run's folder."""
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
     return Measure.of(summary, read_config(folder / "config.toml"))
-
-
-def read_rounds(folder: Path) -> Records:
-    """A run's rounds, compressed or not."""
-    packed = folder / "rounds.jsonl.gz"
-    if packed.is_file() and not (folder / "rounds.jsonl").is_file():
-        lines = gzip.decompress(packed.read_bytes()).splitlines()
-        return Records(json.loads(line) for line in lines)
-    return read_records(folder / "rounds.jsonl")
 
 
 # ---- what is written ----------------------------------------------------------------------------
@@ -236,41 +226,21 @@ def write_outputs(study: Study, folder: Path) -> list[str]:
     made = make_tables(study, folder)
     if not any(t.runs for t in made):
         return []
+    return write_tables(study, folder, made) + _figures(study, folder, made)
+
+
+def write_tables(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]:
+    """The tables in every format; returns the names of the files."""
     names = []
     for form, suffix in (("markdown", "md"), ("csv", "csv"), ("latex", "tex")):
         write_atomic(folder / f"table.{suffix}", to_text(study, made, form))
         names.append(f"table.{suffix}")
-    return names + _figures(study, folder, made)
-
-
-def pack(folder: Path, to: Path) -> int:
-    """Copy a study without models and checkpoints, rounds compressed; returns how many runs.
-
-    What comes out is small enough to be kept in a repository, and makes the same tables.
-    """
-    study, index = open_study(folder), read_index(folder)
-    if to.resolve() == folder.resolve():
-        raise ProtofedError("a study cannot be packed into itself", "choose another --to")
-    kept: dict[str, Path] = {}
-    for cell in plan.cells(study):
-        if (run := finished(index.get(cell.key, ()))) is None:
-            continue
-        kept[cell.key] = to / run.name
-        for name in ("config.toml", "summary.json", "clients.json"):
-            if (run / name).is_file():
-                write_atomic(to / run.name / name, (run / name).read_bytes())
-        text = "".join(map(to_line, read_rounds(run)))
-        packed = gzip.compress(text.encode(), mtime=0)  # the same bytes whenever it is done
-        write_atomic(to / run.name / "rounds.jsonl.gz", packed)
-    for stale in to.glob("index-*.json"):
-        stale.unlink()
-    write_study(study, to, kept)
-    write_outputs(study, to)
-    return len(set(kept.values()))
+    return names
 
 
 def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]:
-    from protofed.report.curves import curves  # matplotlib is slow to import
+    from protofed.report import plots  # matplotlib is slow to import
+    from protofed.report.curves import curves
     from protofed.study import figures
 
     names = []
@@ -287,11 +257,10 @@ def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]
             if study.kind == "bars":
                 figures.bars(table, folder / f"bars{ending}.{suffix}", study.title)
                 names.append(f"bars{ending}.{suffix}")
-            for i, sweep in enumerate(study.sweeps):
-                number = f"-{'-'.join(sweep.over)}" if len(study.sweeps) > 1 else ""
-                name = f"sweep{number}{ending}.{suffix}"
-                if figures.sweep(study, i, table, folder / name):
-                    names.append(name)
+        for i in range(len(study.sweeps)):
+            if (plot := figures.sweep(study, i, table)) is not None:
+                plot = replace(plot, name=f"{plot.name}{ending}")
+                names += [path.name for path in plots.save(plot, folder)]
     return names
 
 
@@ -305,8 +274,9 @@ def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
                 if settings.get("leave_out") is not None:
                     continue
                 summary = {**read_measure(path).summary, "method": label}
+                records = read_records(path / "rounds.jsonl")
                 light = SimpleNamespace(
-                    config=SimpleNamespace(**settings), rounds=read_rounds(path), summary=summary
+                    config=SimpleNamespace(**settings), rounds=records, summary=summary
                 )
                 found.setdefault(task, []).append(cast("Result", light))
     return found

@@ -15,13 +15,14 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import TASK_OPTIONS, UNHASHED, Config, make_config
+from protofed.architectures import model_names
+from protofed.config import EACH, TASK_OPTIONS, UNHASHED, Config, make_config
 from protofed.data import DataMissing, Task, distributions, load_task, outline
 from protofed.data.glyphs import DOMAINS as GLYPHS
 from protofed.data.specs import SPECS
 from protofed.errors import ProtofedError, unknown
 from protofed.methods import method_class
-from protofed.study.spec import EACH, Line, Study, StudyTask
+from protofed.study.spec import Line, Study, StudyTask
 
 AVERAGE = "average"
 OWN = ("model", "width", "norm", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay",
@@ -143,9 +144,17 @@ def _cells(study: Study, task: StudyTask, line: Line, seed: int) -> list[Cell]:
     left_out = settings.get("leave_out")
     unseen = domains(task.task, settings) if left_out == EACH else (left_out,)
     return [
-        Cell(task.name, line, seed, u, task.task, {**settings, "leave_out": u} if u else settings)
+        Cell(task.name, line, seed, u, task.task, _without(settings, u) if u else settings)
         for u in unseen
     ]
+
+
+def _without(settings: Mapping[str, Any], unseen: str) -> dict[str, Any]:
+    """The settings of the run without a domain; clients given in numbers are meant for all runs."""
+    clients = settings.get("clients")
+    if settings["leave_out"] == EACH and isinstance(clients, Mapping):
+        return {**settings, "leave_out": unseen, "clients": {**clients, unseen: 0}}
+    return {**settings, "leave_out": unseen}
 
 
 def _settings(study: Study, task: StudyTask) -> dict[str, Any]:
@@ -157,6 +166,8 @@ def _settings(study: Study, task: StudyTask) -> dict[str, Any]:
 def _moved(settings: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
     """Settings of one task as they are on another: without what means nothing there."""
     kept = {k: v for k, v in settings.items() if k not in OWN}
+    if len(model_names(models := settings.get("model", ""))) > 1:
+        kept["model"] = models  # that clients' models differ is the study's, not the task's
     clients = kept.get("clients")
     if isinstance(clients, Mapping):  # the first domain stands for the first, and so on
         names = dict(zip(domains(old, {}), domains(new, {}), strict=False))

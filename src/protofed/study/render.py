@@ -102,8 +102,8 @@ def to_csv(tables: Mapping[str, Sequence[Row]], columns: Mapping[str, Sequence[s
     writer.writerow(CSV_HEADER)
     for task, rows in tables.items():
         for row in rows:
-            for column in columns[task]:
-                own, delta = row.accuracy.get(column), row.differences.get(column)
+            for column in (*columns[task], *row.beside):
+                own, delta = row.at(column), row.differences.get(column)
                 half = delta.half if delta else None
                 paper = row.paper.get(column)
                 std = row.paper_std if column == "average" else None

@@ -12,9 +12,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,11 @@ class Job:
     def rounds(self) -> int:
         """Rounds that are complete."""
         return self.config.rounds if self.state == "done" else len(self.records)
+
+    @property
+    def accuracies(self) -> str:
+        """Those of the last round there is."""
+        return accuracies(self.records[-1], self.config.leave_out) if self.records else ""
 
     @property
     def seconds_left(self) -> float | None:
@@ -115,6 +121,7 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
     open_ = list(todo)
     live = Live(console=console, transient=True, refresh_per_second=4)
     with (
+        _stopped_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="protofed-") as scratch,
         live if console.is_terminal else contextlib.nullcontext(),
     ):
@@ -134,12 +141,25 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
                 open_ = [job for job in open_ if job.state not in ("done", "failed")]
         finally:
             running = [job for job in open_ if job.state == "running" and job.process]
-            for job in running:  # Ctrl-C: let them write a checkpoint
+            for job in running:  # let them write a checkpoint
                 assert job.process is not None
-                job.process.send_signal(signal.SIGINT)
+                job.process.terminate()
             for job in running:
                 assert job.process is not None
                 job.process.wait()
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C: batch systems and ``timeout`` send it, and the runs must not be left alone."""
+    if threading.current_thread() is not threading.main_thread():  # where handlers may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int) -> None:
@@ -216,7 +236,7 @@ def display(jobs: Sequence[Job], began: float, at_once: int) -> Table:
         table.add_row(
             job.name,
             f"{job.rounds}/{job.config.rounds}",
-            accuracies(job.records[-1]) if job.records else "",
+            job.accuracies,
             state.get(job.state, job.state),
         )
     count = Counter(job.state for job in jobs)
@@ -257,7 +277,7 @@ def _tell(jobs: Sequence[Job], console: Console) -> None:
             left = job.seconds_left
             console.print(
                 f"{job.name}  round {len(job.records)}/{job.config.rounds}  "
-                f"{accuracies(job.records[-1])}" + (f"  {duration(left)} left" if left else ""),
+                f"{job.accuracies}" + (f"  {duration(left)} left" if left else ""),
                 highlight=False,
                 soft_wrap=True,
                 markup=False,

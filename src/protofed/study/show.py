@@ -6,14 +6,15 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rich.markup import escape
 
+from protofed.architectures import model_names
 from protofed.config import read_config
 from protofed.errors import ProtofedError
-from protofed.federation.records import SELECTION, last_mean
+from protofed.federation.records import LAST, SELECTION, beside, last_mean, read_records, shown
 from protofed.progress import duration
-from protofed.study.folder import read_rounds
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -39,11 +40,12 @@ def lines(folder: Path) -> list[str]:
             raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
         raise ProtofedError(f"'{folder}' is not a run's folder")
     config = read_config(folder / "config.toml")
-    records = read_rounds(folder)
+    records = read_records(folder / "rounds.jsonl")
     options = ", ".join(f"{k}={v}" for k, v in config.get("options", {}).items())
     text = [
         f"[bold]{escape(config['method'])}[/bold] on [bold]{escape(config['task'])}[/bold], seed "
-        f"{config['seed']}, protocol {config['protocol']}, {config['model']}"
+        f"{config['seed']}, protocol {config['protocol']}, "
+        f"{' and '.join(model_names(config['model']))}"
         + (f"  [dim]{escape(options)}[/dim]" if options else "")
     ]
     done, asked = len(records), config["rounds"]
@@ -56,15 +58,20 @@ def lines(folder: Path) -> list[str]:
         f"{done} of {asked} rounds{state}, {duration(seconds)}, {up:.1f} MB up, {down:.1f} MB "
         f"down, {config['precision']} on {config['device']}"
     )
-    last = last_mean(records)
-    columns = {d: records[f"accuracy.{d}"] for d in last if d != "average"}
-    columns["average"] = records["average"]
+    unseen = config.get("leave_out")
+    last = shown(last_mean(records), unseen)
+    rounds = [shown({**r["accuracy"], "average": r["average"]}, unseen) for r in records]
+    columns = {name: [r[name] for r in rounds] for name in last}
+    for name in beside(records[-1]):
+        columns[name] = [beside(r)[name] for r in records]
+        last[name] = fmean(columns[name][-LAST:])
+    main = "average" if "average" in columns else next(iter(columns))
     every = [v for column in columns.values() for v in column]
     low, high = min(every), max(every)
     width = max(map(len, columns))
     text.append("")
     for name, column in columns.items():
-        style = "bold" if name == "average" else "default"
+        style = "bold" if name == main else "default"
         text.append(
             f"  [{style}]{escape(name):<{width}}[/]  {sparkline(column, low, high)}  "
             f"[{style}]{last[name]:5.1f}[/]  [dim]{column[0]:.1f} → {column[-1]:.1f}[/dim]"
@@ -84,6 +91,6 @@ def lines(folder: Path) -> list[str]:
         per: dict[str, list[int]] = {}
         for client in clients:
             per.setdefault(client["domain"], []).append(client["samples"])
-        shown = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
-        text.append(f"[dim]clients × samples: {escape(shown)}; engine {summary['engine']}[/dim]")
+        held = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
+        text.append(f"[dim]clients × samples: {escape(held)}; engine {summary['engine']}[/dim]")
     return text

@@ -22,13 +22,6 @@ from protofed.errors import ProtofedError, unknown
 from protofed.methods import METHODS, method_class
 
 KINDS = ("table", "curves", "bars", "sweep", "tsne")
-EACH = "each"
-"""``leave_out = "each"``: one run for each domain, which that run does not train on."""
-
-FEATURES: Mapping[str, tuple[str, bool]] = {
-    "heterogeneity": ("clients with different models", False),
-}
-"""What a study may need beside methods: in words, and whether this version has it."""
 
 SETTINGS = tuple(
     f.name for f in fields(Config) if f.name not in ("task", "method", "seed", "digest")
@@ -120,7 +113,6 @@ class Study:
     printed: Mapping[str, Mapping[str, Printed]]
     columns: Mapping[str, tuple[str, ...]]
     baseline: str | None
-    needs: tuple[str, ...]
     tsne: Mapping[str, Any]
     override: Mapping[str, Any]
     raw: Mapping[str, Any]
@@ -143,15 +135,10 @@ class Study:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What this version lacks for the whole study: a feature, or all of its methods."""
-        lacks = [
-            f"needs {FEATURES[n][0]}, which this version does not have"
-            for n in self.needs
-            if not FEATURES[n][1]
-        ]
-        if not lacks and all(row.missing for row in self.rows.values()):
-            lacks = sorted({row.missing for row in self.rows.values()})
-        return tuple(lacks)
+        """What this version lacks for the whole study: all of its methods."""
+        if not all(row.missing for row in self.rows.values()):
+            return ()
+        return tuple(sorted({row.missing for row in self.rows.values()}))
 
     @property
     def missing_rows(self) -> dict[str, str]:
@@ -187,7 +174,7 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "needs", "tsne", "override",
+    "sweep", "printed", "baseline", "tsne", "override",
 )  # fmt: skip
 
 
@@ -225,7 +212,17 @@ def load(name: str) -> Study:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ProtofedError(f"study '{name}' is not valid TOML: {error}") from None
-    return parse(raw, where)
+    return parse(_completed(raw, where), where)
+
+
+def _completed(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """With ``like = "STUDY"`` the tables that are not given are those of that built-in study."""
+    if "like" not in raw:
+        return raw
+    like = raw.pop("like")
+    if like not in builtin() or like == name:
+        raise unknown(f"built-in study in like of study '{name}':", like, builtin())
+    return {**load(like).raw, **raw}
 
 
 def parse(raw: Mapping[str, Any], name: str) -> Study:
@@ -256,10 +253,6 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     baseline = raw.get("baseline", next((r.label for r in rows.values() if _plain(r)), None))
     if baseline is not None and baseline not in rows:
         raise unknown("row as baseline", baseline, rows)
-    needs = tuple(_list(raw, "needs", str))
-    for need in needs:
-        if need not in FEATURES:
-            raise unknown("need", need, FEATURES)
     override = _table(raw, "override")
     _only(override, ("on", "settings"), "key in [override]")
     _only(_table(override, "settings"), SETTINGS, "setting")
@@ -279,7 +272,6 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         printed={},
         columns={},
         baseline=baseline,
-        needs=needs,
         tsne=tsne,
         override=override,
         raw=raw,

@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from protofed.federation.records import SELECTION
+from protofed.architectures import model_names
+from protofed.config import EACH
+from protofed.federation.federation import NO_WEIGHTS
+from protofed.federation.records import BESIDE, SEEN, SELECTION
 
 if TYPE_CHECKING:
     from protofed.federation.run import Result
@@ -19,6 +22,13 @@ CONFIDENCE = 0.95
 FEW = 5
 """With fewer seeds than this a table says so."""
 NONE = "—"
+TESTED = {
+    "global": "the global model",
+    "clients": "each domain's clients' own models",
+    "everyone": "every client's own model on all domains, mean over the clients (own domain: "
+    "each on its own)",
+}
+"""Who was tested, in words."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +93,34 @@ class Measure:
         settings = {**asdict(result.config), "method": result.config.method.name}
         return cls.of({**result.summary, "accuracy": result.accuracy}, settings)
 
+    @property
+    def unseen(self) -> str | None:
+        """The domain that the run did not train on, or ``each``; None: it trained on all."""
+        left_out: str | None = self.settings.get("leave_out")
+        return left_out
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Accuracy per column; with an unseen domain also the average of the others."""
+        if self.unseen not in self.accuracy:
+            return dict(self.accuracy)
+        seen = [a for d, a in self.accuracy.items() if d not in (self.unseen, AVERAGE)]
+        return {**self.accuracy, SEEN: fmean(seen)}
+
+    @property
+    def beside(self) -> dict[str, float]:
+        """Averages of accuracies beside the method's own, e.g. of clients on their own domain."""
+        found = self.summary.get("beside", {}).items()
+        return {BESIDE.get(name, name): each[AVERAGE] for name, each in found}
+
 
 @dataclass(frozen=True)
 class Row:
     """A line: accuracy per domain and average, the paired difference to FedAvg, its costs.
 
     ``accuracy`` is empty where no run is there; ``state`` then says why, if that is known.
-    ``paper`` has what the paper prints.
+    ``paper`` has what the paper prints. With one domain ``unseen`` there is also ``seen``, the
+    average of the others, and what counts is the unseen domain; with ``each`` their average.
     """
 
     method: str
@@ -102,11 +133,31 @@ class Row:
     paper: Mapping[str, float] = field(default_factory=dict)
     paper_std: float | None = None
     state: str = ""
+    unseen: str | None = None
+    seen: Spread | None = None
+    beside: Mapping[str, Spread] = field(default_factory=dict)
 
     @property
     def seeds(self) -> int:
         """How many seeds are there."""
         return max((s.seeds for s in self.accuracy.values()), default=0)
+
+    @property
+    def main(self) -> str:
+        """The column that counts."""
+        return self.unseen if self.unseen and self.unseen in self.accuracy else AVERAGE
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns to show: with an unseen domain that one first, and no average with it."""
+        if self.main == AVERAGE:
+            return tuple(self.accuracy)
+        seen = (d for d in self.accuracy if d not in (self.main, AVERAGE))
+        return (self.main, *seen, SEEN)
+
+    def at(self, column: str) -> Spread | None:
+        """The accuracy in a column; None where there is none."""
+        return self.seen if column == SEEN else {**self.beside, **self.accuracy}.get(column)
 
 
 @dataclass(frozen=True)
@@ -117,14 +168,14 @@ class Cell:
     mark: str = ""
 
 
-def rows(results: Sequence[Result]) -> list[Row]:
+def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[Row]:
     """A row per method, in the order in which they come."""
     runs: dict[str, dict[int, Measure]] = {}
     for result in results:
         measure = Measure.of_result(result)
         runs.setdefault(result.summary["method"], {})[measure.seed] = measure
-    base = runs.get(BASELINE, {})
-    return [row(method, own, base if method != BASELINE else {}) for method, own in runs.items()]
+    base = runs.get(baseline, {})
+    return [row(method, own, base if method != baseline else {}) for method, own in runs.items()]
 
 
 def row(
@@ -140,20 +191,25 @@ def row(
     measures = list(runs.values())
     # paired: the same seed has the same clients, samples and initial weights
     paired = [s for s in runs if s in base]
-    columns = list(measures[0].accuracy)
+    columns = list(measures[0].values)
     differences = {
-        c: Spread.of([runs[s].accuracy[c] - base[s].accuracy[c] for s in paired])
+        c: Spread.of([runs[s].values[c] - base[s].values[c] for s in paired])
         for c in columns
-        if paired
+        if paired and all(c in base[s].values for s in paired)
     }
+    spreads = {c: Spread.of([m.values[c] for m in measures]) for c in columns}
+    seen = spreads.pop(SEEN, None)
     return Row(
         label,
-        {c: Spread.of([m.accuracy[c] for m in measures]) for c in columns},
+        spreads,
         differences.get(AVERAGE),
         fmean(m.megabytes for m in measures),
         fmean(m.seconds for m in measures),
         wanted or len(measures),
         differences,
+        unseen=measures[0].unseen,
+        seen=seen,
+        beside={n: Spread.of([m.beside[n] for m in measures]) for n in measures[0].beside},
         **more,
     )
 
@@ -162,20 +218,30 @@ def grid(
     table: Sequence[Row], columns: Sequence[str] = (), baseline: str = "FedAvg"
 ) -> tuple[list[str], list[list[Cell]]]:
     """Header and cells: a line for each row and, where the paper prints it, one for the paper."""
-    columns = columns or next((list(r.accuracy) for r in table if r.accuracy), [AVERAGE])
+    columns = columns or next((r.columns for r in table if r.accuracy), [AVERAGE])
     partial = any(r.seeds < r.wanted for r in table)
     costs = any(r.accuracy for r in table)
     name = "FedAvg" if baseline == BASELINE else baseline
-    header = ["method", *columns, f"Δ {name}", *["MB", "s"] * costs, *["seeds"] * partial]
+    unseen = {r.unseen for r in table if r.accuracy}
+    said = {AVERAGE: f"unseen {AVERAGE}"} if unseen == {EACH} else {}
+    said |= {domain: f"{domain} (unseen)" for domain in unseen if len(unseen) == 1 and domain}
+    names = [said.get(c, c) for c in columns]
+    of = ", unseen" if any(unseen) else ""
+    beside = list(dict.fromkeys(n for r in table for n in r.beside))
+    costs_names = ["MB", "s"] * costs
+    header = ["method", *names, f"Δ {name}{of}", *beside, *costs_names, *["seeds"] * partial]
     marks = {c: _marks(table, c) for c in columns}
     own = {r.method: r for r in table}.get(baseline)
     body = []
     for r in table:
         cells = [Cell(r.method + (f" ({r.state})" if r.state else ""))]
         for c in columns:
-            text = _spread(r.accuracy[c]) if c in r.accuracy else NONE
+            own_c = r.at(c)
+            text = _spread(own_c) if own_c is not None else NONE
             cells.append(Cell(text, marks[c].get(r.method, "")))
-        cells.append(Cell("" if r.difference is None else _signed(r.difference)))
+        delta = r.differences.get(r.main)
+        cells.append(Cell("" if delta is None else _signed(delta)))
+        cells += [Cell(_spread(r.beside[n]) if n in r.beside else "") for n in beside]
         if costs:
             cells += [Cell(NONE if v is None else f"{v:.0f}") for v in (r.megabytes, r.seconds)]
         if partial:
@@ -212,7 +278,8 @@ def cells(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def _marks(table: Sequence[Row], column: str) -> dict[str, str]:
     """The best and the second of a column, as they are printed: equal texts are equally good."""
-    means = {r.method: round(r.accuracy[column].mean, 1) for r in table if column in r.accuracy}
+    found = {r.method: r.at(column) for r in table}
+    means = {method: round(s.mean, 1) for method, s in found.items() if s is not None}
     ranks = sorted(set(means.values()), reverse=True)[:2]
     if len(means) < 2:
         return {}
@@ -235,32 +302,67 @@ def describe(measures: Sequence[Measure], baseline: str = "FedAvg") -> str:
     clients = ", ".join(
         f"{d} {n} × {first['samples'][d]:g}" for d, n in first["clients"].items() if n
     )
-    unseen = {m.settings.get("leave_out") for m in measures}
-    each = len(unseen) > 1 or "each" in unseen
-    if each:
-        clients = "one client for each domain but the column's, which is only tested on"
-    elif any(m.settings["clients"] != first["clients"] for m in measures):
+    if any(m.settings["clients"] != first["clients"] for m in measures):
         clients = "differ between the runs"
 
     def one(name: str) -> str:
         found = list(dict.fromkeys(str(m.settings[name]) for m in measures))
         return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
+    runs = "all runs of the row" if first.get("leave_out") == EACH else "the run"
     many = (
         f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half its "
         f"{CONFIDENCE:.0%} interval; noise: that contains 0); "
     ) * (len(seeds) > 1)
-    special = "" if each else _special(first, summary)
     return (
-        f"Test accuracy in %, {SELECTION}; {many}"
+        f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
         f"task {first['task']} ({summary['data']}), protocol {one('protocol')}, "
-        f"{one('rounds')} rounds, clients × samples: {clients}{special}; "
+        f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
         f"seeds {', '.join(map(str, seeds))}{few(len(seeds))}; "
-        f"{one('precision')} on {one('device')}; "
-        f"BatchNorm: {summary['batchnorm']}; weights by {one('average')}. "
-        "MB: all that travelled, up and down; s: seconds of the run, "
+        f"{one('precision')} on {one('device')}; {_who(measures)}"
+        f"BatchNorm: {_said(measures, 'batchnorm')}; {_averaged(measures)}. "
+        f"MB: all that travelled, up and down; s: seconds of {runs}, "
         "runs side by side slow each other."
     )
+
+
+def _on_unseen(measures: Sequence[Measure]) -> str:
+    """Which of the numbers are of a domain that nobody trained on."""
+    if all(m.settings.get("leave_out") == EACH for m in measures):
+        return " on the column's domain by a model trained without it"
+    unseen = {m.unseen for m in measures}
+    if unseen == {None}:
+        return ""
+    which = unseen.pop() if len(unseen) == 1 else "a row's unseen domain"
+    return f" (Δ: on {which}, which nobody trained on; {SEEN}: on the others)"
+
+
+def _averaged(measures: Sequence[Measure]) -> str:
+    """How models are averaged, if any are."""
+    if all(m.summary.get("weights") == NO_WEIGHTS for m in measures):
+        return "no model is averaged"
+    return f"models averaged with weights by {_said(measures, 'weights')}"
+
+
+def _who(measures: Sequence[Measure]) -> str:
+    """Who was tested, where that is not one global model alone."""
+    if all(m.summary.get("evaluated", "global") == "global" for m in measures):
+        return ""
+    return f"tested: {_said(measures, 'evaluated', TESTED)}; "
+
+
+def _said(measures: Sequence[Measure], key: str, words: Mapping[str, str] | None = None) -> str:
+    """What the runs' summaries say under a key; methods that differ from most are named."""
+    said: dict[str, list[str]] = {}
+    for m in measures:
+        # a run of an earlier version says nothing of its weights
+        default = f"{m.settings.get('average')} unless the method has its own"
+        text = m.summary.get(key, default)
+        methods = said.setdefault((words or {}).get(text, text), [])
+        methods += [m.settings["method"]] * (m.settings["method"] not in methods)
+    most, *others = sorted(said, key=lambda words: -len(said[words]))
+    named = "; ".join(f"{', '.join(said[words])}: {words}" for words in others)
+    return most + (f" ({named})" if named else "")
 
 
 def few(seeds: int) -> str:
@@ -275,6 +377,8 @@ def few(seeds: int) -> str:
 def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """What the split has beyond clients and samples, and a domain that nobody trained on."""
     words = []
+    if len(names := model_names(settings["model"])) > 1:
+        words.append(f"with different models ({' and '.join(names)})")
     if (alpha := settings.get("dirichlet")) is not None:
         words.append(f"label skew Dirichlet({alpha:g})")
     if (beta := settings.get("quantity")) is not None:
@@ -284,7 +388,11 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     for client in summary.get("clients", ()):
         if "what was left" in client.get("note", ""):
             words.append(f"{client['client']} only {client['samples']}: what was left")
-    if (left_out := settings.get("leave_out")) is not None:
+    left_out = settings.get("leave_out")
+    if left_out == EACH:
+        tested = ", ".join(f"{d} {n}" for d, n in summary["tested"].items())
+        words.append(f"without those of the unseen domain, which is tested on images: {tested}")
+    elif left_out is not None:
         tested = summary["tested"][left_out]
         words.append(f"{left_out} left out of training and tested on {tested} images")
     return "".join(f", {w}" for w in words)

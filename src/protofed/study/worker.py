@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 BUSY = 75
 """Somebody else has the run (EX_TEMPFAIL)."""
@@ -51,6 +53,16 @@ def work(config_file: Path, folder: Path, workers: int | None) -> int:
     return 0
 
 
+_STOPS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """Stop once: Ctrl-C comes from the terminal and from the study, and a checkpoint is written."""
+    for other in _STOPS:
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     """The command line."""
     from protofed.errors import ProtofedError
@@ -60,6 +72,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int)
     given = parser.parse_args()
+    for number in _STOPS:
+        signal.signal(number, _stop)
     try:
         return work(given.config, given.out, given.workers)
     except ProtofedError as error:

@@ -1,0 +1,113 @@
+"""The report of a study: its rows, the paper's numbers, its sweeps, what is missing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from protofed.report import plots
+from protofed.report.gather import gather
+from protofed.report.page import write
+from protofed.study.spec import parse
+
+PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
+         "FedAvg": [40.0, 40.0, 40.0, 40.0, 40.0],
+         "New": {"values": [50.0, 50.0, 50.0, 50.0, 50.0], "std": 0.5},
+         "FPL": [49.0, 49.0, 49.0, 49.0, 49.0]}  # fmt: skip
+ROWS = {"FedAvg": "fedavg", "New": "fednew", "FPL": "fpl"}
+
+
+def flat(cell):
+    value = (40.0 if cell.line.row.method == "fedavg" else 45.0) + cell.seed
+    return dict.fromkeys(("scan", "print", "photo", "inverse"), value)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take most of the time, and are looked at elsewhere."""
+    monkeypatch.setattr(plots, "svg", lambda panel, prefix: f'<svg aria-label="{panel.alt}"></svg>')
+
+
+def page(folder: Path, out: Path) -> str:
+    write(gather([folder]), out)
+    return out.read_text("utf-8")
+
+
+def test_the_paper_s_numbers_stand_below_ours(raw, make_runs, tmp_path):
+    study = parse(raw(printed={"glyphs": PAPER}, rows=ROWS, notes=["<so>"], paper="A & B"), "mine")
+    make_runs(study, tmp_path / "s", flat)
+    gathered = gather([tmp_path / "s"])
+    (group,) = gathered.groups
+    assert (group.title, list(group.methods), group.baseline) == (
+        "glyphs",
+        ["FedAvg", "FPL"],
+        "FedAvg",
+    )
+    assert gathered.left_out == ()
+    text = page(tmp_path / "s", tmp_path / "r.html")
+    assert "<h1>Two methods</h1>" in text and "A &amp; B" in text and "<li>&lt;so&gt;</li>" in text
+    # a row is one line with the paper's below it: it stays whole when the table is sorted
+    body = re.findall(
+        r"<tr>.*?</tr>", text.split('class="sortable result"')[1].split("</table>")[0]
+    )
+    own, new, fpl = body[1:4]
+    assert 'data-value="40.5">40.5 ± 0.7<br><small>40.00 (+0.5)</small>' in own
+    assert "45.5 ± 0.7<br><small>49.00 (-3.5)</small>" in fpl
+    assert "+5.0 ± 0.0<br><small>±0.0 · paper +9.00</small>" in fpl
+    assert "—<br><small>50.00 ± 0.50</small>" in new and "which this version does not have" in new
+    assert "The paper prints 49.0&nbsp;% for it." in text
+    assert "ours − paper" in text
+
+
+def test_what_is_unfinished_or_of_another_definition_is_said(raw, make_runs, tmp_path):
+    study = parse(raw(), "mine")
+    make_runs(study, tmp_path, flat)
+    runs = sorted(p.parent for p in tmp_path.glob("*/config.toml"))
+    (runs[0] / "summary.json").unlink()
+    shutil.copytree(runs[1], tmp_path / "copy")
+    gathered = gather([tmp_path])
+    assert dict(gathered.left_out) == {
+        runs[0]: "not finished",
+        tmp_path / "copy": "not of the study as it is now",
+    }
+    (group,) = gathered.groups
+    assert len(group.results) == 3
+    assert "1/2" in page(tmp_path, tmp_path / "r.html")
+
+
+def test_a_domain_left_out_in_turn_is_a_section_each_under_one_table(raw, make_runs, tmp_path):
+    study = parse(raw(tasks={"glyphs": {"leave_out": "each"}}, seeds=1), "mine")
+    make_runs(study, tmp_path, flat)
+    groups = gather([tmp_path]).groups
+    assert [g.unseen for g in groups] == ["scan", "print", "photo", "inverse"]
+    assert groups[1].title == "glyphs, print left out"
+    text = page(tmp_path, tmp_path / "r.html")
+    assert text.count("each domain left out in turn") == 1
+    assert text.index("each domain left out in turn") < text.index("<h2>glyphs, scan left out")
+    assert "is best on print, which no client has: <b>45.0&nbsp;%</b>" in text
+
+
+def test_a_sweep_comes_first_and_its_points_have_no_t_sne(raw, make_runs, tmp_path):
+    over = {"tau": [round(0.02 * i, 2) for i in range(1, 18)]}
+    study = parse(raw(kind="sweep", seeds=1, sweep=[{"rows": ["FPL"], "over": over}]), "mine")
+    make_runs(study, tmp_path, flat)
+    text = page(tmp_path, tmp_path / "r.html")
+    assert text.index("Over parameters") < text.index('id="g0-table"')
+    assert "Accuracy over tau: FPL is best with 45.0 % at tau = 0.02." in text
+    assert "Not shown for a sweep&#x27;s points" in text
+    assert "18 lines cannot be told apart" in text
+
+
+def test_studies_and_loose_runs_together(raw, make_runs, tmp_path):
+    for name, tau in (("one", 0.02), ("two", 0.5)):
+        rows = {"FedAvg": "fedavg", "FPL": {"method": "fpl", "options": {"tau": tau}}}
+        make_runs(parse(raw(rows=rows, title=name, seeds=1), name), tmp_path / name, flat)
+    run = next((tmp_path / "two").glob("glyphs-fpl-*"))
+    shutil.copytree(run, tmp_path / "loose")
+    groups = gather([tmp_path]).groups
+    assert [g.title for g in groups] == ["one: glyphs", "two: glyphs", "glyphs"]
+    text = page(tmp_path, tmp_path / "r.html")
+    assert text.count("<h2>") == 3
