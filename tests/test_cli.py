@@ -177,6 +177,27 @@ def test_the_default_folder_is_named_after_the_run(protofed):
     assert re.fullmatch(r"glyphs-fedavg-0-[0-9a-f]{10}", folder.name)
 
 
+def test_run_clients_with_different_models(protofed):
+    """Named one by one in a file, or alternating: the same models are the same numbers."""
+    table = "[model]\nscan-0 = 'cnn3'\nprint-0 = 'cnn2'\nphoto-0 = 'cnn3'\ninverse-0 = 'cnn2'\n"
+    Path("models.toml").write_text("method = 'fedgh'\n" + table)
+    tiny = [t for t in TINY if t not in ("--model", "cnn2")]
+    code, out, _ = protofed("run", *tiny, "--config", "models.toml", "--out", "named")
+    assert code == 0
+    assert "cnn3 and cnn2" in " ".join(out.split())
+    assert "own domain" in out
+    code, _, _ = protofed("run", *tiny, "--method", "fedgh", "--model", "cnn3,cnn2", "--out", "two")
+    assert code == 0
+    named, two = (load_file(f"{folder}/model.safetensors") for folder in ("named", "two"))
+    assert named.keys() == two.keys()
+    assert "client/scan-0/encoder.0.weight" in two
+    assert {n for n in two if n.startswith("model/")} == {"model/head.weight", "model/head.bias"}
+    assert all(torch.equal(t, two[n]) for n, t in named.items())
+    code, out, _ = protofed("show", "two")
+    assert code == 0
+    assert "own domain" in out
+
+
 def test_run_a_method_from_a_file(protofed):
     Path("mine.py").write_text(MINE)
     code, out, err = protofed(
@@ -253,6 +274,13 @@ BAD = {
     "unknown domain": (["--clients", "scam=1"], ["'scam'", "scan"]),
     "unknown domain of samples": (["--samples", "scam=1"], ["'scam'", "scan"]),
     "unknown model": (["--model", "resnet11"], ["'resnet11'", "resnet10"]),
+    "different models": (["--model", "cnn3,cnn2"], ["fedavg sends whole models", "fedgh"]),
+    "different features": (["--model", "cnn3,resnet10"], ["features of one size", "--width"]),
+    "models as text": (["--model", "a=b=c"], ["--model 'a=b=c'", "scan-0=cnn3"]),
+    "model of nobody": (
+        ["--method", "local", "--model", "scan-0=cnn3,scam-0=cnn2"],
+        ["'scam-0'", "scan-0"],
+    ),
     "unknown norm": (["--norm", "batchnorm"], ["'batchnorm'", "batch"]),
     "unknown protocol": (["--protocol", "gliphs"], ["'gliphs'", "glyphs"]),
     "unknown device": (["--device", "gpu"], ["'gpu'", "cpu"]),
@@ -295,6 +323,8 @@ def test_bad_input_never_removes_a_run(finished, capsys, tmp_path, case):
         ("[method]\ntau = 1", ["has no name"]),
         ("rounds = 1.5", ["rounds", "1.5"]),
         ("[method]\nname = 'fpl'\ntao = 1", ["'tao'", "tau"]),
+        ("[model]\nscan-0 = 'cnn4'", ["'cnn4'", "cnn3"]),
+        ("model = ['cnn3', 'cnn2']", ["model", "must be a name"]),
     ],
 )
 def test_bad_config(protofed, tmp_path, text, words):
@@ -552,6 +582,10 @@ COMPARE_BAD = {
     "set of an unknown name": (["--methods", "fpl", "--set", "fpl.tao=1"], ["'tao'", "tau"]),
     "set of a bad value": (["--methods", "fpl", "--set", "fpl.tau=-1"], ["tau", "above 0"]),
     "jobs -1": (["--jobs", "-1"], ["jobs"]),
+    "different models": (
+        ["--methods", "local,fedavg", "--model", "cnn3,cnn2"],
+        ["fedavg", "methods that can"],
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from protofed.config import Config
 from protofed.data.task import Augment, Images
 from protofed.federation import tree
 from protofed.federation.local import Setup, Site, Training, local
+from protofed.federation.public import Pool, Public
 from protofed.federation.server import Server
 from protofed.methods import METHODS, create
 from protofed.methods.base import Sizes
@@ -235,6 +236,10 @@ def bytes_of(name: str) -> dict[str, int]:
     sizes = sizes._replace(parameters=tuple(n for n, _ in network.named_parameters()))
     server = Server(method, network, sizes, [f"c{m}" for m in range(10)], rounds=3, seed=0)
     setup = Setup(method, sizes, Augment(), Training(20, 1, 0.01, 0.9, 0.0), rounds=3, seed=0)
+    if (asked := method.public_images) is not None:  # sizes count, not what the network says
+        N = asked.images
+        pool = Pool(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(N).long(), N)
+        setup = dataclasses.replace(setup, public=Public({"": pool}, seed=0))
     # two images a class: one is held out by GA, and FINCH makes one cluster of two
     x = torch.arange(20)[:, None, None, None].expand(20, 3, 32, 32).to(torch.uint8)
     site = Site("c0", "only", Images(x, torch.arange(20) % 10))

@@ -59,9 +59,9 @@ def test_every_method_of_the_package_passes(name):
     assert len(verdicts) == len(testing._CHECKS)
     assert {v.status for v in verdicts} <= {"passed", "skipped"}
     has_weight = any(h.weight for h in METHODS[name].hypers().values())
-    assert [v.check for v in verdicts if v.status == "skipped"] == (
-        [] if has_weight else ["weights 0 = FedAvg"]
-    )
+    sends_models = name not in ("fedproto", "fedseproto", "local", "fedmd", "fedgh")
+    skipped = ["weights 0 = FedAvg"] * (not has_weight) + ["different models"] * sends_models
+    assert [v.check for v in verdicts if v.status == "skipped"] == skipped
 
 
 def test_the_base_of_the_broken_methods_is_not_broken():
@@ -230,6 +230,51 @@ def test_a_method_that_needs_two_clients(verdict):
             return {"model": {n: (t + updates[1]["model"][n]) / 2 for n, t in mean.items()}}
 
     fails(verdict(Pairs, "one client"), "IndexError")
+
+
+# ---- a round without replies, different models --------------------------------------------------
+
+
+def test_a_broadcast_that_lives_from_replies(verdict):
+    @dataclass(frozen=True)
+    class Hasty(Base):
+        def broadcast(self, server):
+            seen = torch.tensor(float(server.round))
+            return {**server.state, "seen": {"rate": 1 / (1 - seen / 2)}}
+
+        def aggregate(self, server, mean, updates):
+            rate = self.broadcast(server)["seen"]["rate"]
+            return {"model": {n: t * rate if "weight" in n else t for n, t in mean.items()}}
+
+    fails(verdict(Hasty, "empty round"), "not finite")
+    assert verdict(Base, "empty round").status == "passed"
+
+
+def test_different_models_need_a_method_that_sends_none(verdict):
+    result = verdict(Base, "different models")
+    assert result.status == "skipped"
+    assert "sends models" in result.detail
+
+    @dataclass(frozen=True)
+    class Alone(Base):
+        def shared(self, entry):
+            return "no"
+
+        @property
+        def evaluates(self):
+            return "everyone"
+
+    assert verdict(Alone, "different models").status == "passed"
+
+    @dataclass(frozen=True)
+    class Assuming(Alone):
+        def init_client(self, model, sizes):
+            return {"kept": {"x": model["encoder.7.weight"][:4]}}  # only cnn2 has it in this shape
+
+        def upload(self, client):
+            return {}, {"kept": {"x": client.parameters["encoder.9.weight"][:4]}}
+
+    fails(verdict(Assuming, "different models"), "KeyError")
 
 
 # ---- state and chance ---------------------------------------------------------------------------

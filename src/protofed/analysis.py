@@ -167,16 +167,17 @@ def outputs(
 ) -> Iterator[Outputs]:
     """What the run's model says of a domain's images; one for each client that has its own."""
     run = _loaded(run)
+    run.need_model()
     task = task or config_task(run.config)
     images = _images(run, task, domain, split, limit)
     config = run.config
-    network = initial_network(config, task)
-    names = tuple(name for name, _ in network.named_parameters())
-    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
-    initial = {name: t.clone() for name, t in network.state_dict().items()}
-    own = list(_private(run, domain, round))
-    received = _received(run, round, sizes)
-    for mine in own:
+    received: Tree | None = None
+    for model, mine in _private(run, domain, round):
+        network = initial_network(config, task, model)
+        names = tuple(name for name, _ in network.named_parameters())
+        sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+        initial = {name: t.clone() for name, t in network.state_dict().items()}
+        received = _received(run, round, sizes) if received is None else received
         at = (round or config.rounds) - 1
         client = Client(
             config.method, network, sizes,
@@ -234,10 +235,10 @@ def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
     return run.config.method.broadcast(ServerView(state, rounds, rounds, clients, sizes))
 
 
-def _private(run: Result, domain: str, round: int | None) -> Iterator[Tree]:
-    """The private states whose models are tested: of the domain's clients, or none."""
+def _private(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree]]:
+    """Model and private state of who is looked at: the domain's clients, or the server (none)."""
     if run.config.method.evaluates == "global":
-        yield {}
+        yield "", {}
         return
     if run.folder is None or round not in (None, run.config.rounds):
         raise ProtofedError(
@@ -245,11 +246,11 @@ def _private(run: Result, domain: str, round: int | None) -> Iterator[Tree]:
             "run's folder has any: those of the last round"
         )
     _, metadata = tree.load(run.folder / "checkpoint.safetensors")
-    where = {row["client"]: row["domain"] for row in run.summary["clients"]}
-    own = [name for name, d in where.items() if d == domain] or list(where)
-    for name in own:
-        file = metadata["clients"].get(name)
-        yield tree.load(run.folder / "clients" / file)[0] if file else {}
+    rows = run.summary["clients"]
+    for row in [row for row in rows if row["domain"] == domain] or rows:
+        file = metadata["clients"].get(row["client"])
+        state = tree.load(run.folder / "clients" / file)[0] if file else {}
+        yield row.get("model", ""), state
 
 
 def _kept(run: Result, kind: str, round: int) -> Path:
@@ -370,6 +371,12 @@ def _cosine_distance(a: Floats, b: Floats) -> float:
 
 
 # ---- prototypes --------------------------------------------------------------------------------
+
+
+def model_rounds(run: Run) -> list[int]:
+    """The rounds, from 1, whose global model the run kept, beside the one at its end."""
+    run = _loaded(run)
+    return _rounds(run.folder / "snapshots" if run.folder else None)
 
 
 def prototype_rounds(run: Run) -> list[int]:

@@ -49,7 +49,15 @@ from protofed.cli_options import (
     WidthOption,
     WorkersOption,
 )
-from protofed.cli_parse import assignments, by_method, per_domain, print_outcome, print_table, value
+from protofed.cli_parse import (
+    assignments,
+    at_least_one,
+    by_method,
+    per_domain,
+    print_outcome,
+    print_table,
+    value,
+)
 from protofed.cli_report import report
 from protofed.cli_study import register
 from protofed.errors import ProtofedError
@@ -137,6 +145,14 @@ def run(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write every round for TensorBoard, live.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Record what each thread and the GPU do in the second round: a Chrome trace, "
+            "trace.json.gz, in the run's folder.",
+        ),
+    ] = False,
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
@@ -152,6 +168,11 @@ def run(
     complete = merged_config(config, task, method, assignments(set_), given)
     folder = out or Path("runs") / complete.label
     if is_finished(folder, complete) and not overwrite:
+        if profile:
+            raise ProtofedError(
+                f"'{folder}' already holds this run, complete: there is no round to record",
+                "--overwrite runs it again, --out takes another folder",
+            )
         if not quiet:
             console.print(f"{folder} already holds this run, complete:")
             _print_results([load_run(folder)])
@@ -161,6 +182,12 @@ def run(
         from protofed.tensorboard import TensorBoard
 
         observers.append(TensorBoard(folder))
+    recorder = None
+    if profile:
+        from protofed.profiling import Profile
+
+        recorder = Profile(folder)
+        observers.append(recorder)
     result = run_federation(
         config=complete, out=folder, resume=resume, overwrite=overwrite, observers=observers
     )
@@ -169,6 +196,12 @@ def run(
         result_plot.write_bytes(result.plot())
         _print_results([result])
         console.print(f"model, rounds, curves.png and config.toml are in [bold]{folder}[/bold]")
+        if recorder is not None:
+            console.print(
+                f"round {recorder.recorded} is recorded in [bold]{recorder.path}[/bold]: open it "
+                "in a browser at ui.perfetto.dev or chrome://tracing",
+                soft_wrap=True,
+            )
 
 
 @app.command()
@@ -225,8 +258,11 @@ def compare(
     """Run several methods on the same clients and put them into one table and one figure.
 
     Runs that are complete in the folder are not done again; interrupted ones go on.
+
+    [bold]--leave-out each[/bold] tests on domains that nobody trained on: for every domain a run
+    without it, and one table with the accuracy on each unseen domain and their average.
     """
-    from protofed.config import short_task
+    from protofed.config import EACH, short_task
     from protofed.methods import METHODS, method_class
     from protofed.study.compare import adhoc, run_study
 
@@ -244,12 +280,13 @@ def compare(
             )
         called[own] = name
     options = by_method(assignments(set_), called)
-    for option, number in (("--seeds", seeds), ("--jobs", jobs)):
-        if number is not None and number < 1:
-            raise ProtofedError(f"{option} must be at least 1, got {number}")
+    at_least_one(seeds=seeds, jobs=jobs)
     table = {own: (name, options.get(name, {})) for own, name in called.items()}
-    study = adhoc("compare", f"Methods on {task}", task, table, range(seed, seed + seeds), given)
-    folder = out or Path("runs") / f"compare-{short_task(task)}"
+    without = {None: "", EACH: "-unseen"}.get(leave_out, f"-without-{leave_out}")
+    on = {None: "", EACH: ", unseen domains"}.get(leave_out, f" without {leave_out}")
+    title = f"Methods on {task}{on}"
+    study = adhoc("compare", title, task, table, range(seed, seed + seeds), given)
+    folder = out or Path("runs") / f"compare-{short_task(task)}{without}"
     print_outcome(console, study, folder, *run_study(study, folder, jobs, console))
 
 
@@ -336,7 +373,7 @@ def main() -> None:
 # ---- helpers -----------------------------------------------------------------------------------
 
 _SETTINGS = (
-    "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
+    "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay",
     "width", "norm", "leave_out", "dirichlet", "quantity", "leftover", "repair", "participation",
     "average", "precision", "device", "engine", "workers", "checkpoint_every",
     "data", "image_size", "flip", "augment", "test_split", "skip_bad",
@@ -346,7 +383,7 @@ _SETTINGS = (
 def _given(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were typed."""
     given = {k: arguments[k] for k in _SETTINGS if arguments.get(k) is not None}
-    for name in ("clients", "samples"):
+    for name in ("clients", "samples", "model"):
         if arguments[name] is not None:
             given[name] = per_domain(name, arguments[name])
     if (rounds := arguments["keep_rounds"]) is not None:

@@ -23,7 +23,15 @@ BatchOption = Annotated[int | None, typer.Option(help="Batch size.")]
 LrOption = Annotated[float | None, typer.Option("--lr", help="Learning rate.")]
 MomentumOption = Annotated[float | None, typer.Option(help="Momentum, reset every round.")]
 DecayOption = Annotated[float | None, typer.Option("--weight-decay", help="Weight decay.")]
-ModelOption = Annotated[str | None, typer.Option(help="resnet10, resnet18, cnn3 or cnn2.")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME | NAME,NAME | CLIENT=NAME,...",
+        help="resnet10, resnet18, cnn3 or cnn2. Clients may have different models with features of "
+        "one size: cnn3,cnn2 alternates over the clients, scan-0=cnn3,... names each one's. Only "
+        "methods that send no models can take them (docs/heterogeneous.md).",
+    ),
+]
 WidthOption = Annotated[int | None, typer.Option(help="Channels of the first layer.")]
 NormOption = Annotated[str | None, typer.Option(help="batch, group or none.")]
 ClientsOption = Annotated[
@@ -46,9 +54,10 @@ LeaveOutOption = Annotated[
     str | None,
     typer.Option(
         "--leave-out",
-        metavar="DOMAIN",
+        metavar="DOMAIN | each",
         help="A domain that no client has: it is only tested on. Each other domain is then one "
-        "client, unless --clients says otherwise.",
+        "client, unless --clients says otherwise. compare takes each: every domain in turn, and "
+        "one table of the accuracy on the unseen ones.",
     ),
 ]
 DirichletOption = Annotated[
@@ -132,6 +141,13 @@ KeepOption = Annotated[
         metavar="1,10,last | all | none",
         help="Rounds whose prototypes and global model are kept for analyses and the report; "
         "default: the prototypes of ten rounds and no models.",
+    ),
+]
+ImagesOption = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Test images of each domain that confusions and t-SNE look at; 0 leaves both out.",
     ),
 ]
 EveryOption = Annotated[

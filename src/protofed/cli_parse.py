@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def per_domain(name: str, text: str) -> Any:
         return {domain.strip(): value(number) for domain, number in pairs}
     except ValueError:
         raise ProtofedError(
-            f"cannot read --{name} '{text}'", f"write --{name} scan=4,print=3"
+            f"cannot read --{name} '{text}'",
+            f"write --{name} {'scan-0=cnn3,scan-1=cnn2' if name == 'model' else 'scan=4,print=3'}",
         ) from None
 
 
@@ -65,8 +67,30 @@ def settings(texts: Sequence[str] | None) -> dict[str, Any]:
         name, equals, word = (part.strip() for part in text.partition("="))
         if not equals:
             raise ProtofedError(f"cannot read --set '{text}'", "write --set epochs=2")
-        found[name] = per_domain(name, word) if name in ("clients", "samples") else value(word)
+        several = name in ("clients", "samples", "model")
+        found[name] = per_domain(name, word) if several else value(word)
     return found
+
+
+def at_least_one(**numbers: int | None) -> None:
+    """An error where one of these options is given and below 1."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ProtofedError(f"--{name} must be at least 1, got {number}")
+
+
+@contextmanager
+def told(console: Console) -> Iterator[Callable[[str], None]]:
+    """Shows what is under way: in place on a terminal, else a line for what takes long."""
+    with console.status("") if console.is_terminal else nullcontext() as live:
+
+        def tell(text: str) -> None:
+            if live is not None:
+                live.update(escape(text))
+            elif not text.startswith(("drawing", "reading", "packing")):
+                console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+        yield tell
 
 
 def print_table(console: Console, header: Sequence[str], body: Any, caption: str) -> None:

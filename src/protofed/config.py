@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from protofed.architectures import Models, checked_models, model_names, require_fit
 from protofed.data import Task, distribution, distributions, load_task
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
 from protofed.methods import Method, create, fingerprint, reference
-from protofed.models import MODELS, NORMS
+from protofed.models import NORMS
 from protofed.protocols import Protocol, protocol
 
 DTYPES = {
@@ -39,6 +40,9 @@ UNHASHED = ("checkpoint_every", "engine", "workers", "data", "skip_bad", "keep_r
 Where images lie cannot, as ``digest`` says what they are.
 """
 
+EACH = "each"
+"""``leave_out = "each"`` of a comparison: a run for each domain, which it does not train on."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -54,7 +58,7 @@ class Config:
     lr: float
     momentum: float
     weight_decay: float
-    model: str
+    model: Models
     width: int | None
     norm: str | None
     clients: Mapping[str, int]
@@ -92,6 +96,11 @@ class Config:
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """The different models of the clients."""
+        return model_names(self.model)
+
+    @property
     def label(self) -> str:
         """A folder's name for this run."""
         return f"{short_task(self.task)}-{self.method.name}-{self.seed}-{self.hash}"
@@ -102,6 +111,7 @@ class Config:
             "method": {"name": reference(self.method), **self.method.options()},
             "clients": self.clients,
             "samples": self.samples,
+            **({"model": self.model} if isinstance(self.model, Mapping) else {}),
         }
         flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
         lines = [f"{k} = {_toml(v)}" for k, v in flat.items() if v is not None]
@@ -132,7 +142,6 @@ _CHOICES = {
     "precision": ("auto", *DTYPES),
     "device": ("auto", "cpu", "cuda"),
     "norm": NORMS,
-    "model": tuple(MODELS),
     "engine": ENGINES,
 }
 DEFAULTS: dict[str, Any] = {
@@ -195,6 +204,12 @@ def make_config(
         if values[name] is not None and values[name] not in choices:
             raise unknown(f"value for {name}", values[name], choices)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
+    values["model"] = checked_models(values["model"])
+    if len(model_names(values["model"])) > 1:
+        values["method"] = method.apart()
+    if task.classes:  # not the outline of a task, where a finished run is only read
+        sizes = (len(task.classes), task.image_size, values["width"], values["norm"])
+        require_fit(values["method"], values["model"], *sizes)
     values["clients"] = _clients(values, base, task)
     if values["device"] == "auto":
         values["device"] = "cuda" if torch.cuda.is_available() else "cpu"
@@ -281,7 +296,8 @@ def read_config(path: Path) -> dict[str, Any]:
     else:
         raw["method"] = method
     for name in ("task", "method", "protocol", "model"):
-        if name in raw and not isinstance(raw[name], str):
+        table = name == "model" and isinstance(raw.get(name), Mapping)
+        if name in raw and not (table or isinstance(raw[name], str)):
             raise ProtofedError(f"{name} in '{path}' must be a name, got {raw[name]!r}")
     return raw
 
@@ -292,6 +308,11 @@ def _clients(values: Mapping[str, Any], base: Protocol, task: Task) -> dict[str,
     With a domain left out and nothing given, each other domain is one client.
     """
     left_out, clients = values["leave_out"], values.get("clients")
+    if left_out == EACH and EACH not in task.domains:
+        raise ProtofedError(
+            "a run leaves out one domain, not each in turn",
+            f"protofed compare --methods {values['method'].name} --leave-out {EACH} does them all",
+        )
     if left_out is not None and left_out not in task.domains:
         raise unknown(f"domain of {task.name}", left_out, task.domains)
     if clients is None:

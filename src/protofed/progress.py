@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protofed.federation.records import Record, Records
+from protofed.federation.records import Record, Records, beside, shown
 from protofed.federation.run import Federation, Observer, Result
 
 
-def accuracies(record: Mapping[str, object]) -> str:
-    """``scan 84.0  print 41.5 ... average 44.5``."""
-    per_domain = record["accuracy"]
-    assert isinstance(per_domain, Mapping)
-    shown = {**per_domain, "average": record["average"]}
-    return "  ".join(f"{d} {a:.1f}" for d, a in shown.items())
+def accuracies(record: Record, unseen: str | None = None) -> str:
+    """``scan 84.0  print 41.5 ... average 44.5``; with a domain left out, that one first."""
+    every = {**record["accuracy"], "average": record["average"]}
+    every = {**shown(every, unseen), **beside(record)}
+    return "  ".join(f"{d} {a:.1f}" for d, a in every.items())
 
 
 def duration(seconds: float) -> str:
@@ -42,6 +41,8 @@ def client_lines(federation: Federation) -> list[str]:
             classes = _range([row["classes"] for row in own])
             text = f"{len(own)} client{'s' * (len(own) > 1)} × {samples} samples"
             text += f", {classes} of {total} classes"
+            if len(federation.config.models) > 1:
+                text += ": " + ", ".join(f"{row['client']} {row['model']}" for row in own)
         else:
             left_out = "left out" if domain == unseen else "no clients"
             text = f"{left_out}: only tested on, with {len(federation.tests[domain])} images"
@@ -64,13 +65,14 @@ class RunProgress(Observer):
     def start(self, federation: Federation, records: Records) -> None:
         """Say what runs, and show the bar."""
         config = federation.config
-        self.rounds, self.first = config.rounds, len(records)
+        self.rounds, self.first, self.unseen = config.rounds, len(records), config.leave_out
         self.began = time.perf_counter()
         resumed = f", resumed after round {len(records)}" if records else ""
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
             f"{config.seed}: {len(federation.sites)} clients, {config.rounds} rounds "
-            f"of {config.epochs} epochs, {config.model}, engine {federation.engine_name}{resumed}"
+            f"of {config.epochs} epochs, {' and '.join(config.models)}, "
+            f"engine {federation.engine_name}{resumed}"
         )
         for text in client_lines(federation):
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -90,7 +92,7 @@ class RunProgress(Observer):
         self.task = self.bar.add_task(
             "", total=config.rounds, completed=self.first, round=self.first, state="", left=""
         )
-        self.shown = accuracies(records[-1]) if records else ""
+        self.shown = accuracies(records[-1], self.unseen) if records else ""
         self.bar.start()
 
     def client(self, round: int, done: int, total: int) -> None:
@@ -102,12 +104,17 @@ class RunProgress(Observer):
             state=f"client {done}/{total}  {self.shown}",
         )
 
+    def tested(self, round: int, done: int, total: int) -> None:
+        """Say how far the tests are; one model alone is soon done."""
+        if total > 1:
+            self.bar.update(self.task, state=f"tested {done}/{total}  {self.shown}")
+
     def round(self, record: Record) -> None:
         """Show the accuracies; a line of text where there is no terminal."""
         done = record["round"] + 1
         spent = time.perf_counter() - self.began
         left = spent / (done - self.first) * (self.rounds - done)
-        self.shown = accuracies(record)
+        self.shown = accuracies(record, self.unseen)
         self.bar.update(self.task, completed=done, left=f"{duration(left)} left", state=self.shown)
         if not self.live:
             self.console.print(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.errors import ProtofedError
-from protofed.federation.records import Record, Records
+from protofed.federation.records import Record, Records, beside
 from protofed.federation.run import Federation, Observer, Result
 
 FOLDER = "tensorboard"
@@ -34,6 +34,7 @@ class TensorBoard(Observer):
         """Rounds count from 1, as they do for a person."""
         step = record["round"] + 1
         scalars = {"accuracy/average": record["average"]}
+        scalars |= {f"accuracy/{name}": v for name, v in beside(record).items()}
         for group in ("accuracy", "loss", "seconds"):
             scalars |= {f"{group}/{name}": v for name, v in record[group].items()}
         scalars |= {f"megabytes/{w}": record[f"bytes_{w}"] / 1e6 for w in ("up", "down")}

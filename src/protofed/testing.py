@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from protofed import keys
+from protofed.architectures import require_fit
 from protofed.config import Config, make_config
 from protofed.data.task import Augment, Domain, Images, Task
+from protofed.errors import ProtofedError
 from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import load, local, one_thread
+from protofed.federation.local import local, one_thread
 from protofed.federation.records import Record, without_times
 from protofed.federation.run import Federation, Observer, Result, run
-from protofed.federation.tree import Slot, Tree
+from protofed.federation.tree import Tree
 from protofed.keys import generator
-from protofed.methods.base import Batch, Method, Phase, Terms
+from protofed.methods.base import Method
 from protofed.methods.fedavg import FedAvg
+from protofed.scene import Scene
 
 CLASSES, PIXELS = 4, 8
 TINY: dict[str, Any] = {
@@ -48,14 +48,21 @@ TINY: dict[str, Any] = {
 
 
 def tiny_task(
-    classes_of: dict[str, Sequence[int]] | None = None, samples: int = 22, clients: int = 2
+    classes_of: dict[str, Sequence[int]] | None = None,
+    samples: int = 22,
+    clients: int = 2,
+    spare: int = 0,
 ) -> Task:
-    """Two domains of 8×8 noise images with a pattern per class; ``classes_of`` limits a domain."""
+    """Two domains of 8×8 noise images with a pattern per class; ``classes_of`` limits a domain.
+
+    ``spare``: training images of each domain that no client gets.
+    """
     domains = {}
     for d, name in enumerate(("left", "right")):
         own = list((classes_of or {}).get(name, range(CLASSES)))
         domains[name] = Domain(
-            _tiny_images(samples * clients, own, d, 0), _tiny_images(20, range(CLASSES), d, 1)
+            _tiny_images(samples * clients + spare, own, d, 0),
+            _tiny_images(20, range(CLASSES), d, 1),
         )
     return Task(
         name="tiny",
@@ -148,7 +155,7 @@ def _declared(method: Method) -> str:
 
 
 def _gradients(method: Method) -> str:
-    scene = _Scene(method, torch.float64)
+    scene = Scene(_federation(method, torch.float64))
     seen = []
     for phase in scene.phases:
         names = list(scene.terms(phase))
@@ -175,7 +182,9 @@ def _fedavg(method: Method) -> str:
     off = [name for name, h in method.hypers().items() if h.weight]
     if not off:
         raise _Skip("no hyper-parameter is marked as the weight of a term")
-    ours = run(tiny_task(), method.without_weights(), **TINY)
+    if method.evaluates == "everyone":
+        raise _Skip("clients have no model in common")
+    ours = run(_task(method), method.without_weights(), **TINY)
     fedavg = run(tiny_task(), FedAvg(), **TINY)
     same = tree.equal({"model": ours.model}, {"model": fedavg.model})
     _require(same, f"with {', '.join(off)} = 0 the model is not FedAvg's, bit for bit")
@@ -184,36 +193,62 @@ def _fedavg(method: Method) -> str:
 
 def _missing_class(method: Method) -> str:
     # class 3 is nowhere in training, class 2 only at one domain, and batches may hold one class
-    result = run(tiny_task({"left": [0, 1, 2], "right": [0, 1]}), method, **TINY)
+    result = run(_task(method, {"left": [0, 1, 2], "right": [0, 1]}), method, **TINY)
     _finite(result)
     return "a class nobody has, and one that half the clients have"
 
 
 def _one_client(method: Method) -> str:
-    _finite(run(tiny_task(), method, **{**TINY, "clients": {"left": 1}}))
+    _finite(run(_task(method), method, **{**TINY, "clients": {"left": 1}}))
     return "one client in all"
 
 
 def _participation(method: Method) -> str:
-    result = run(tiny_task(), method, **{**TINY, "participation": 0.5, "rounds": 4})
+    settings = {**TINY, "participation": 0.5, "rounds": 4}
+    result, again = (run(_task(method), method, **settings) for _ in range(2))
     _finite(result)
-    again = run(tiny_task(), method, **{**TINY, "participation": 0.5, "rounds": 4})
     _require(_same(result, again), "two runs with the same seed differ")
     return "half the clients a round, twice the same numbers"
 
 
+def _empty_round(method: Method) -> str:
+    federation = _federation(method, torch.float32)
+    federation.run_round()
+    before = federation.server.state
+    federation.server.finish()  # nobody replied
+    _require(tree.equal(before, federation.server.state), "a round without replies changed state")
+    federation.run_round()
+    for slot, entries in federation.server.state.items():
+        for name, t in entries.items():
+            _require(bool(t.isfinite().all()), f"{name} of slot {slot} is not finite afterwards")
+    return "a round in which no client replied, then another"
+
+
+def _different_models(method: Method) -> str:
+    models, norm = "cnn2,cnn3", TINY["norm"]
+    try:
+        require_fit(method.apart(), models, CLASSES, PIXELS, TINY["width"], norm)
+    except ProtofedError:
+        raise _Skip("it sends models, which must be the same at all clients") from None
+    result, again = (run(_task(method), method, **{**TINY, "model": models}) for _ in range(2))
+    _finite(result)
+    _require(_same(result, again), "two runs with the same seed differ")
+    return f"{models}, twice the same numbers"
+
+
 def _resume(method: Method) -> str:
     with tempfile.TemporaryDirectory() as scratch:
-        whole = run(tiny_task(), method, **TINY)
-        config = make_config(tiny_task(), method, **TINY)
+        task = _task(method)
+        whole = run(task, method, **TINY)
+        config = make_config(task, method, **TINY)
         out = Path(scratch) / "run"
         try:
-            run(tiny_task(), config=config, out=out, observers=[_Interrupt(after=1)])
+            run(task, config=config, out=out, observers=[_Interrupt(after=1)])
         except KeyboardInterrupt:
             pass
         else:
             raise AssertionError("the run was not interrupted")
-        resumed = run(tiny_task(), config=config, out=out, resume=True)
+        resumed = run(task, config=config, out=out, resume=True)
     _require(_same(whole, resumed), "a resumed run differs from an uninterrupted one")
     return "interrupted in round 1, resumed, the same bits"
 
@@ -242,7 +277,7 @@ def _serialisation(method: Method) -> str:
 
 
 def _capture(method: Method) -> str:
-    scene = _Scene(method, torch.float64)
+    scene = Scene(_federation(method, torch.float64))
     for number, phase in enumerate(scene.phases):
         first, second = scene.inputs(), scene.other_inputs()
         try:
@@ -264,7 +299,7 @@ def _capture(method: Method) -> str:
 
 
 def _half_precision(method: Method) -> str:
-    scene = _Scene(method, torch.float32)
+    scene = Scene(_federation(method, torch.float32))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for phase in scene.phases:
             for name, term in scene.terms(phase).items():
@@ -280,172 +315,13 @@ _CHECKS: list[tuple[str, Callable[[Method], str]]] = [
     ("missing class", _missing_class),
     ("one client", _one_client),
     ("participation", _participation),
+    ("empty round", _empty_round),
+    ("different models", _different_models),
     ("resume", _resume),
     ("serialisation", _serialisation),
     ("capture-safety", _capture),
     ("half precision", _half_precision),
 ]
-
-
-# ---- a client in the middle of a round ----------------------------------------------------------
-
-
-class _Scene:
-    """A client in round 1 of a tiny federation, its weights moved away from where it started."""
-
-    def __init__(self, method: Method, dtype: torch.dtype) -> None:
-        federation = _federation(method, dtype)
-        federation.run_round()
-        self.method, self.dtype, self.sizes = method, dtype, federation.sizes
-        self.network = federation.make_network()
-        self.received = federation.server.broadcast()
-        self.site, *others = federation.sites.values()
-        self.another = others[0].name
-        self.mine = federation.store.get(self.site.name)
-        self.epochs = federation.setup.training.epochs
-        self.phases = method.phases(1, self.epochs)
-        start = self.mine.get("model", {}) | self.received.get("model", {})
-        load(self.network, start)
-        rng = generator("scene")
-        with torch.no_grad():
-            for p in self.network.parameters():
-                p.add_(torch.from_numpy(rng.standard_normal(tuple(p.shape))).to(dtype), alpha=0.02)
-        self.network.train()
-        self.model: Slot = tree.copy({"model": self.network.state_dict()})["model"]
-        self.batch = self._batch(0)
-
-    def _batch(self, shift: int) -> Batch:
-        rows = torch.arange(8) + shift
-        x = self.site.images.x[rows].to(self.dtype) / 128 - 1
-        return Batch(x, self.site.images.y[rows], rows)
-
-    def terms(self, phase: Phase) -> Terms:
-        """The loss at the scene's weights."""
-        load(self.network, self.model)
-        return phase.loss(self._client(self.received, self.mine), self.batch)
-
-    def slope(self, phase: Phase, name: str) -> tuple[float, float, float, float]:
-        """Along a random direction: the slope by autograd and by differences; ‖gradient‖, value."""
-        term = self.terms(phase)[name]
-        value = float(term.detach())
-        moving = {
-            n: p
-            for n, p in self.network.named_parameters()
-            if phase.trainable is None or phase.trainable(n)
-        }
-        if not term.requires_grad:
-            return 0.0, 0.0, 0.0, value
-        grads = torch.autograd.grad(term, list(moving.values()), allow_unused=True)
-        rng = generator("direction", name)
-        direction = {
-            n: torch.from_numpy(rng.standard_normal(tuple(p.shape))) for n, p in moving.items()
-        }
-        pairs = [(g, direction[n]) for n, g in zip(moving, grads, strict=True) if g is not None]
-        slope = sum(float((g * v).sum()) for g, v in pairs)
-        size = math.sqrt(sum(float((g * g).sum()) for g, _ in pairs))
-        # A step may cross the kink of a ReLU or a max-pool; a smaller one hardly does.
-        tries = [self._difference(phase, name, direction, step) for step in (1e-6, 1e-7, 1e-8)]
-        return slope, min(tries, key=lambda d: abs(d - slope)), size, value
-
-    def _difference(self, phase: Phase, name: str, direction: Slot, step: float) -> float:
-        ends = []
-        for sign in (1, -1):
-            load(self.network, self.model)
-            with torch.no_grad():
-                for n, p in self.network.named_parameters():
-                    if n in direction:
-                        p.add_(direction[n], alpha=sign * step)
-            client = self._client(self.received, self.mine)
-            ends.append(float(phase.loss(client, self.batch)[name].detach()))
-        return (ends[0] - ends[1]) / (2 * step)
-
-    # ---- the step as a function of tensors alone, as an engine would record it ----
-
-    def inputs(self) -> list[Any]:
-        """All that a step reads."""
-        buffers = {n for n, _ in self.network.named_buffers()}
-        return [
-            {n: t.clone().requires_grad_() for n, t in self.model.items() if n not in buffers},
-            {n: t.clone() for n, t in self.model.items() if n in buffers},
-            tuple(self.batch),
-            self.received,
-            self.mine,
-            torch.tensor(1),
-            torch.tensor(0.5),
-            torch.tensor(keys.key(self.site.name)),
-            torch.tensor(11),
-            self._drawn(0),
-        ]
-
-    def other_inputs(self) -> list[Any]:
-        """The same, with everything different that may differ between two steps."""
-        parameters, buffers, _, received, mine, *_ = self.inputs()
-        scaled = [tree.map_tensors(t, _scaled) for t in (received, mine)]
-        return [
-            {n: (t.detach() * 1.1).requires_grad_() for n, t in parameters.items()},
-            buffers,
-            tuple(self._batch(3)),
-            *scaled,
-            torch.tensor(2),
-            torch.tensor(1.0),
-            torch.tensor(keys.key(self.another)),
-            torch.tensor(12),
-            self._drawn(1),
-        ]
-
-    def step(
-        self,
-        phase: Phase,
-        parameters: Slot,
-        buffers: Slot,
-        batch: tuple[Tensor, Tensor, Tensor],
-        received: Tree,
-        mine: Tree,
-        round: Tensor,
-        progress: Tensor,
-        id: Tensor,
-        key: Tensor,
-        drawn: Slot,
-    ) -> list[Tensor]:
-        """Loss and gradients."""
-        client = self._client(received, mine)
-        client.parameters = parameters  # type: ignore[assignment]
-        client.round, client.progress, client.id, client.key = round, progress, id, key
-        client.drawn = drawn
-        loss = _Loss(self.network, lambda: phase.loss(client, Batch(*batch)))
-        state = {f"network.{n}": t for n, t in (parameters | buffers).items()}
-        total: Tensor = functional_call(loss, state, ())
-        wanted = [p for n, p in parameters.items() if phase.trainable is None or phase.trainable(n)]
-        grads = torch.autograd.grad(total, wanted, allow_unused=True)
-        return [total, *(g for g in grads if g is not None)]
-
-    def _client(self, received: Tree, mine: Tree) -> Client:
-        client = Client(
-            self.method,
-            self.network,
-            self.sizes,
-            received=received,
-            mine=mine,
-            round=1,
-            rounds=3,
-            name=self.site.name,
-        )
-        client.begin_step(11)
-        client.drawn = self._drawn(0)
-        return client
-
-    def _drawn(self, row: int) -> Slot:
-        table = self.method.draws(generator("draws"), 2)
-        return {name: torch.from_numpy(a).to(self.dtype)[row] for name, a in table.items()}
-
-
-class _Loss(nn.Module):
-    def __init__(self, network: nn.Module, call: Callable[[], Terms]) -> None:
-        super().__init__()
-        self.network, self.call = network, call
-
-    def forward(self) -> Tensor:
-        return torch.stack(list(self.call().values())).sum()
 
 
 class _Interrupt(Observer):
@@ -461,22 +337,28 @@ class _Interrupt(Observer):
 
 def _federation(method: Method, dtype: torch.dtype) -> Federation:
     precision = "fp64" if dtype == torch.float64 else "fp32"
-    config: Config = make_config(tiny_task(), method, **TINY, precision=precision)
-    return Federation(config, tiny_task())
+    config: Config = make_config(_task(method), method, **TINY, precision=precision)
+    return Federation(config, _task(method))
 
 
-def _scaled(t: Tensor) -> Tensor:
-    return t * 1.1 if t.is_floating_point() else t.clone()
+def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) -> Task:
+    """The tiny task, with images to spare for a method that needs public ones."""
+    return tiny_task(classes_of, spare=12 if method.public_images else 0)
 
 
 def _same(a: Result, b: Result) -> bool:
     records: Callable[[Result], list[Record]] = lambda r: without_times(r.rounds)  # noqa: E731
-    return tree.equal({"model": a.model}, {"model": b.model}) and records(a) == records(b)
+    return tree.equal(_models(a), _models(b)) and records(a) == records(b)
 
 
 def _finite(result: Result) -> None:
-    for name, t in result.model.items():
-        _require(bool(torch.isfinite(t).all()), f"entry {name} of the model is not finite")
+    for owner, model in _models(result).items():
+        for name, t in model.items():
+            _require(bool(t.isfinite().all()), f"entry {name} of {owner} is not finite")
+
+
+def _models(result: Result) -> Tree:
+    return {"the model": result.model, **{f"{c}'s model": m for c, m in result.clients.items()}}
 
 
 def _is_tree(value: object) -> bool:

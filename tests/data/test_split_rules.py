@@ -17,6 +17,7 @@ from protofed.config import Config, make_config, read_config
 from protofed.data import Augment, Domain, Images, Share, Task, distribution, distributions, split
 from protofed.data.split import apportion
 from protofed.errors import ProtofedError
+from protofed.federation.local import evaluate
 from protofed.federation.run import Federation, load_run, run
 from protofed.methods.base import Entry
 from protofed.methods.fedavg import FedAvg
@@ -545,12 +546,13 @@ def test_own_models_of_all_clients_are_tested_on_an_unseen_domain() -> None:
     federation = Federation(result.config, task)
     federation.run_round()
     received = federation.server.broadcast()
+    network = federation.make_network()
     scores = [
-        federation.engine.evaluate(received, federation.store.get(name), federation.tests, 1)
+        evaluate(federation.setup, network, received, federation.store.get(name), federation.tests)
         for name in federation.sites
     ]
-    mean = sum(s["right"] for s in scores) / len(scores)
-    assert federation.evaluate()["right"] == pytest.approx(mean)
+    mean = sum(s["accuracy"]["right"] for s in scores) / len(scores)
+    assert federation.evaluate()["accuracy"]["right"] == pytest.approx(mean)
 
 
 def test_clients_table_is_stored_and_shown(tmp_path: Path) -> None:
@@ -575,7 +577,7 @@ def test_clients_table_is_stored_and_shown(tmp_path: Path) -> None:
     result = run(tiny_task(), out=tmp_path / "run", dirichlet=0.1, **TINY)
     stored = json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))
     assert stored == result.summary["clients"]
-    assert stored[0].keys() == {"client", "domain", "samples", "classes", "per_class"}
+    assert stored[0].keys() == {"client", "domain", "model", "samples", "classes", "per_class"}
     assert "label skew Dirichlet(0.1)" in caption([result])
 
 

@@ -22,7 +22,7 @@ SAMPLES = {"left": 22, "right": 13}
 def both(method: Method, **settings: object) -> tuple[Result, Result]:
     """The same run by the loop on a CPU and by lanes on a GPU."""
     common = {**TINY, "clients": CLIENTS, "samples": SAMPLES, **settings}
-    task = tiny_task(samples=22, clients=3)
+    task = tiny_task(samples=22, clients=3, spare=12)
     loop = run(task, method, **{**common, "engine": "loop", "device": "cpu"})
     lanes = run(task, method, **{**common, "engine": "lanes", "device": "cuda"})
     return loop, lanes
@@ -31,8 +31,10 @@ def both(method: Method, **settings: object) -> tuple[Result, Result]:
 def apart(loop: Result, lanes: Result) -> float:
     """The largest difference between the models, relative to an entry's largest value."""
     worst = 0.0
-    for name, a in loop.model.items():
-        b = lanes.model[name]
+    assert loop.clients.keys() == lanes.clients.keys()
+    # the server's part of the model, and the clients' own
+    ours, theirs = ({"": r.model, **r.clients} for r in (loop, lanes))
+    for name, a, b in ((n, t, theirs[c][n]) for c, m in ours.items() for n, t in m.items()):
         if a.is_floating_point():
             scale = max(1e-3, float(a.abs().max()))
             worst = max(worst, float((a.double() - b.double()).abs().max()) / scale)
@@ -62,10 +64,43 @@ def test_the_first_steps_agree_in_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_bfloat16_learns_as_well(name: str) -> None:
-    loop, lanes = both(METHODS[name](), rounds=6, precision="bf16")
-    del loop
-    assert all(torch.isfinite(t).all() for t in lanes.model.values())
+def test_bfloat16_runs_and_stays_finite(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, lanes = both(METHODS[name](), rounds=6, precision="bf16")
+    models = (lanes.model, *lanes.clients.values())
+    assert all(torch.isfinite(t).all() for model in models for t in model.values())
+
+
+@pytest.mark.parametrize("name", ["local", "fedmd", "fedgh", "fedproto", "fedseproto"])
+def test_clients_with_different_models_agree(name: str) -> None:
+    """A lane has a network and graphs for each model, and takes clients of both."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop, lanes = both(METHODS[name](), rounds=3, precision="fp64", model="cnn3,cnn2")
+    assert apart(loop, lanes) < 1e-8
+    for a, b in zip(loop.rounds, lanes.rounds, strict=True):
+        assert a["accuracy"] == b["accuracy"]
+        assert a["beside"] == b["beside"]
+        assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fpl", "fedseproto"])
+def test_residual_networks_agree(name: str) -> None:
+    """Here BatchNorm, the shortcut's addition and ReLU are one kernel."""
+    settings = {"model": "resnet10", "width": 8, "rounds": 2, "precision": "fp64"}
+    loop, lanes = both(METHODS[name](), **settings)
+    assert apart(loop, lanes) < 1e-8
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fpl", "i2pfl"])
+def test_longer_runs_end_at_the_same_accuracy(name: str) -> None:
+    """Rounding grows from step to step, so that models part; how good they are must not."""
+    common = {"rounds": 12, "seed": 0}
+    loop = run("glyphs", METHODS[name](), engine="workers", device="cpu", **common)
+    lanes = run("glyphs", METHODS[name](), engine="lanes", device="cuda", **common)
+    last = [[r["average"] for r in result.rounds[-5:]] for result in (loop, lanes)]
+    assert abs(sum(last[0]) - sum(last[1])) / 5 < 3, last
 
 
 @pytest.mark.parametrize("settings", [{"participation": 0.5}, {"norm": "group"}, {"batch": 64}])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -19,7 +19,7 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.federation import batchnorm_policy
-from protofed.federation.local import Reply
+from protofed.federation.local import Reply, Scores
 from protofed.federation.records import (
     Record,
     Records,
@@ -382,7 +382,7 @@ def test_files_of_a_run(glyphs_run: Result) -> None:
     assert not [f for f in files if f.endswith(".tmp")]
     model, metadata = tree.load(folder / "model.safetensors")
     assert tree.equal(model, {"model": glyphs_run.model})
-    assert metadata == {"hash": glyphs_run.config.hash}
+    assert metadata == {"hash": glyphs_run.config.hash, "holds": "the global model"}
     summary = json.loads((folder / "summary.json").read_text())
     assert summary == glyphs_run.summary
     assert summary["hyper_parameters"]["tau"] == 0.05
@@ -525,7 +525,7 @@ def test_states_spill_to_disk(tmp_path: Path) -> None:
 
 
 def test_a_clients_name_is_a_safe_file_name(tmp_path: Path) -> None:
-    store = ClientStore(dict, tmp_path / "clients", limit=0)
+    store = ClientStore(lambda name: {}, tmp_path / "clients", limit=0)
     state = {"a": {"x": torch.ones(2)}}
     for name in ("a/b", "../c", "ü 1", "a%2Fb"):
         store.stage(name, state, 0)
@@ -536,7 +536,7 @@ def test_a_clients_name_is_a_safe_file_name(tmp_path: Path) -> None:
 
 
 def test_staged_states_count_once_accepted() -> None:
-    store = ClientStore(lambda: {"a": {"x": torch.zeros(1)}}, None)
+    store = ClientStore(lambda name: {"a": {"x": torch.zeros(1)}}, None)
     store.stage("c", {"a": {"x": torch.ones(1)}}, 0)
     assert store.get("c")["a"]["x"].item() == 0
     store.abandon()
@@ -548,7 +548,7 @@ def test_staged_states_count_once_accepted() -> None:
 
 
 def test_a_state_can_become_empty() -> None:
-    store = ClientStore(lambda: {"a": {"x": torch.zeros(1)}}, None)
+    store = ClientStore(lambda name: {"a": {"x": torch.zeros(1)}}, None)
     store.stage("c", {"a": {"x": torch.ones(1)}}, 0)
     store.accept()
     store.stage("c", {}, 1)
@@ -566,7 +566,7 @@ def test_interrupted_while_evaluating(
     monkeypatch.setattr(module, "ClientStore", functools.partial(ClientStore, limit=limit))
     evaluate = Federation.evaluate
 
-    def interrupted(self: Federation) -> dict[str, float]:
+    def interrupted(self: Federation, observers: Sequence[Observer] = ()) -> Scores:
         return ctrl_c() if self.server.round == 2 else evaluate(self)  # type: ignore[return-value]
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

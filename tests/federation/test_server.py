@@ -331,7 +331,7 @@ def test_entries_that_only_go_down_keep_the_servers_value() -> None:
     received = federation.server.broadcast()
     assert received["model"].keys() == before.keys()
     site = next(iter(federation.sites.values()))
-    sent = local(federation.setup, federation.engine.network, site, received, {}, 0)
+    sent = local(federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0)
     heads = {"head.weight", "head.bias"}
     assert sent.message["model"].keys() == before.keys() - heads
     assert not sent.mine.get("model"), "the client does not keep it either"
@@ -362,14 +362,16 @@ def norms() -> Federation:
 
 
 def test_local_batchnorm_is_in_no_message_and_in_the_private_state(norms: Federation) -> None:
-    kinds = entries(norms.engine.network)
+    kinds = entries(norms.engine.networks["cnn2"])
     bn = {n for n, kind in kinds.items() if kind == "bn"}
     assert len(bn) == 10
     assert norms.server.broadcast()["model"].keys() == kinds.keys() - bn
     site = norms.sites["left-0"]
     first = norms.store.get("left-0")
     assert first["model"].keys() == bn
-    sent = local(norms.setup, norms.engine.network, site, norms.server.broadcast(), first, 0)
+    sent = local(
+        norms.setup, norms.engine.networks["cnn2"], site, norms.server.broadcast(), first, 0
+    )
     assert sent.message["model"].keys() == kinds.keys() - bn
     assert sent.mine["model"].keys() == bn
     assert int(sent.mine["model"][COUNTER]) == sent.steps == 6
@@ -393,7 +395,7 @@ def test_local_batchnorm_is_restored_in_the_next_round(norms: Federation) -> Non
     for mine in ({"model": kept["right-1"]["model"]}, {"model": initial}):
         sent = local(
             again.setup,
-            again.engine.network,
+            again.engine.networks["cnn2"],
             again.sites["right-1"],
             again.server.broadcast(),
             mine,
@@ -401,13 +403,13 @@ def test_local_batchnorm_is_restored_in_the_next_round(norms: Federation) -> Non
         )
         same = tree.equal(sent.mine, norms.store.get("right-1"))
         assert same == (mine["model"] is not initial)
-    assert start.keys() == again.engine.network.state_dict().keys()
+    assert start.keys() == again.engine.networks["cnn2"].state_dict().keys()
 
 
 def test_evaluation_uses_the_clients_own_batchnorm(norms: Federation) -> None:
     norms.run_round()
     record = norms.run_round()
-    net = norms.engine.network
+    net = norms.engine.networks["cnn2"]
     expected: dict[str, list[float]] = {}
     for name, site in norms.sites.items():
         load(net, {**norms.server.state["model"], **norms.store.get(name)["model"]})
@@ -461,5 +463,5 @@ def test_a_method_that_shares_nothing() -> None:
     assert (record["bytes_up"], record["bytes_down"]) == (0, 0)
     assert federation.model == {}
     assert len(federation.store.get("left-0")["model"]) == len(
-        federation.engine.network.state_dict()
+        federation.engine.networks["cnn2"].state_dict()
     )

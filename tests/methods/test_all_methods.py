@@ -19,7 +19,10 @@ from protofed.methods import (
     FedAdam,
     FedAvgGA,
     FedDyn,
+    FedGH,
+    FedMD,
     FedProc,
+    FedProto,
     FedSeProto,
     Scaffold,
     create,
@@ -66,6 +69,9 @@ KEPT = {  # bytes at each client between rounds; methods not named keep nothing
     "fedseproto": SEMANTIC + DECODER,  # the domain encoder is as large as the semantic one
     "fedsr": REFERENCE,
     "copa": HEAD,
+    "local": MODEL,
+    "fedmd": MODEL,
+    "fedgh": MODEL - HEAD,
 }
 SLOTS_KEPT = {
     "moon": {"previous", "history"},
@@ -75,13 +81,22 @@ SLOTS_KEPT = {
     "fedseproto": {"model"},
     "fedsr": {"model"},
     "copa": {"model"},
+    "local": {"model"},
+    "fedmd": {"model"},
+    "fedgh": {"model"},
 }
-TRAVELS = {  # bytes of slot "model", where a client keeps a part of the network
+TRAVELS = {  # bytes of slot "model" going up, where a client keeps a part of the network
     "fedseproto": MODEL + SEMANTIC,
     "fedbn": MODEL - BATCHNORM,
     "fedsr": MODEL + GAUSSIAN,
     "copa": MODEL - HEAD,
+    "local": 0,
+    "fedmd": 0,
+    "fedgh": 0,
 }
+DOWN = {**TRAVELS, "fedgh": HEAD}  # the same, coming down
+PUBLIC = (500 - 12) + (500 - 20) + (350 - 12) + (250 - 12)  # FedMD's N: what no client holds
+LOGITS = 4 * PUBLIC * K
 SLOTS_UP = {
     name: {"model", "prototypes"}
     for name in ("fedproc", "fedproto", "fpl", "fedplvm", "i2pfl", "fedseproto", "fedmlp")
@@ -90,6 +105,9 @@ SLOTS_UP = {
     "fedavg_ga": {"model", "scores"},
     "fedga": {"model", "scores"},
     "copa": {"model", "head"},
+    "local": set(),
+    "fedmd": {"logits"},
+    "fedgh": {"prototypes"},
 }
 SLOTS_DOWN = {
     **SLOTS_UP,
@@ -99,12 +117,15 @@ SLOTS_DOWN = {
     "fedavg_ga": {"model"},
     "fedga": {"model"},
     "copa": {"model", "heads"},
+    "fedgh": {"model"},
 }
 BESIDE = {  # bytes sent beside the model, where they are no table of prototypes
     "scaffold": 4 * PARAMETERS,
     "fedavg_ga": SCORES,
     "fedga": SCORES,
     "copa": HEAD,
+    "local": 0,
+    "fedmd": LOGITS,
 }
 SERVER = {
     **SLOTS_DOWN,
@@ -114,6 +135,7 @@ SERVER = {
     "fedopt": {"model", "v"},
     "fedavgm": {"model", "v"},
     "fedadam": {"model", "m", "v"},
+    "fedmd": {"consensus"},
 }
 
 
@@ -212,17 +234,21 @@ def test_recorded_bytes_are_the_sum_of_what_was_sent(whole):
     name, result, recorder = whole
     lines = (result.folder / "rounds.jsonl").read_text("utf-8").splitlines()
     assert len(lines) == len(recorder.sent) == 2
-    for line, (received, replies) in zip(lines, recorder.sent, strict=True):
+    for round, (line, (received, replies)) in enumerate(zip(lines, recorder.sent, strict=True)):
         record = json.loads(line)
         assert record["clients"] == len(replies) == CLIENTS
         assert record["bytes_down"] == CLIENTS * size(received)
         assert record["bytes_up"] == sum(size(r.message) for r in replies.values())
-        assert set(received) == SLOTS_DOWN.get(name, {"model"})
+        if name == "fedmd":  # a consensus from the second round on, and the round it is for
+            assert size(received) == (LOGITS + 8 if round else 0)
+            assert set(received) == ({"consensus"} if round else set())
+        else:
+            assert set(received) == SLOTS_DOWN.get(name, {"model"})
         for reply in replies.values():
             assert set(reply.message) == SLOTS_UP.get(name, {"model"})
             model = TRAVELS.get(name, MODEL)
-            assert size({"model": reply.message["model"]}) == model
-            assert size({"model": received["model"]}) == model
+            assert size({"model": reply.message.get("model", {})}) == model
+            assert size({"model": received.get("model", {})}) == DOWN.get(name, MODEL)
             prototypes = size(reply.message) - model
             if name == "fedplvm":  # ragged: K × J means and their mask
                 J = reply.message["prototypes"]["mask"].shape[1]
@@ -253,7 +279,7 @@ def test_what_a_client_keeps_never_travels(whole):
     private = {n for s in recorder.federation.store.accept().values() for n in s.get("model", {})}
     for received, replies in recorder.sent:
         for message in (received, *(r.message for r in replies.values())):
-            assert not private & set(message["model"])
+            assert not private & set(message.get("model", {}))
             assert not {"previous", "history", "g", "h", "c_m", "m", "v", "ga"} & set(message)
     assert bool(private) == (name in TRAVELS)
 
@@ -261,9 +287,10 @@ def test_what_a_client_keeps_never_travels(whole):
 def test_batchnorm_counters_are_never_averaged(whole):
     name, result, recorder = whole
     counters = [n for n, t in result.model.items() if not t.is_floating_point()]
-    assert len(counters) == (0 if name == "fedbn" else 2)  # FedBN's stay with the clients
+    stay = name in ("fedbn", "local", "fedmd", "fedgh")  # with the clients
+    assert len(counters) == (0 if stay else 2)
     received = [received for received, _ in recorder.sent]
-    after = [received[1]["model"], result.model]
+    after = [received[1].get("model", {}), result.model]
     for (_, replies), model in zip(recorder.sent, after, strict=True):
         for n in counters:
             sent = [int(r.message["model"][n]) for r in replies.values()]
@@ -288,7 +315,11 @@ def test_batchnorm_counters_are_never_averaged(whole):
             I2PFL(mixup="input", inter="cluster", detach=False, ema="as_text", gamma_max=True),
             marks=pytest.mark.slow,
         ),
+        FedProto(share="prototypes"),
+        FedGH(proto_pass="post", epochs=1),
+        FedMD(public="left", digest_epochs=2, digest_batch=5),
         pytest.param(FedSeProto(kl="moments"), marks=pytest.mark.slow),
+        pytest.param(FedSeProto(share="prototypes"), marks=pytest.mark.slow),
     ],
     ids=lambda m: m.name,
 )
@@ -329,7 +360,7 @@ CARDS = {
     "scaffold": {"eta_g": 1.0, "momentum": 0.0},
     "fedbn": {},
     "fedproc": {"tau": 1.0, "warmup": False, **LAST_EPOCH},
-    "fedproto": {"weight": 1.0, **LAST_EPOCH},
+    "fedproto": {"weight": 1.0, **LAST_EPOCH, "share": "auto"},
     "fpl": {
         "tau": 0.02,
         "cpcl": 1.0,
@@ -369,7 +400,18 @@ CARDS = {
         "kl": "unit",
         "proto_reduction": "mean",
         **LAST_EPOCH,
+        "share": "auto",
     },
+    "local": {},
+    "fedmd": {
+        "public": "unused",
+        "images": 2000,
+        "warm_up": 1,
+        "digest_epochs": 1,
+        "digest_batch": 256,
+        "digest_lr": 0.001,
+    },
+    "fedgh": {"eta": 0.01, "epochs": 10, "batch": 10, **LAST_EPOCH},
 }
 PER_TASK = {
     ("i2pfl", "office_caltech"): {"tau": 0.02},

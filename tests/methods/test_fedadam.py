@@ -5,34 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import NAMES, SIZES, network, recorded, server_of
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client import Client
 from protofed.federation.local import Reply
 from protofed.federation.run import Federation, run
-from protofed.federation.server import Server
 from protofed.methods import FedAdam, FedAvg
-from protofed.methods.base import Batch, Sizes
-from protofed.models import Network
+from protofed.methods.base import Batch
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 COUNTER, RUNNING = "encoder.1.num_batches_tracked", "encoder.1.running_var"
 VARIANTS = ["adam", "yogi", "adagrad"]
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Linear(5, D), nn.BatchNorm1d(D), nn.Tanh())
-    return Network(encoder, D, K).double()
-
-
-NAMES = tuple(n for n, _ in network(0).named_parameters())
-SIZES = Sizes(K, D, 8, NAMES)
 
 
 def model(seed, scale=1.0):
@@ -44,10 +31,6 @@ def model(seed, scale=1.0):
     entries[RUNNING] += 0.3 * seed
     entries[COUNTER] += 5 * seed
     return entries
-
-
-def server_of(method, clients, **settings):
-    return Server(method, network(0), SIZES, clients, rounds=9, seed=0, **settings)
 
 
 def feed(server, models, samples):
@@ -203,15 +186,7 @@ def test_moments_outlive_a_round_of_other_clients(variant):
     method = FedAdam(variant=variant)
     settings = {**TINY, "participation": 0.5, "precision": "fp64"}
     federation = Federation(make_config(tiny_task(), method, **settings), tiny_task())
-    train, replies, active = federation.engine.train, {}, []
-
-    def recording(*args):
-        replies.clear()
-        for name, reply in train(*args):
-            replies[name] = reply
-            yield name, reply
-
-    federation.engine.train = recording
+    replies, active = recorded(federation), []
     name = "head.bias"
     for _ in range(3):
         before = {slot: federation.server.state[slot][name].tolist() for slot in "mv"}

@@ -3,33 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import NAMES, SIZES, close, network, recorded, server_of
 
 from protofed.config import make_config
 from protofed.federation.client import Client
 from protofed.federation.local import Reply
 from protofed.federation.run import Federation, run
-from protofed.federation.server import Server
 from protofed.methods import FedAvg, FedAvgM
-from protofed.methods.base import Batch, Sizes
-from protofed.models import Network
+from protofed.methods.base import Batch
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 COUNTER, RUNNING = "encoder.1.num_batches_tracked", "encoder.1.running_var"
 UNEQUAL = {**TINY, "samples": {"left": 9, "right": 22}}
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Linear(5, D), nn.BatchNorm1d(D), nn.Tanh())
-    return Network(encoder, D, K).double()
-
-
-NAMES = tuple(n for n, _ in network(0).named_parameters())
-SIZES = Sizes(K, D, 8, NAMES)
 
 
 def model(seed):
@@ -40,24 +27,10 @@ def model(seed):
     return entries
 
 
-def server_of(method, clients, **settings):
-    return Server(method, network(0), SIZES, clients, rounds=9, seed=0, **settings)
-
-
 def feed(server, models, samples):
     for name, entries in models.items():
         server.accept(name, Reply({"model": entries}, {}, samples[name], 1, 0.1))
     server.finish()
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def close(a, b, tolerance):
-    return a.keys() == b.keys() and all(
-        torch.allclose(a[n], b[n], rtol=tolerance, atol=tolerance) for n in a
-    )
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.0, 0.5])
@@ -151,15 +124,7 @@ def test_the_first_round_is_fedavgs_and_so_are_the_bytes(clients):
 def test_momentum_outlives_a_round_of_other_clients():
     config = make_config(tiny_task(), FedAvgM(), **{**UNEQUAL, "participation": 0.5})
     federation = Federation(config, tiny_task())
-    train, replies, active = federation.engine.train, {}, []
-
-    def recording(*args):
-        replies.clear()
-        for name, reply in train(*args):
-            replies[name] = reply
-            yield name, reply
-
-    federation.engine.train = recording
+    replies, active = recorded(federation), []
     for _ in range(3):
         start, old = federation.model, federation.server.state["v"]
         federation.run_round()

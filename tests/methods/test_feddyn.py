@@ -3,38 +3,22 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import NAMES, SIZES, check_gradients, network, numbers, recorded, same, server_of
 
 from protofed.config import make_config
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.local import Reply
 from protofed.federation.run import Federation, run
-from protofed.federation.server import Server, ServerView, Update
+from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
 from protofed.methods import FedAvg, FedDyn
-from protofed.methods.base import Batch, Sizes
-from protofed.models import Network
+from protofed.methods.base import Batch
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 Y = [0, 1, 2, 2, 0, 1]
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Linear(5, D), nn.BatchNorm1d(D), nn.Tanh())
-    return Network(encoder, D, K).double()
-
-
-NAMES = tuple(n for n, _ in network(0).named_parameters())
-SIZES = Sizes(K, D, 8, NAMES)
 
 
 def scene(method, moved=True, g=True):
@@ -58,25 +42,6 @@ def pairs(a, b):
 def federation(task=None, method=None, **settings):
     task = task or tiny_task()
     return Federation(make_config(task, method or FedDyn(), **{**TINY, **settings}), task)
-
-
-def recorded(federation):
-    """The replies of the federation's next rounds, by client."""
-    replies = {}
-    train = federation.engine.train
-
-    def recording(*args):
-        replies.clear()
-        for name, reply in train(*args):
-            replies[name] = reply
-            yield name, reply
-
-    federation.engine.train = recording
-    return replies
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -119,16 +84,7 @@ def test_gradients_by_finite_differences(term):
         client.begin_step(1)
         return method.loss(client, batch)[term]
 
-    value().backward()
-    for name, p in net.named_parameters():
-        for index in np.ndindex(*p.shape):
-            kept, ends = p.data[index].item(), []
-            for step in (1e-6, -1e-6):
-                p.data[index] = kept + step
-                ends.append(value().item())
-            p.data[index] = kept
-            slope = (ends[0] - ends[1]) / 2e-6
-            assert p.grad[index].item() == pytest.approx(slope, abs=1e-7), name
+    assert check_gradients(net, value) == set()
 
 
 def test_first_round_first_step_is_finite_and_adds_nothing():
@@ -193,11 +149,6 @@ def test_gradients_are_clipped_together():
 
 
 # ---- the server ---------------------------------------------------------------------------------
-
-
-def server_of(method, clients, sizes=SIZES):
-    net = network(0)
-    return Server(method, net, sizes, clients, rounds=9, seed=0)
 
 
 def test_three_rounds_by_hand_with_two_of_five_clients():

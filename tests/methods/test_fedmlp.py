@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from method_scenes import numbers
 from torch import nn
 
 from protofed import methods
@@ -25,10 +26,6 @@ Y = [0, 1, 2, 2, 0, 4, 3]
 TAU = 0.5
 SHORT = {**TINY, "rounds": 2}
 pytestmark = pytest.mark.usefixtures("single_thread")
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def array(t):

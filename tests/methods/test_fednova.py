@@ -3,35 +3,22 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import NAMES, SIZES, close, network, recorded, same, server_of
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client import Client
 from protofed.federation.local import Reply
 from protofed.federation.run import Federation, run
-from protofed.federation.server import Server
 from protofed.methods import FedAvg, FedNova
-from protofed.methods.base import Batch, Sizes
-from protofed.models import Network
+from protofed.methods.base import Batch
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 COUNTER, RUNNING = "encoder.1.num_batches_tracked", "encoder.1.running_var"
 SAME_STEPS = {**TINY, "samples": {"left": 17, "right": 22}}  # 3 batches of 8 either way
 OTHER_STEPS = {**TINY, "samples": {"left": 9, "right": 40}, "epochs": 1}  # 2 and 5
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Linear(5, D), nn.BatchNorm1d(D), nn.Tanh())
-    return Network(encoder, D, K).double()
-
-
-NAMES = tuple(n for n, _ in network(0).named_parameters())
-SIZES = Sizes(K, D, 8, NAMES)
 
 
 def model(seed):
@@ -39,10 +26,6 @@ def model(seed):
     entries[RUNNING] += 0.3 * seed
     entries[COUNTER] += 5 * seed
     return entries
-
-
-def server_of(method, clients, **settings):
-    return Server(method, network(0), SIZES, clients, rounds=9, seed=0, **settings)
 
 
 def feed(server, models, samples, steps):
@@ -62,16 +45,6 @@ def normaliser(steps, rho):
 
 def big_task():
     return tiny_task(samples=40)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-def close(a, b, tolerance):
-    return a.keys() == b.keys() and all(
-        torch.allclose(a[n], b[n], rtol=tolerance, atol=tolerance) for n in a
-    )
 
 
 # ---- the server ---------------------------------------------------------------------------------
@@ -207,15 +180,7 @@ def test_a_run_takes_the_steps_that_were_made_and_partial_participation():
     settings = {**OTHER_STEPS, "participation": 0.5, "precision": "fp64"}
     config = make_config(big_task(), FedNova(), **settings)
     federation = Federation(config, big_task())
-    train, replies, seen = federation.engine.train, {}, set()
-
-    def recording(*args):
-        replies.clear()
-        for name, reply in train(*args):
-            replies[name] = reply
-            yield name, reply
-
-    federation.engine.train = recording
+    replies, seen = recorded(federation), set()
     for _ in range(4):
         start = federation.model
         federation.run_round()

@@ -3,9 +3,9 @@
 import math
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
+from method_scenes import D, Given, K, check_gradients, cosine, cross_entropy, numbers, same
 from torch import nn
 
 from protofed.config import make_config
@@ -15,29 +15,13 @@ from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
 from protofed.methods import FedAvg, FedProc
 from protofed.methods.base import Batch, Sizes
-from protofed.models import Network, Output
+from protofed.models import Network
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 SIZES = Sizes(K, D, 8)
 Y = [0, 1, 2, 2, 0, 0]
-
-
-class Given(nn.Module):
-    """Says for 'image' i the given feature and logits: x is a vector of row numbers."""
-
-    def __init__(self, z, logits):
-        super().__init__()
-        self.z, self.logits = nn.Parameter(z), nn.Parameter(logits)
-
-    def forward(self, x):
-        return Output(self.z[x], self.logits[x])
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def prototypes(mask=(1, 1, 1)):
@@ -55,18 +39,6 @@ def scene(method, round, rounds, y=Y, C=None):
     return client, net, Batch(rows, torch.tensor(y), rows)
 
 
-def cross_entropy(logits, y):
-    total = 0.0
-    for row, k in zip(logits.tolist(), y, strict=True):
-        total -= math.log(math.exp(row[k]) / sum(math.exp(v) for v in row))
-    return total / len(y)
-
-
-def cosine(a, b):
-    dot = sum(p * q for p, q in zip(a, b, strict=True))
-    return dot / (math.sqrt(sum(p * p for p in a)) * math.sqrt(sum(q * q for q in b)))
-
-
 def gpc(z, y, C, tau=1.0):
     """(1/B) Σ_i −log e^{cos(z,C^y)/τ} / Σ_k e^{cos(z,C^k)/τ} over the classes there are."""
     there = [k for k in range(K) if C["mask"][k] > 0]
@@ -76,10 +48,6 @@ def gpc(z, y, C, tau=1.0):
             e = {k: math.exp(cosine(z[i].tolist(), C["mean"][k].tolist()) / tau) for k in there}
             total -= math.log(e[own] / sum(e.values()))
     return total / len(y)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 def federation(task=None, method=None, **settings):
@@ -153,16 +121,7 @@ def test_gradient_in_the_weights_by_finite_differences(t):
         client.begin_step(1)
         return torch.stack(list(method.loss(client, batch).values())).sum()
 
-    value().backward()
-    for name, p in net.named_parameters():
-        for index in np.ndindex(*p.shape):
-            kept, ends = p.data[index].item(), []
-            for step in (1e-6, -1e-6):
-                p.data[index] = kept + step
-                ends.append(value().item())
-            p.data[index] = kept
-            slope = (ends[0] - ends[1]) / 2e-6
-            assert p.grad[index].item() == pytest.approx(slope, abs=1e-7), name
+    assert check_gradients(net, value) == set()
 
 
 def test_round_0_has_loss_0_and_gradient_0():

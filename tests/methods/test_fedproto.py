@@ -1,46 +1,20 @@
 """FedProto: each equation, through the method's own hooks, against loops over plain numbers."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import D, Given, K, cross_entropy, numbers
 
 from protofed.federation.client import Client
-from protofed.federation.local import local, one_thread
+from protofed.federation.local import local
 from protofed.federation.run import Federation, run
 from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
 from protofed.methods import FedAvg, FedProto
 from protofed.methods.base import Batch, Sizes
-from protofed.models import Output
 from protofed.testing import TINY, tiny_task
 
-K, D = 3, 4
 SIZES = Sizes(K, D, 8)
-
-
-@pytest.fixture(autouse=True)
-def single_thread():
-    """As in a run: with more threads, tiny networks only wait for each other."""
-    with one_thread():
-        yield
-
-
-class Given(nn.Module):
-    """Says for 'image' i the given feature and logits: x is a vector of row numbers."""
-
-    def __init__(self, z, logits):
-        super().__init__()
-        self.z, self.logits = nn.Parameter(z), nn.Parameter(logits)
-
-    def forward(self, x):
-        return Output(self.z[x], self.logits[x])
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def prototypes(mask=(1, 1, 1), seed=7):
@@ -53,13 +27,6 @@ def scene(method, y, received, dtype=torch.float64):
     client.begin_step(1)
     rows = torch.arange(len(y))
     return client, net, Batch(rows, torch.tensor(y), rows)
-
-
-def cross_entropy(logits, y):
-    total = 0.0
-    for row, k in zip(logits.tolist(), y, strict=True):
-        total -= math.log(math.exp(row[k]) / sum(math.exp(v) for v in row))
-    return total / len(y)
 
 
 def pull(z, y, proto):
@@ -211,7 +178,7 @@ def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
     for way in ("post", "last_epoch"):
         config = make_config(tiny_task(), FedProto(proto_pass=way), **TINY)
         federation = Federation(config, tiny_task())
-        net, site = federation.engine.network, federation.sites["left-0"]
+        net, site = federation.engine.networks["cnn2"], federation.sites["left-0"]
         reply = local(federation.setup, net, site, federation.server.broadcast(), {}, 0)
         replies[way] = reply.message
     load(net, replies["post"]["model"])

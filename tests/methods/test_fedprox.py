@@ -1,11 +1,9 @@
 """FedProx: its spring against loops over plain numbers, and where it must be FedAvg."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import D, K, cross_entropy, network, numbers, same
 
 from protofed.config import make_config
 from protofed.federation.client import Client
@@ -13,25 +11,12 @@ from protofed.federation.local import local
 from protofed.federation.run import Federation, run
 from protofed.methods import FedAvg, FedProx
 from protofed.methods.base import Batch, Sizes
-from protofed.models import Network
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 SIZES = Sizes(K, D, 8)
 Y = [0, 1, 2, 2, 0, 1]
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
-
-
-def network(seed):
-    """A small network with BatchNorm, whose buffers a spring must not touch."""
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Linear(5, D), nn.BatchNorm1d(D), nn.Tanh())
-    return Network(encoder, D, K).double()
 
 
 def scene(method, moved=True):
@@ -41,13 +26,6 @@ def scene(method, moved=True):
     client = Client(method, net, SIZES, received={"model": start}, mine={}, round=1, rounds=3)
     client.begin_step(1)
     return client, net, start, Batch(numbers(5, len(Y), 5), torch.tensor(Y), torch.arange(len(Y)))
-
-
-def cross_entropy(logits, y):
-    total = 0.0
-    for row, k in zip(logits.tolist(), y, strict=True):
-        total -= math.log(math.exp(row[k]) / sum(math.exp(v) for v in row))
-    return total / len(y)
 
 
 def squares(net, start):
@@ -67,10 +45,6 @@ def reply_of(method, **settings):
     run = federation(method, **settings)
     site = run.sites["left-0"]
     return local(run.setup, run.make_network(), site, run.server.broadcast(), {}, 0)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.parametrize("mu", [1e-4, 0.01, 2])

@@ -439,7 +439,7 @@ def trained(fed, method=None, received=None, round=0):
     received = received or fed.server.broadcast()
     mine = fed.store.get(site.name)
     before = {**mine["model"], **received["model"]}
-    reply = local(setup, fed.engine.network, site, received, mine, round)
+    reply = local(setup, fed.engine.networks["cnn2"], site, received, mine, round)
     after = {**reply.mine["model"], **reply.message["model"]}
     return reply, before, after
 
@@ -460,11 +460,11 @@ def test_each_phase_really_trains_that_and_nothing_else(which):
     fed.run_round()  # with prototypes, and a semantic encoder that is no identity any more
     _, before, after = trained(fed, Only(which=which, proto_pass="post"), round=1)
     assert before.keys() == after.keys()
-    parameters = {n for n, _ in fed.engine.network.named_parameters()}
+    parameters = {n for n, _ in fed.engine.networks["cnn2"].named_parameters()}
     changed = {n for n in parameters if not torch.equal(before[n], after[n])}
     expected = ("encoder.", "head.") if which == 0 else ("encoder.", "semantic.", "domain.", "deco")
     assert changed == {n for n in parameters if n.startswith(expected)}
-    assert all(p.requires_grad for p in fed.engine.network.parameters())
+    assert all(p.requires_grad for p in fed.engine.networks["cnn2"].parameters())
 
 
 def test_a_term_that_is_off_leaves_its_modules_alone():
@@ -559,7 +559,7 @@ def test_encoder_and_head_begin_as_fedavgs():
 
 
 def test_only_the_domain_encoder_and_the_decoder_stay():
-    for name in federation().engine.network.state_dict():
+    for name in federation().engine.networks["cnn2"].state_dict():
         kept = FedSeProto().shared(Entry(name, "weight")) == "no"
         assert kept == name.startswith(PRIVATE)
 
@@ -576,13 +576,18 @@ def test_the_private_modules_are_in_no_message_by_name_and_by_bytes(tmp_path):
         received = fed.server.broadcast()
         for name, site in fed.sites.items():
             before = fed.store.get(name)
-            reply = local(fed.setup, fed.engine.network, site, received, before, round)
+            reply = local(fed.setup, fed.engine.networks["cnn2"], site, received, before, round)
             assert set(reply.message) == {"model", "prototypes"}
             assert set(reply.message["prototypes"]) == {"mean", "count"}
             assert not [n for n in reply.message["model"] if n.startswith(PRIVATE)]
-            shared = {n for n in fed.engine.network.state_dict() if not n.startswith(PRIVATE)}
+            shared = {
+                n for n in fed.engine.networks["cnn2"].state_dict() if not n.startswith(PRIVATE)
+            }
             assert reply.message["model"].keys() == shared
-            assert reply.mine["model"].keys() == fed.engine.network.state_dict().keys() - shared
+            assert (
+                reply.mine["model"].keys()
+                == fed.engine.networks["cnn2"].state_dict().keys() - shared
+            )
             # a needle that must be found, so that the search is known to find
             path = tmp_path / "message"
             assert contained(reply.message["model"]["semantic.weight"], reply.message, path)
@@ -600,7 +605,7 @@ def test_the_private_modules_are_in_no_message_by_name_and_by_bytes(tmp_path):
 
 def test_bytes_are_those_of_the_shared_part():
     fed = federation()
-    state = fed.engine.network.state_dict()
+    state = fed.engine.networks["cnn2"].state_dict()
     shared = sum(t.nbytes for n, t in state.items() if not n.startswith(PRIVATE))
     private = sum(t.nbytes for n, t in state.items() if n.startswith(PRIVATE))
     table = 4 * (4 * 512 + 4)  # K × d means and K counts or masks, float32
@@ -613,8 +618,10 @@ def test_bytes_are_those_of_the_shared_part():
 
 def test_private_modules_differ_between_clients_and_wait_for_those_who_sit_out():
     fed = federation(participation=0.5, rounds=4)
-    begin = fed.store.get("nobody")["model"]
-    assert set(begin) == {n for n in fed.engine.network.state_dict() if n.startswith(PRIVATE)}
+    begin = fed.store.get("left-0")["model"]
+    assert set(begin) == {
+        n for n in fed.engine.networks["cnn2"].state_dict() if n.startswith(PRIVATE)
+    }
     ever = set()
     for _ in range(4):
         before = {n: fed.store.get(n)["model"] for n in fed.sites}
@@ -634,7 +641,7 @@ def test_a_clients_next_round_starts_from_its_own_private_modules():
     fed.run_round()
     site = next(iter(fed.sites.values()))
     mine, received = fed.store.get(site.name), fed.server.broadcast()
-    args = (fed.setup, fed.engine.network, site, received)
+    args = (fed.setup, fed.engine.networks["cnn2"], site, received)
     one = local(*args, mine, 1)
     other = local(*args, {"model": {n: t + 0.1 for n, t in mine["model"].items()}}, 1)
     for name, of in (("domain.weight", "mine"), ("semantic.weight", "message")):
@@ -675,7 +682,7 @@ def test_private_modules_survive_an_interruption(tmp_path):
 def test_prediction_is_the_semantic_branch_and_needs_nothing_private(poison):
     fed = federation()
     fed.run_round()
-    network, server = fed.engine.network, fed.server.state["model"]
+    network, server = fed.engine.networks["cnn2"], fed.server.state["model"]
     private = {n: t for n, t in network.state_dict().items() if n.startswith(PRIVATE)}
     load(network, server | {n: torch.full_like(t, poison) for n, t in private.items()})
     network.eval()
@@ -701,7 +708,7 @@ class Wrong(FedSeProto):
 
 
 def test_a_prediction_that_needs_private_modules_is_found_out():
-    assert federation().evaluate().keys() == {"left", "right"}
+    assert federation().evaluate()["accuracy"].keys() == {"left", "right"}
     with pytest.raises(ProtofedError, match="predicts with entries that clients keep"):
         federation(Wrong()).evaluate()
 
@@ -714,13 +721,13 @@ def test_prototypes_are_of_the_semantic_features():
     fed.run_round()
     reply, _, after = trained(fed, round=1)
     site = next(iter(fed.sites.values()))
-    load(fed.engine.network, after)
-    fed.engine.network.eval()
+    load(fed.engine.networks["cnn2"], after)
+    fed.engine.networks["cnn2"].eval()
     augment = fed.task.augment
     mean, std = (torch.tensor(v)[:, None, None] for v in (augment.mean, augment.std))
     with torch.no_grad():
-        z = fed.engine.network.encoder((site.images.x / 255 - mean) / std)
-        z_s = fed.engine.network.semantic(z)
+        z = fed.engine.networks["cnn2"].encoder((site.images.x / 255 - mean) / std)
+        z_s = fed.engine.networks["cnn2"].semantic(z)
     sent = reply.message["prototypes"]
     for k in range(4):
         own = site.images.y == k

@@ -6,55 +6,25 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from method_scenes import D, Given, K, cosine, numbers, rows_of, table
 from torch import nn
 
 from protofed.config import make_config
 from protofed.federation.client import Client
-from protofed.federation.local import local, one_thread
+from protofed.federation.local import local
 from protofed.federation.run import Federation, run
 from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
 from protofed.methods import FPL, FedAvg, FedProto
 from protofed.methods.base import Batch, Sizes
-from protofed.models import Network, Output
+from protofed.models import Network
 from protofed.testing import TINY, tiny_task
 
-K, D = 3, 4
 SIZES = Sizes(K, D, 8)
 FAST = {**TINY, "rounds": 3}
 
 
-@pytest.fixture(autouse=True)
-def single_thread():
-    """As in a run: with more threads, tiny networks only wait for each other."""
-    with one_thread():
-        yield
-
-
-class Given(nn.Module):
-    """Says for 'image' i the given feature and logits: x is a vector of row numbers."""
-
-    def __init__(self, z, logits):
-        super().__init__()
-        self.z, self.logits = nn.Parameter(z), nn.Parameter(logits)
-
-    def forward(self, x):
-        return Output(self.z[x], self.logits[x])
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
-
-
-def table(*rows_of_classes):
-    """A padded table from lists of prototypes; what lies in the padding must not matter."""
-    size = max(1, *(len(rows) for rows in rows_of_classes))
-    mean = torch.full((len(rows_of_classes), size, D), 77.0, dtype=torch.float64)
-    mask = torch.zeros(len(rows_of_classes), size)
-    for k, rows in enumerate(rows_of_classes):
-        for j, row in enumerate(rows):
-            mean[k, j], mask[k, j] = row, 1
-    return {"mean": mean, "mask": mask}
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def scene(method, y, received, dtype=torch.float64, z=None):
@@ -64,17 +34,6 @@ def scene(method, y, received, dtype=torch.float64, z=None):
     client.begin_step(1)
     rows = torch.arange(len(y))
     return client, net, Batch(rows, torch.tensor(y), rows)
-
-
-def rows_of(table, k):
-    return [
-        table["mean"][k, j].tolist() for j in range(table["mask"].shape[1]) if table["mask"][k, j]
-    ]
-
-
-def cosine(a, b):
-    dot = sum(p * q for p, q in zip(a, b, strict=True))
-    return dot / (math.sqrt(sum(p * p for p in a)) * math.sqrt(sum(q * q for q in b)))
 
 
 def eq8(z, y, table, tau):
@@ -474,7 +433,7 @@ def test_last_epoch_prototypes_are_the_features_of_its_training_steps():
         federation = Federation(config, tiny_task())
         site = federation.sites["left-0"]
         received = federation.server.broadcast()
-        reply = local(federation.setup, federation.engine.network, site, received, {}, 0)
+        reply = local(federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0)
         means[way] = reply.message["prototypes"]["mean"]
         steps = len(kept) // 2
         assert steps == 2 * 3  # 2 epochs of 22 samples in batches of 8

@@ -327,10 +327,11 @@ def test_test_data_is_never_seen(method):
 def test_the_holdout_alone_can_change_the_weights():
     fed = federation(epochs=4)
     other = federation(epochs=4)
-    for name, site in other.sites.items():
-        if name.startswith("left"):
-            held = Data(other.setup, site).parts["holdout"]
-            site.images.y[held] = (site.images.y[held] + 1) % 4
+    for share in other.shares:
+        if share.domain == "left":
+            held = share.rows[Data(other.setup, other.sites[share.name]).parts["holdout"]]
+            labels = other.task.domains["left"].train.y
+            labels[held] = (labels[held] + 1) % 4
     for each in (fed, other):
         for _ in range(3):
             each.run_round()

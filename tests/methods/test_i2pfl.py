@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from method_scenes import D, Given, K, numbers
 from torch import nn
 
 from protofed.config import make_config
@@ -24,26 +25,10 @@ from protofed.methods.base import Batch, Sizes
 from protofed.models import Network, Output
 from protofed.testing import TINY, tiny_task
 
-K, D = 3, 4
 SIZES = Sizes(K, D, 8)
 Y = [0, 1, 2, 2, 0, 0]
 SHORT = {**TINY, "rounds": 2}
 pytestmark = pytest.mark.usefixtures("single_thread")
-
-
-class Given(nn.Module):
-    """Says for 'image' i the given feature and logits: x is a vector of row numbers."""
-
-    def __init__(self, h, logits):
-        super().__init__()
-        self.h, self.logits = nn.Parameter(h), nn.Parameter(logits)
-
-    def forward(self, x):
-        return Output(self.h[x], self.logits[x])
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def slot(rows, mask=(1, 1, 1)):
@@ -106,8 +91,8 @@ def partner_choices(y):
 
 def p_of(method, net, term, y):
     """p̃ of every sample's class, from the gradient of (9) with p̃ constant: 2λ(h − p̃)/(B d)."""
-    (grad,) = torch.autograd.grad(term, net.h)
-    return (net.h - grad * len(y) * net.h.shape[1] / (2 * method.lambda_intra)).detach().numpy()
+    (grad,) = torch.autograd.grad(term, net.z)
+    return (net.z - grad * len(y) * net.z.shape[1] / (2 * method.lambda_intra)).detach().numpy()
 
 
 # ---- (6) and (10) -------------------------------------------------------------------------------
@@ -119,7 +104,7 @@ def test_gpcl_is_eq_6(tau):
     client, net, batch = scene(method)
     terms = method.loss(client, batch)
     assert list(terms) == ["ce", "apa", "gpcl"]
-    expected = gpcl(net.h.detach().numpy(), Y, G["prototypes"]["mean"].numpy(), [1, 1, 1], tau)
+    expected = gpcl(net.z.detach().numpy(), Y, G["prototypes"]["mean"].numpy(), [1, 1, 1], tau)
     assert terms["gpcl"].item() == pytest.approx(expected, rel=1e-9)
 
 
@@ -141,7 +126,7 @@ def test_round_0_has_no_gpcl_but_apa():
     client, net, batch = scene(I2PFL(), received=NONE)
     terms = I2PFL().loss(client, batch)
     assert terms["gpcl"].item() == 0
-    (grad,) = torch.autograd.grad(terms["gpcl"], net.h, retain_graph=True)
+    (grad,) = torch.autograd.grad(terms["gpcl"], net.z, retain_graph=True)
     assert not grad.any()
     assert terms["apa"].item() > 0
 
@@ -152,9 +137,9 @@ def test_gpcl_of_a_missing_class_adds_zero_and_stays_in_the_mean():
     client, net, batch = scene(method, received=received)
     term = method.loss(client, batch)["gpcl"]
     mean = received["prototypes"]["mean"].numpy()
-    expected = gpcl(net.h.detach().numpy(), Y, mean, [1, 1, 0], 0.5)
+    expected = gpcl(net.z.detach().numpy(), Y, mean, [1, 1, 0], 0.5)
     assert term.item() == pytest.approx(expected, rel=1e-9)
-    (grad,) = torch.autograd.grad(term, net.h)
+    (grad,) = torch.autograd.grad(term, net.z)
     absent = torch.tensor(Y) == 2
     assert not grad[absent].any()
     assert grad[~absent].abs().sum(1).min() > 0
@@ -165,7 +150,7 @@ def test_small_tau_is_finite_in_float32():
     terms = I2PFL(tau=0.001).loss(client, batch)
     torch.stack(list(terms.values())).sum().backward()
     assert math.isfinite(terms["gpcl"].item())
-    assert net.h.grad.isfinite().all()
+    assert net.z.grad.isfinite().all()
 
 
 # ---- (7) to (9) ---------------------------------------------------------------------------------
@@ -178,7 +163,7 @@ def test_apa_is_eq_9_with_some_partners_of_other_classes(gamma, reduction):
     method = I2PFL(apa_reduction=reduction, lambda_intra=1)
     client, net, batch = scene(method, y, gamma=gamma)
     value = method.loss(client, batch)["apa"].item()
-    h = net.h.detach().numpy()
+    h = net.z.detach().numpy()
     values = {j: apa(h, y, mixed_means(h, y, j, gamma), reduction) for j in partner_choices(y)}
     fitting = [j for j, v in values.items() if v == pytest.approx(value, rel=1e-10)]
     assert len(values) == 36
@@ -191,7 +176,7 @@ def test_every_sample_is_drawn_to_the_p_of_its_own_class():
     y = [0, 1, 2, 0]
     client, net, batch = scene(I2PFL(), y)
     p = p_of(I2PFL(), net, I2PFL().loss(client, batch)["apa"], y)
-    h = net.h.detach().numpy()
+    h = net.z.detach().numpy()
     assert np.allclose(p[0], p[3], rtol=1e-9)  # one p̃ for the class
     tables = [mixed_means(h, y, j, 0.3) for j in partner_choices(y)]
     assert any(all(np.allclose(p[i], t[k], rtol=1e-9) for i, k in enumerate(y)) for t in tables)
@@ -201,7 +186,7 @@ def test_without_mixup_p_is_the_plain_class_mean():
     method = I2PFL(mixup="none", lambda_intra=1)
     client, net, batch = scene(method)
     client.drawn = {}  # nothing is drawn for it
-    h = net.h.detach().numpy()
+    h = net.z.detach().numpy()
     p = {k: np.mean([h[i] for i in range(len(Y)) if Y[i] == k], 0) for k in set(Y)}
     assert method.loss(client, batch)["apa"].item() == pytest.approx(apa(h, Y, p), rel=1e-12)
 
@@ -384,12 +369,12 @@ def test_gradient_of_gpcl_in_the_features():
     client, net, batch = scene(method, received=received)
     method.loss(client, batch)["gpcl"].backward()
     assert received["prototypes"]["mean"].grad is None
-    h, mean = net.h.detach().numpy(), received["prototypes"]["mean"].detach().numpy()
+    h, mean = net.z.detach().numpy(), received["prototypes"]["mean"].detach().numpy()
     for index in np.ndindex(*h.shape):
         step = np.zeros_like(h)
         step[index] = 1e-5
         up, down = (gpcl(h + s * step, Y, mean, [1, 1, 1], 0.3) for s in (1, -1))
-        assert net.h.grad[index].item() == pytest.approx((up - down) / 2e-5, abs=1e-7)
+        assert net.z.grad[index].item() == pytest.approx((up - down) / 2e-5, abs=1e-7)
 
 
 # ---- γ ------------------------------------------------------------------------------------------
@@ -435,7 +420,7 @@ def test_gamma_of_a_run_is_one_number_a_batch_and_keyed():
         for round in (0, 1):
             for site in federation.sites.values():
                 received = federation.server.broadcast()
-                local(setup, federation.engine.network, site, received, {}, round)
+                local(setup, federation.engine.networks["cnn2"], site, received, {}, round)
         seen.append({k: torch.stack(v) for k, v in method.seen.items()})
     first, again = seen
     assert all(torch.equal(first[k], again[k]) for k in first)
@@ -487,7 +472,7 @@ def test_upload_is_eq_2():
     assert private == {}
     assert list(message) == ["prototypes"]
     assert set(message["prototypes"]) == {"mean", "count"}  # and no p̃
-    h = net.h.detach()
+    h = net.z.detach()
     expected = torch.stack([(h[0] + h[3]) / 2, (h[1] + h[2] + h[4]) / 3, torch.zeros(D)])
     assert torch.allclose(message["prototypes"]["mean"], expected, rtol=1e-12)
     assert message["prototypes"]["count"].tolist() == [2, 3, 0]
@@ -653,7 +638,7 @@ def federation(method, **settings):
 def test_one_client_has_its_own_means_as_g(proto_pass):
     one = federation(I2PFL(proto_pass=proto_pass), clients={"left": 1})
     (site,) = one.sites.values()
-    network = one.engine.network
+    network = one.engine.networks["cnn2"]
     reply = local(one.setup, network, site, one.server.broadcast(), one.store.get(site.name), 0)
     one.run_round()
     sent, G = reply.message["prototypes"], one.server.state["prototypes"]
@@ -688,3 +673,16 @@ def test_a_class_absent_from_a_round_keeps_its_prototype():
         assert not torch.equal(after["mean"][here], before["mean"][here])
         alone += bool(before["mask"][away].all())
     assert alone >= 2
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_features_of_half_precision_are_mixed_in_full(detach):
+    # bfloat16 keeps three digits: mixed in it, p̃ would be off by as much, times λ = 10
+    method = I2PFL(detach=detach)
+    h = numbers(1, len(Y), D).bfloat16()
+    client, _, batch = scene(method, h=h, dtype=torch.bfloat16)
+    client.drawn = {"gamma": torch.tensor(0.3)}
+    wide, _, _ = scene(method, h=h.double())
+    wide.drawn = {"gamma": torch.tensor(0.3).double()}
+    got, expected = (method.loss(c, batch)["apa"].item() for c in (client, wide))
+    assert got == pytest.approx(expected, rel=1e-5)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from method_scenes import D, K, cosine, numbers, recorded, same
 from torch import nn
 
 from protofed.config import make_config
@@ -20,13 +21,8 @@ from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 SIZES = Sizes(K, D, 8)
 Y = [0, 1, 2, 2, 0, 1]
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
 
 
 def network(seed):
@@ -57,11 +53,6 @@ def scene(method, there=1.0):
     return client, net, received, previous, batch
 
 
-def cosine(a, b):
-    dot = sum(p * q for p, q in zip(a, b, strict=True))
-    return dot / (math.sqrt(sum(p * p for p in a)) * math.sqrt(sum(q * q for q in b)))
-
-
 def contrast(z, z_glob, z_prev, tau):
     """(1/B) Σ_i −log e^{cos(z,z_glob)/τ} / (e^{cos(z,z_glob)/τ} + e^{cos(z,z_prev)/τ})."""
     total = 0.0
@@ -85,10 +76,6 @@ def reference(net, received, previous, x, tau):
 def federation(task=None, method=None, **settings):
     task = task or tiny_task(clients=1)
     return Federation(make_config(task, method or Moon(), **{**TINY, **settings}), task)
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.parametrize(("mu", "tau"), [(5, 0.5), (1, 0.5), (5, 0.1)])
@@ -235,15 +222,7 @@ def test_mu_0_is_fedavg_bit_for_bit_and_round_0_always_is():
 
 def test_in_round_1_of_full_participation_previous_is_the_clients_own_last_model():
     two = federation(clients=1)
-    replies = {}
-    train = two.engine.train
-
-    def recording(*args):
-        for name, reply in train(*args):
-            replies[name] = reply
-            yield name, reply
-
-    two.engine.train = recording
+    replies = recorded(two)
     two.run_round()
     for name, reply in replies.items():
         kept = two.store.get(name)

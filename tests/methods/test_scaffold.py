@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from method_scenes import NAMES, SIZES, check_gradients, network, numbers, recorded, same
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
@@ -13,31 +13,15 @@ from protofed.federation.local import Reply
 from protofed.federation.run import Federation, run
 from protofed.federation.server import Server
 from protofed.methods import FedAvg, Scaffold
-from protofed.methods.base import Batch, Sizes
+from protofed.methods.base import Batch
 from protofed.methods.shared import effective_steps
-from protofed.models import Network
 from protofed.testing import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-K, D = 3, 4
 Y = [0, 1, 2, 2, 0, 1]
 RUNNING, COUNTER = "encoder.1.running_mean", "encoder.1.num_batches_tracked"
 PLAIN = {**TINY, "momentum": 0.0}
-
-
-def numbers(seed, *shape):
-    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    encoder = nn.Sequential(nn.Linear(5, D), nn.BatchNorm1d(D), nn.Tanh())
-    return Network(encoder, D, K).double()
-
-
-NAMES = tuple(n for n, _ in network(0).named_parameters())
-SIZES = Sizes(K, D, 8, NAMES)
 
 
 def scene(method, steps=0, lr=0.1, controls=1.0):
@@ -57,25 +41,6 @@ def scene(method, steps=0, lr=0.1, controls=1.0):
 def federation(task=None, method=None, **settings):
     task = task or tiny_task()
     return Federation(make_config(task, method or Scaffold(), **{**TINY, **settings}), task)
-
-
-def recorded(federation):
-    """The replies of the federation's next rounds, by client."""
-    replies = {}
-    train = federation.engine.train
-
-    def recording(*args):
-        replies.clear()
-        for name, reply in train(*args):
-            replies[name] = reply
-            yield name, reply
-
-    federation.engine.train = recording
-    return replies
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -118,16 +83,7 @@ def test_gradients_by_finite_differences(term):
         client.begin_step(1)
         return Scaffold().loss(client, batch)[term]
 
-    value().backward()
-    for name, p in net.named_parameters():
-        for index in np.ndindex(*p.shape):
-            kept, ends = p.data[index].item(), []
-            for step in (1e-6, -1e-6):
-                p.data[index] = kept + step
-                ends.append(value().item())
-            p.data[index] = kept
-            slope = (ends[0] - ends[1]) / 2e-6
-            assert p.grad[index].item() == pytest.approx(slope, abs=1e-7), name
+    assert check_gradients(net, value) == set()
 
 
 def test_equal_controls_add_nothing():

@@ -12,11 +12,10 @@ from typing import Protocol
 
 import torch
 
-from protofed.data.task import Images
 from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.local import Reply, Setup, Site
+from protofed.federation.local import Exam, Reply, Scores, Setup, Site
 from protofed.federation.tree import Tree
 from protofed.models import Network
 
@@ -32,9 +31,9 @@ class Engine(Protocol):
         """Train these clients and give their replies."""
 
     def evaluate(
-        self, received: Tree, mine: Tree, tests: Mapping[str, Images], round: int
-    ) -> dict[str, float]:
-        """Accuracy in percent on each test set."""
+        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> Iterator[Scores]:
+        """The scores of each exam, in their order."""
 
 
 def choose(engine: str, device: str, workers: int | None = None) -> tuple[str, str]:
@@ -58,16 +57,19 @@ def choose(engine: str, device: str, workers: int | None = None) -> tuple[str, s
 def build_engine(
     name: str,
     setup: Setup,
-    make_network: Callable[[], Network],
+    make_networks: Callable[[], Mapping[str, Network]],
     device: torch.device,
     workers: int | None = None,
 ) -> Engine:
-    """The engine of that name (not ``auto``); ``make_network`` gives a network to compute in."""
+    """The engine of that name (not ``auto``).
+
+    ``make_networks`` gives a network to compute in for each of the clients' models.
+    """
     if name == "loop":
-        return Loop(setup, make_network())
+        return Loop(setup, make_networks())
     if name == "workers":
         count = workers or os.cpu_count() or 1
-        return Workers(setup, [make_network() for _ in range(count)])
+        return Workers(setup, [make_networks() for _ in range(count)])
     from protofed.engines.lanes import Lanes
 
-    return Lanes(setup, make_network, device)
+    return Lanes(setup, make_networks, device)

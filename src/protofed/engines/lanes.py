@@ -26,30 +26,33 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
 from protofed.data.augment import Choices, cropped, crops, normalised
-from protofed.data.task import Images
+from protofed.engines.casts import in_bfloat16, laid_out_as
 from protofed.engines.tables import Tables
 from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.local import (
     Data,
+    Exam,
     Reply,
+    Scores,
     Setup,
     Site,
-    evaluate,
+    examine,
     finish,
     load,
+    next_public,
     optimiser,
     require_finite_losses,
 )
 from protofed.federation.tree import Tree
-from protofed.methods.base import Batch, Phase
+from protofed.methods.base import Batch, Phase, Terms
 from protofed.models import Network
 from protofed.prototypes import class_sums
 
-LANES = 8  # 12, 16 or 20 are no faster on an H200: kernels, not their size, are what limits it
+LANES = 6  # on an H200 5 and 8 are slower by a twentieth, 3 and 12 by a tenth or more
 EVALUATION_BATCH = 2048
-FEWEST_PROTOTYPES = 4  # a class's prototypes are padded to this many, or the next power of two
+FEWEST_PROTOTYPES = 16  # a class's are padded to this many, or the next power of two
 NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
 
 
@@ -59,15 +62,15 @@ class Lanes:
     def __init__(
         self,
         setup: Setup,
-        make_network: Callable[[], Network],
+        make_networks: Callable[[], Mapping[str, Network]],
         device: torch.device,
         lanes: int | None = None,
     ) -> None:
         self.setup, self.device = setup, device
-        self._make_network, self._count = make_network, lanes or LANES
+        self._make_networks, self._count = make_networks, lanes or LANES
         self._tables = Tables(setup)
-        self._lanes: list[_Lane] = []
-        self._judge = make_network()
+        self._lanes: list[dict[str, _Lane]] = []  # a place for each model, on one stream
+        self._judges = make_networks()
 
     def train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
@@ -84,52 +87,60 @@ class Lanes:
             yield site.name, replies[site.name]
 
     def evaluate(
-        self, received: Tree, mine: Tree, tests: Mapping[str, Images], round: int
-    ) -> dict[str, float]:
-        """Accuracy in percent on each test set."""
-        return evaluate(
-            self.setup, self._judge, received, mine, tests, round, batch=EVALUATION_BATCH
-        )
+        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> Iterator[Scores]:
+        """The scores of each exam, as they come."""
+        received = tree.to(received, self.device)
+        for exam in exams:
+            yield examine(
+                self.setup, self._judges, exam, received, mine, round, batch=EVALUATION_BATCH
+            )
 
     def _train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> dict[str, Reply]:
         while len(self._lanes) < min(self._count, len(sites)):
-            lane = _Lane(self.setup, self._make_network(), self.device, self._tables)
-            self._lanes.append(lane)
+            stream = torch.cuda.Stream(self.device)
+            self._lanes.append(
+                {
+                    model: _Lane(self.setup, network, self.device, self._tables, stream)
+                    for model, network in self._make_networks().items()
+                }
+            )
         queues = self._assign(sites)
         states = {site.name: _padded(tree.to(mine(site.name), self.device)) for site in sites}
-        for lane, queue in queues.items():  # all recording before any replay
+        for lane, queue in zip(self._lanes, queues, strict=True):  # all recording before any replay
             for site in queue:
-                lane.prepare(site, received, states[site.name], round)
+                lane[site.model].prepare(site, received, states[site.name], round)
         torch.cuda.synchronize(self.device)
 
-        def drive(lane: _Lane) -> dict[str, _Pending]:
+        def drive(lane: Mapping[str, _Lane], queue: Sequence[Site]) -> dict[str, _Pending]:
             return {
-                site.name: lane.train(site, received, states[site.name], round)
-                for site in queues[lane]
+                site.name: lane[site.model].train(site, received, states[site.name], round)
+                for site in queue
             }
 
         with ThreadPoolExecutor(len(self._lanes), "lane") as threads:
-            driven = [threads.submit(drive, lane) for lane in queues]
+            pairs = zip(self._lanes, queues, strict=True)
+            driven = [threads.submit(drive, *pair) for pair in pairs]
             ahead = self._tables.ahead(sites, round)  # while the GPU works
             pending = {name: p for future in driven for name, p in future.result().items()}
         self._tables.ready = ahead
         torch.cuda.synchronize(self.device)
         return {site.name: pending[site.name].reply() for site in sites}
 
-    def _assign(self, sites: Sequence[Site]) -> dict[_Lane, list[Site]]:
-        """Longest clients first, each to the lane that would be done with it soonest."""
-        load = dict.fromkeys(self._lanes, 0.0)
-        queues: dict[_Lane, list[Site]] = {lane: [] for lane in self._lanes}
+    def _assign(self, sites: Sequence[Site]) -> list[list[Site]]:
+        """The clients of each lane: longest first, each where it would be done soonest."""
+        load = [0.0 for _ in self._lanes]
+        queues: list[list[Site]] = [[] for _ in self._lanes]
         for site in sorted(sites, key=lambda s: -len(s.images)):
-            cost = {
-                lane: len(site.images) * (1.0 if lane.knows(site) else NEW_GRAPH)
-                for lane in self._lanes
-            }
-            lane = min(self._lanes, key=lambda lane: load[lane] + cost[lane])
-            load[lane] += cost[lane]
-            queues[lane].append(site)
+            after = [
+                busy + len(site.images) * (1.0 if lane[site.model].knows(site) else NEW_GRAPH)
+                for busy, lane in zip(load, self._lanes, strict=True)
+            ]
+            place = after.index(min(after))
+            load[place] = after[place]
+            queues[place].append(site)
         return queues
 
     def _fewer_lanes(self) -> None:
@@ -169,10 +180,16 @@ class _Lane:
     """A stream, a network, and the graphs recorded on them."""
 
     def __init__(
-        self, setup: Setup, network: Network, device: torch.device, tables: Tables
+        self,
+        setup: Setup,
+        network: Network,
+        device: torch.device,
+        tables: Tables,
+        stream: torch.cuda.Stream,
     ) -> None:
         self.setup, self.network, self.device, self.tables = setup, network, device, tables
-        self.stream = torch.cuda.Stream(device)
+        _fuse(network)
+        self.stream = stream
         self.pool = torch.cuda.graph_pool_handle()
         self._clients: dict[Any, Client] = {}
         self._programs: dict[Any, _Program] = {}
@@ -187,7 +204,7 @@ class _Lane:
         with torch.cuda.stream(self.stream):
             client = self._client(received, mine)
             for number, phase in enumerate(self._phases(round)):
-                self._program(site, client, number, phase)
+                self._program(site.of_phase(self.setup, phase, round), client, number, phase)
 
     def train(self, site: Site, received: Tree, mine: Tree, round: int) -> _Pending:
         """Queue a client's whole local training, and what follows it."""
@@ -202,12 +219,14 @@ class _Lane:
             data = self.tables.data(site)
             client.name, client.samples = site.name, len(data.parts["train"])
             client.clean, client.steps = data.clean, 0
+            client.public = next_public(setup, site, round)
             load(self.network, client.start)
             self.network.train()
             pending = _Pending(Reply({}, {}, client.samples, 0, 0.0), round, site.name)
             for number, phase in enumerate(self._phases(round)):
-                program = self._program(site, client, number, phase)
-                program.run(site, data, round)
+                seen = site.of_phase(setup, phase, round)
+                program = self._program(seen, client, number, phase)
+                program.run(seen, self.tables.data(seen), round)
                 client.steps += program.epochs * program.steps
                 client.lr = program.lr
                 pending.losses.append(
@@ -236,7 +255,8 @@ class _Lane:
 
     def _program(self, site: Site, client: Client, number: int, phase: Phase) -> _Program:
         settings = (phase.epochs, phase.batch, phase.lr, phase.momentum, phase.clip)
-        key = (len(site.images), id(client), number, settings, phase.optimiser)
+        kind = (phase.optimiser, phase.data)
+        key = (len(site.images), id(client), number, settings, kind)
         if key not in self._programs:
             program = _Program(self, site, client, number, phase)
             program.record()
@@ -250,12 +270,13 @@ class _Program:
     def __init__(self, lane: _Lane, site: Site, client: Client, number: int, phase: Phase) -> None:
         setup, device = lane.setup, lane.device
         training, method = setup.training, setup.method
-        self.lane, self.setup, self.client = lane, setup, client
+        self.lane, self.client = lane, client
         self.number, self.phase = number, phase
         self.epochs = training.epochs if phase.epochs is None else phase.epochs
         self.batch = phase.batch or training.batch
         self.lr = training.lr if phase.lr is None else phase.lr
         data = lane.tables.data(site)
+        self.setup = data.setup  # public images are not augmented
         self.steps = -(-len(data.parts["train"]) // self.batch)
         last = len(method.phases(0, training.epochs)) - 1
         self.collects = method.proto_pass == "last_epoch" and number == last
@@ -278,10 +299,10 @@ class _Program:
         self.names: list[str] = []
         self.sums = torch.zeros(0, device=device)
         sizes = setup.sizes
-        self.class_sums = torch.zeros(
-            sizes.classes, sizes.features, dtype=setup.dtype, device=device
-        )
-        self.class_counts = torch.zeros(sizes.classes, dtype=setup.dtype, device=device)
+        kinds: dict[str, Any] = {"dtype": setup.dtype, "device": device}
+        self.features = torch.zeros(len(data.parts["train"]), sizes.features, **kinds)
+        self.class_sums = torch.zeros(sizes.classes, sizes.features, **kinds)
+        self.class_counts = torch.zeros(sizes.classes, **kinds)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, site: Site, data: Data, round: int) -> None:
@@ -302,8 +323,6 @@ class _Program:
     def _reset(self) -> None:
         self.epoch.zero_()
         self.sums.zero_()
-        self.class_sums.zero_()
-        self.class_counts.zero_()
         if self.collects:
             self.client.use_sums(self.class_sums, self.class_counts)
         for state in self.optimiser.state.values():
@@ -319,6 +338,9 @@ class _Program:
         for _ in range(2):  # kernels are chosen and workspaces made outside the recording
             self._reset()
             self._epoch(sorted({0, self.steps - 1}))
+        for state in self.optimiser.state.values():  # Adam would count its steps in float32
+            if isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(self.setup.dtype)
         self._reset()
         torch.cuda.synchronize(self.lane.device)
         graph = torch.cuda.CUDAGraph()
@@ -349,7 +371,6 @@ class _Program:
             images = cropped(self.x[order], choices, setup.augment)
         images = normalised(images, setup.augment, setup.dtype)
         labels = self.y[order]
-        last = (self.epoch == self.epochs - 1).to(setup.dtype)
         drawn = {n.removeprefix("drawn."): t for n, t in now.items() if n.startswith("drawn.")}
         for name, parameter in self.lane.network.named_parameters():
             parameter.requires_grad_(self.trainable[name])
@@ -358,8 +379,7 @@ class _Program:
                 part = slice(i * self.batch, (i + 1) * self.batch)
                 client.begin_step(now["key"][i])
                 client.drawn = {n: t[i] for n, t in drawn.items()}
-                with setup.autocast(self.lane.device):
-                    terms = self.phase.loss(client, Batch(images[part], labels[part], order[part]))
+                terms = self._loss(Batch(images[part], labels[part], order[part]))
                 values = torch.stack([t.to(setup.dtype) for t in terms.values()])
                 self._set_gradients(values.sum())
                 if self.phase.clip is not None:
@@ -370,20 +390,27 @@ class _Program:
                     self.sums = torch.zeros_like(values, requires_grad=False)
                 self.sums += values.detach()
                 if self.collects:
-                    sums, counts = class_sums(client.main_feature(), labels[part], client.classes)
-                    self.class_sums += last * sums
-                    self.class_counts += last * counts
+                    self.features[part] = client.main_feature()
+        if self.collects:  # in every epoch; those of the last one stay
+            sums, counts = class_sums(self.features, labels, client.classes)
+            self.class_sums.copy_(sums)
+            self.class_counts.copy_(counts)
         self.epoch += 1
         for parameter in self.parameters:
             parameter.grad = None
+
+    def _loss(self, batch: Batch) -> Terms:
+        with self.setup.autocast(self.lane.device):
+            if not self.setup.bf16:
+                return self.phase.loss(self.client, batch)
+            return in_bfloat16(self.lane.network, lambda: self.phase.loss(self.client, batch))
 
     def _set_gradients(self, total: Tensor) -> None:
         # Not backward(): it would copy every gradient that went through a cast once more.
         grads = torch.autograd.grad(total, self.parameters, allow_unused=True)
         for parameter, grad in zip(self.parameters, grads, strict=True):
-            if grad is not None and grad.stride() != parameter.stride():
-                grad = torch.empty_like(parameter).copy_(grad)  # the fused step wants one layout
-            parameter.grad = grad
+            # the fused step wants one layout
+            parameter.grad = None if grad is None else laid_out_as(parameter, grad)
 
 
 @contextmanager
@@ -407,6 +434,16 @@ def _counting_on_the_host(network: Network) -> Iterator[None]:
             norm.num_batches_tracked = counter
     for _, counter, count in norms:
         counter.add_(int(count))
+
+
+def _fuse(network: Network) -> None:
+    try:
+        from protofed.engines.fused import fuse
+    except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewhere
+        text = "Triton is not installed: BatchNorm runs in PyTorch's own kernels, some 15 % slower"
+        warnings.warn(text, stacklevel=2)
+    else:
+        fuse(network)
 
 
 def _padded(content: Tree) -> Tree:

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from protofed.data import Images
-from protofed.federation.local import Reply, Setup, Site, evaluate, local
+from protofed.federation.local import Exam, Reply, Scores, Setup, Site, examine, local
 from protofed.federation.tree import Tree
 from protofed.models import Network
 
 
 class Loop:
-    """Runs clients in their order on the network it is given."""
+    """Runs clients in their order, each in the network of its model."""
 
-    def __init__(self, setup: Setup, network: Network) -> None:
-        self.setup, self.network = setup, network
+    def __init__(self, setup: Setup, networks: Mapping[str, Network]) -> None:
+        self.setup, self.networks = setup, networks
 
     def train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
         """The replies of the clients, as they come."""
         for site in sites:
-            yield site.name, local(self.setup, self.network, site, received, mine(site.name), round)
+            network = self.networks[site.model]
+            yield site.name, local(self.setup, network, site, received, mine(site.name), round)
 
     def evaluate(
-        self, received: Tree, mine: Tree, tests: Mapping[str, Images], round: int
-    ) -> dict[str, float]:
-        """Accuracy in percent on each test set."""
-        return evaluate(self.setup, self.network, received, mine, tests, round)
+        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> Iterator[Scores]:
+        """The scores of each exam, as they come."""
+        for exam in exams:
+            yield examine(self.setup, self.networks, exam, received, mine, round)

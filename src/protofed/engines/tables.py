@@ -22,7 +22,9 @@ class Tables:
         self._asked: dict[str, list[tuple[int, int, int]]] = {}
 
     def data(self, site: Site) -> Data:
-        """A client's images, prepared once."""
+        """A client's images, prepared once; public ones anew, as every round has others."""
+        if site.public:
+            return Data(self.setup, site)
         if site.name not in self._data:
             self._data[site.name] = Data(self.setup, site)
         return self._data[site.name]
@@ -30,6 +32,8 @@ class Tables:
     def take(self, site: Site, round: int, phase: int, epochs: int, steps: int) -> Slot:
         """A client's tables of a phase, ready to be copied to the GPU."""
         shape = (phase, epochs, steps)
+        if site.public:
+            return self.draw(site, round, *shape)
         asked = self._asked.setdefault(site.name, [])
         if shape not in asked:
             asked.append(shape)
@@ -50,7 +54,8 @@ class Tables:
 
     def draw(self, site: Site, round: int, phase: int, epochs: int, steps: int) -> Slot:
         """The random choices of all epochs of a phase, [epochs, ...] each, in pinned memory."""
-        setup, rows = self.setup, self.data(site).parts["train"]
+        data = self.data(site)
+        setup, rows = data.setup, data.parts["train"]
         where = (setup.seed, round, site.name, phase)
         each: list[Slot] = []
         for epoch in range(epochs):

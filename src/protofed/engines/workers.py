@@ -10,54 +10,66 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 
 import torch
 
-from protofed.data.task import Images
-from protofed.federation.local import Reply, Setup, Site, evaluate, local
+from protofed.federation.local import Exam, Reply, Scores, Setup, Site, examine, local
 from protofed.federation.tree import Tree
 from protofed.models import Network
 
 
 class Workers:
-    """A pool of threads, each with its own network."""
+    """A pool of threads, each with networks of its own: one for each of the clients' models."""
 
-    def __init__(self, setup: Setup, networks: Sequence[Network]) -> None:
-        self.setup = setup
+    def __init__(self, setup: Setup, networks: Sequence[Mapping[str, Network]]) -> None:
+        self.setup, self._count = setup, len(networks)
         self._own = threading.local()
         waiting = list(networks)
 
         def begin() -> None:
             torch.set_num_threads(1)  # a setting of the thread that calls it
-            self._own.network = waiting.pop()
+            self._own.networks = waiting.pop()
 
         self._pool = ThreadPoolExecutor(len(networks), "protofed", initializer=begin)
 
     def train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
-        """The replies in the clients' order; the longest clients are begun first."""
+        """The replies as they come; the longest clients are begun first.
+
+        In the clients' order, replies of many clients would pile up behind a slow one.
+        """
 
         def work(site: Site) -> Reply:
-            return local(self.setup, self._own.network, site, received, mine(site.name), round)
+            network = self._own.networks[site.model]
+            return local(self.setup, network, site, received, mine(site.name), round)
 
         longest_first = sorted(sites, key=lambda site: -len(site.images))
-        running = {site.name: self._pool.submit(work, site) for site in longest_first}
+        running = {self._pool.submit(work, site): site.name for site in longest_first}
         try:
-            for site in sites:
-                yield site.name, running.pop(site.name).result()
+            for future in as_completed(list(running)):
+                yield running.pop(future), future.result()
         finally:  # an interrupted round: what has not begun is not begun
-            for left in running.values():
+            for left in running:
                 left.cancel()
 
     def evaluate(
-        self, received: Tree, mine: Tree, tests: Mapping[str, Images], round: int
-    ) -> dict[str, float]:
-        """Accuracy in percent on each test set, a test set to a worker."""
+        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> Iterator[Scores]:
+        """The scores of each exam, in their order; few exams go a test set to a worker."""
 
-        def work(name: str) -> float:
-            one = {name: tests[name]}
-            return evaluate(self.setup, self._own.network, received, mine, one, round)[name]
+        def work(exam: Exam) -> Scores:
+            return examine(self.setup, self._own.networks, exam, received, mine, round)
 
-        return dict(zip(tests, self._pool.map(work, tests), strict=True))
+        if len(exams) >= self._count:
+            yield from self._pool.map(work, exams)
+            return
+        for exam in exams:
+            parts = [replace(exam, tests={name: exam.tests[name]}) for name in exam.tests]
+            whole: Scores = {}
+            for scores in self._pool.map(work, parts):
+                for rule, found in scores.items():
+                    whole.setdefault(rule, {}).update(found)
+            yield whole

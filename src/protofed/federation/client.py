@@ -43,6 +43,7 @@ class Client:
         rounds: int = 1,
         name: str = "server",
         clean: Clean | None = None,
+        public: Clean | None = None,
         samples: int = 0,
         lr: float = 0.0,
     ) -> None:
@@ -50,7 +51,6 @@ class Client:
         self.method = method
         self.network = network
         self.classes = sizes.classes
-        self.sizes = sizes
         self.name = name
         self.received = received
         """What the server broadcast this round."""
@@ -60,6 +60,7 @@ class Client:
         """The model local training started from."""
         self.parameters = dict(network.named_parameters())
         """The live parameters by name."""
+        self.sizes = sizes._replace(parameters=tuple(self.parameters))
         self.round = torch.tensor(round, device=device)
         """Number of this round, from 0."""
         self.progress = torch.tensor(round / max(1, rounds - 1), device=device)
@@ -72,7 +73,7 @@ class Client:
         self.samples = samples
         self.steps = 0
         self.lr = lr
-        self.clean = clean
+        self.clean, self.public = clean, public
         self._draws = 0
         self._main: Tensor | None = None
         self._sum_Kd: Tensor | None = None
@@ -136,6 +137,16 @@ class Client:
             zs.append(self._evaluate(x).feature)
             ys.append(y)
         return torch.cat(zs), torch.cat(ys)
+
+    def public_logits(self) -> Tensor:
+        """Logits [N, K] of the next round's public images: a clean pass, no gradient."""
+        if self.public is None:
+            raise RuntimeError(
+                f"{type(self.method).__name__} asks for public images but has none: its "
+                "public_images must say which"
+            )
+        logits = torch.cat([self._evaluate(x).logits for x, _ in self.public("train")])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def evaluate(self, model: Slot, part: str = "holdout") -> dict[str, float]:
         """Accuracy (0 to 1) and mean cross-entropy of a model on a part of the client's data."""

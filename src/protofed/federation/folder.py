@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from protofed.config import Config
 from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.keep import FOLDERS as KEPT
+from protofed.federation.records import Record, Records, line, read_records
 from protofed.federation.store import ClientStore, Index
 from protofed.federation.tree import Tree
 
@@ -21,6 +23,7 @@ RUN_FILES = (
     "model.safetensors",
     "summary.json",
     "curves.png",
+    "trace.json.gz",
 )
 """The files of a run's folder, beside the folders ``clients``, ``prototypes``, ``snapshots``."""
 
@@ -68,6 +71,26 @@ def open_folder(
             shutil.rmtree(folder / name, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     return None
+
+
+def complete_records(folder: Path, rounds: int, checkpoint: int) -> Records:
+    """The records of as many rounds as the checkpoint, of round ``checkpoint``, counts on."""
+    records = Records(read_records(folder / "rounds.jsonl")[:rounds])
+    if len(records) != rounds:
+        raise ProtofedError(
+            f"'{folder}' has a checkpoint of round {checkpoint} but records of "
+            f"{len(records)} rounds",
+            "start anew with --overwrite",
+        )
+    return records
+
+
+def append_record(folder: Path, record: Record) -> None:
+    """Write a round's record, on disk before a checkpoint that counts on it."""
+    with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line(record))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def save_checkpoint(

@@ -63,8 +63,8 @@ class Keeper:
         unasked = self.config.keep_rounds is None and round != self.config.rounds
         if unasked and tree.nbytes(kept) > SMALL:
             return
-        domains = {site.name: site.domain for site in federation.sites.values()}
-        clients = [{"client": name, "domain": domains[name]} for name in sent]
+        domain = federation.sites.domain
+        clients = [{"client": name, "domain": domain(name)} for name in sent]
         metadata |= {"clients": clients, "classes": list(federation.task.classes)}
         tree.save(tree.copy(kept), self.folder / "prototypes" / f"{round}.safetensors", metadata)
 

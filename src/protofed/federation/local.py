@@ -7,9 +7,9 @@ Its only inputs are what the client received, what it keeps, its images and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from protofed.data.augment import Choices, cropped, crops, normalised, padded
 from protofed.data.task import Augment, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import tree
-from protofed.federation.client import Client
+from protofed.federation.client import Clean, Client
+from protofed.federation.public import Public
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Entry, Method, Phase, Sizes
 from protofed.models import Network, entries
@@ -55,6 +56,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     bf16: bool = False
     """Whether convolutions and matrix products compute in bfloat16 (the weights stay float32)."""
+    public: Public | None = None
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context in which networks run."""
@@ -64,11 +66,33 @@ class Setup:
 
 @dataclass(frozen=True)
 class Site:
-    """A client's name, its domain, and its own images (on the device it trains on)."""
+    """A client's name, its domain, its images (on the device it trains on), and its model.
+
+    ``public``: the images are not its own but the round's public ones.
+    """
 
     name: str
     domain: str
     images: Images
+    model: str = ""
+    public: bool = False
+
+    def of_phase(self, setup: Setup, phase: Phase, round: int) -> Site:
+        """The site with the images that a phase trains on."""
+        return self if phase.data == "own" else public_site(setup, self, round)
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Who is tested, in which model, on what; the server (None) has no private state."""
+
+    model: str
+    client: str | None
+    tests: Mapping[str, Images]
+
+
+Scores = dict[str, dict[str, float]]
+"""Accuracy in percent by inference rule (``accuracy`` is the method's own) and test set."""
 
 
 @dataclass
@@ -106,6 +130,7 @@ def local(
         rounds=setup.rounds,
         name=site.name,
         clean=data.clean,
+        public=next_public(setup, site, round),
         samples=len(data.parts["train"]),
         lr=setup.training.lr,
     )
@@ -116,7 +141,9 @@ def local(
     with setup.autocast(device):
         for number, phase in enumerate(phases):
             collect = method.proto_pass == "last_epoch" and number == len(phases) - 1
-            for term, total in _train(setup, client, data, phase, round, number, collect).items():
+            seen = site.of_phase(setup, phase, round)
+            part = data if seen is site else Data(setup, seen)
+            for term, total in _train(setup, client, part, phase, round, number, collect).items():
                 reply.add_loss(term, *total)
         reply.message, reply.mine = finish(method, client)
     reply.steps, reply.lr = client.steps, client.lr
@@ -155,7 +182,8 @@ def _train(
         last = collect and epoch == epochs - 1
         if last:
             client.begin_prototypes()
-        table = _draws(setup, (*where, epoch), -(-client.samples // batch_size), client)
+        each = -(-len(data.parts["train"]) // batch_size)
+        table = _draws(setup, (*where, epoch), each, client)
         for row, batch in enumerate(data.epoch((*where, epoch), batch_size)):
             client.begin_step(keys.key(*where, steps, "step"))
             client.drawn = {name: t[row] for name, t in table.items()}
@@ -224,6 +252,11 @@ class Data:
         self.setup, self.images = setup, site.images
         self._padded: Tensor | None = None
         n = len(site.images)
+        if site.public:  # seen as they are, all of them
+            plain = Augment(padding=0, flip=False, mean=setup.augment.mean, std=setup.augment.std)
+            self.setup = replace(setup, augment=plain)
+            self.parts = {"holdout": np.arange(0), "train": np.arange(n)}
+            return
         kept = int(n * setup.method.holdout)
         shuffled = keys.generator(setup.seed, site.name, "holdout").permutation(n)
         self.parts = {"holdout": np.sort(shuffled[:kept]), "train": np.sort(shuffled[kept:])}
@@ -272,6 +305,38 @@ class Data:
             yield x, self.images.y[index]
 
 
+def public_site(setup: Setup, site: Site, round: int) -> Site:
+    """The client with a round's public images in the place of its own."""
+    if setup.public is None:
+        raise ProtofedError(
+            f"{setup.method.name} needs public images, and there are none here",
+            "its public_images must say where they come from",
+        )
+    return replace(site, images=setup.public.draw(round), public=True)
+
+
+def next_public(setup: Setup, site: Site, round: int) -> Clean | None:
+    """Clean batches of the next round's public images; None where a run has none."""
+    if setup.public is None:
+        return None
+    return lambda part: Data(setup, public_site(setup, site, round + 1)).clean(part)
+
+
+def examine(
+    setup: Setup,
+    networks: Mapping[str, Network],
+    exam: Exam,
+    received: Tree,
+    mine: Callable[[str], Tree],
+    round: int,
+    batch: int = EVALUATION_BATCH,
+) -> Scores:
+    """The scores of an exam."""
+    private = {} if exam.client is None else mine(exam.client)
+    network = networks[exam.model]
+    return evaluate(setup, network, received, private, exam.tests, round, batch)
+
+
 def evaluate(
     setup: Setup,
     network: Network,
@@ -280,7 +345,7 @@ def evaluate(
     tests: Mapping[str, Images],
     round: int = 0,
     batch: int = EVALUATION_BATCH,
-) -> dict[str, float]:
+) -> Scores:
     """Accuracy in percent on each test set of the model ``mine | received``.
 
     The server evaluates with ``mine`` empty: the view then has the broadcast and nothing private.
@@ -299,23 +364,26 @@ def evaluate(
     absent = _absent(network, setup.method, client.start)
     load(network, client.start | absent)
     network.eval()
-    accuracy = {}
+    accuracy: Scores = {}
     with torch.no_grad(), setup.autocast(device):
         for name, images in tests.items():
-            right = torch.zeros((), dtype=torch.int64, device=device)
+            right: dict[str, Tensor] = {}
             for x, y in zip(images.x.split(batch), images.y.split(batch), strict=True):
                 # the same draws for every batch: however the images are cut, so are the scores
                 client.begin_step(key)
-                scores = setup.method.predict(client, normalised(x, setup.augment, setup.dtype))
-                if absent and not bool(torch.isfinite(scores).all()):
+                said = setup.method.rules(client, normalised(x, setup.augment, setup.dtype))
+                if absent and not all(bool(s.isfinite().all()) for s in said.values()):
                     _require_finite(client.start)
                     raise ProtofedError(
                         f"{setup.method.name} predicts with entries that clients keep to "
                         f"themselves ({next(iter(absent))} ...), which the server does not have",
                         "such a method is evaluated by its clients: evaluates = 'clients'",
                     )
-                right += (scores.argmax(1) == y).sum()
-            accuracy[name] = 100 * int(right) / len(images)
+                for rule, scores in said.items():
+                    hits = (scores.argmax(1) == y).sum()
+                    right[rule] = right[rule] + hits if rule in right else hits
+            for rule, hits in right.items():
+                accuracy.setdefault(rule, {})[name] = 100 * int(hits) / len(images)
     return accuracy
 
 

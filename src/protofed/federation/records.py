@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,12 @@ LAST = 5
 """The papers' metric: the mean over this many last rounds. Never the best round on test data."""
 
 SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
+
+SEEN = "seen average"
+"""Where a domain is left out: the average of the others, which is not what such a run is for."""
+
+BESIDE = {"own": "own domain"}
+"""What a person reads for the name of an accuracy that is recorded beside the method's own."""
 
 Record = dict[str, Any]
 
@@ -44,15 +52,40 @@ class Records(list[Record]):
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def last_mean(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -> dict[str, float]:
     """Accuracy per domain and ``average``, as means over the last five rounds.
 
     A domain that no site measured in a round of a deployment (nan) is left out of that round.
+    ``beside`` is another accuracy that the rounds have, e.g. ``own``.
     """
     last = records[-LAST:]
-    domains = list(last[0]["accuracy"])
-    means = {d: _mean([r["accuracy"][d] for r in last]) for d in domains}
+    found = [r["accuracy"] if beside is None else r["beside"][beside] for r in last]
+    means = {d: _mean([accuracy[d] for accuracy in found]) for d in found[0]}
+    if beside is not None:
+        return {**means, "average": _mean(list(means.values()))}
     return {**means, "average": _mean([r["average"] for r in last])}
+
+
+def beside(record: Mapping[str, Any]) -> dict[str, float]:
+    """The averages of the accuracies that a round has beside the method's own, by name.
+
+    ``own domain``: clients with models of their own, each tested on its own domain. Others are
+    further inference rules of the method.
+    """
+    found = record.get("beside", {}).items()
+    return {BESIDE.get(name, name): _mean(list(each.values())) for name, each in found}
+
+
+def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]:
+    """Accuracies under the names a person reads: as they are, unless a domain is left out.
+
+    Then that domain comes first as ``inverse (unseen)``, and the ``seen average`` of the others
+    takes the place of the average, which would mix what was trained on with what was not.
+    """
+    if unseen is None or unseen not in accuracy:
+        return dict(accuracy)
+    seen = {d: a for d, a in accuracy.items() if d not in (unseen, "average")}
+    return {f"{unseen} (unseen)": accuracy[unseen], **seen, SEEN: _mean(list(seen.values()))}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -66,9 +99,18 @@ def line(record: Record) -> str:
 
 
 def read_records(path: Path) -> Records:
-    """The complete lines of a ``rounds.jsonl``; a last line cut by a crash is left out."""
+    """The complete lines of a ``rounds.jsonl``; a last line cut by a crash is left out.
+
+    Where there is only a ``rounds.jsonl.gz``, as a packed study has it, that is read.
+    """
+    packed = path.with_name(f"{path.name}.gz")
     try:
-        content = path.read_bytes()
+        if packed.is_file() and not path.is_file():
+            content = gzip.decompress(packed.read_bytes())
+        else:
+            content = path.read_bytes()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ProtofedError(f"'{packed}' is damaged: {error}") from None
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
     lines = content.split(b"\n")[:-1]  # what follows the last newline is not a complete line
@@ -84,17 +126,14 @@ def without_times(records: Iterable[Record]) -> list[Record]:
 
 
 def _lookup(record: Record, key: str) -> Any:
-    value: Any = record
-    for part in key.split(".", 1):
-        value = value[part]
-    return value
+    return record[key] if key in record else _flat(record)[key]
 
 
 def _flat(record: Record) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict):
-            flat |= {f"{name}.{k}": v for k, v in value.items()}
+            flat |= {f"{name}.{k}": v for k, v in _flat(value).items()}
         else:
             flat[name] = value
     return flat

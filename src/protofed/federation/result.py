@@ -5,18 +5,22 @@ from __future__ import annotations
 import base64
 import io
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from protofed.config import Config, config_task, make_config, read_config
 from protofed.data import DataMissing, outline
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, unknown
 from protofed.federation import tree
 from protofed.federation.federation import initial_network
-from protofed.federation.records import SELECTION, Records, last_mean, read_records
+from protofed.federation.records import SELECTION, Records, last_mean, read_records, shown
 from protofed.federation.tree import Slot
 from protofed.models import Network
+
+CLIENT = "client"
+"""The slot of a model file that has the clients' own entries."""
 
 
 @dataclass
@@ -28,17 +32,46 @@ class Result:
     model: Slot
     summary: dict[str, Any]
     folder: Path | None = None
+    lean: bool = False
+    """Read without its model: not asked for, or a folder as ``protofed study pack`` leaves it."""
+    clients: Mapping[str, Slot] = field(default_factory=dict)
+    """Where clients are tested with models of their own: what each has of it."""
 
     @property
     def accuracy(self) -> dict[str, float]:
         """Accuracy per domain and ``average``: means of the last five rounds."""
         return last_mean(self.rounds)
 
-    def network(self) -> Network:
-        """The trained network, in evaluation mode; what clients keep private is as it began."""
-        task = config_task(self.config)
-        network = initial_network(self.config, task)
-        network.load_state_dict({**network.state_dict(), **self.model})
+    def need_model(self) -> None:
+        """An error where the run was read without its model."""
+        if self.lean:
+            raise ProtofedError(
+                f"'{self.folder}' was read without its model",
+                "a packed study has none: use the folder it was packed from",
+            )
+
+    def network(self, client: str | None = None) -> Network:
+        """The trained network, in evaluation mode: the global one, or a client's own.
+
+        In the global one, what clients keep private is as it began.
+        """
+        self.need_model()
+        models = {row["client"]: row.get("model", "") for row in self.summary["clients"]}
+        if client is None and self.config.method.evaluates == "everyone":
+            raise ProtofedError(
+                f"{self.config.method.name} has no global model: every client has its own",
+                f"name one of them, e.g. network('{next(iter(models))}')",
+            )
+        if client is not None and client not in models:
+            raise unknown("client", client, models)
+        if client is not None and client not in self.clients:
+            raise ProtofedError(
+                f"client {client} has no model of its own here", "network() gives the global one"
+            )
+        model = models[client] if client else ""
+        network = initial_network(self.config, config_task(self.config), model)
+        own = self.clients[client] if client else {}
+        network.load_state_dict({**network.state_dict(), **own, **self.model})
         return network.eval()
 
     def plot(self) -> bytes:
@@ -50,12 +83,15 @@ class Result:
         return buffer.getvalue()
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{d} {a:.1f}" for d, a in self.accuracy.items())
-        return f"<{self.summary['method']} on {self.config.task}, seed {self.config.seed}: {shown}>"
+        text = ", ".join(f"{d} {a:.1f}" for d, a in self._shown().items())
+        return f"<{self.summary['method']} on {self.config.task}, seed {self.config.seed}: {text}>"
+
+    def _shown(self) -> dict[str, float]:
+        return shown(self.accuracy, self.config.leave_out)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{d}</th>" for d in self.accuracy)
-        body = "".join(f"<td>{a:.2f}</td>" for a in self.accuracy.values())
+        head = "".join(f"<th>{d}</th>" for d in self._shown())
+        body = "".join(f"<td>{a:.2f}</td>" for a in self._shown().values())
         picture = base64.b64encode(self.plot()).decode()
         return (
             f"<p><b>{self.summary['method']}</b> on <b>{self.config.task}</b>, seed "
@@ -65,8 +101,11 @@ class Result:
         )
 
 
-def load_run(folder: str | Path) -> Result:
-    """A finished run, read back from its folder."""
+def load_run(folder: str | Path, model: bool = True) -> Result:
+    """A finished run, read back from its folder; without its model where there is none.
+
+    Where no model is asked for, the task's images are not looked for either.
+    """
     folder = Path(folder)
     if not (folder / "summary.json").is_file():
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
@@ -75,14 +114,39 @@ def load_run(folder: str | Path) -> Result:
     of_machine = {k: settings.pop(k) for k in ("device", "engine") if k in settings}
     settings["device"] = "cpu"
     try:
-        config = make_config(**settings)
+        config = make_config(**settings) if model else _without_data(settings)
     except DataMissing:
         config = _without_data(settings)
     config = replace(config, **of_machine)
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    model, _ = tree.load(folder / "model.safetensors")
+    lean = not (model and has_model(folder))
+    slots = {} if lean else tree.load(folder / "model.safetensors")[0]
     records = read_records(folder / "rounds.jsonl")
-    return Result(config, records, model.get("model", {}), summary, folder)
+    clients: dict[str, Slot] = {}
+    for name, t in slots.get(CLIENT, {}).items():
+        client, _, entry = name.rpartition("/")
+        clients.setdefault(client, {})[entry] = t
+    return Result(config, records, slots.get("model", {}), summary, folder, lean, clients)
+
+
+def save_model(result: Result, folder: Path) -> None:
+    """Write ``model.safetensors``: ``model/ENTRY``, and ``client/NAME/ENTRY`` of own models.
+
+    A client's model is its own entries and, over them, the server's.
+    """
+    own = {f"{c}/{name}": t for c, slot in result.clients.items() for name, t in slot.items()}
+    holds = "the global model"
+    if result.config.method.evaluates != "global":
+        holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
+        if not result.clients:
+            holds = "what all clients share (model/...); their own entries are in clients/"
+    metadata = {"hash": result.config.hash, "holds": holds}
+    tree.save({"model": result.model, CLIENT: own}, folder / "model.safetensors", metadata)
+
+
+def has_model(folder: Path | None) -> bool:
+    """Whether a run's folder has its model."""
+    return folder is not None and (folder / "model.safetensors").is_file()
 
 
 def _without_data(settings: dict[str, Any]) -> Config:

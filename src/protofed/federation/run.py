@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +14,21 @@ from protofed.config import Config, merged_config
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation import tree
-from protofed.federation.federation import Federation, Observer, initial_network, round_to
-from protofed.federation.folder import open_folder, save_checkpoint
+from protofed.federation.federation import Federation, Observer, initial_network
+from protofed.federation.folder import (
+    append_record,
+    complete_records,
+    open_folder,
+    save_checkpoint,
+)
 from protofed.federation.local import one_thread
-from protofed.federation.records import SELECTION, Records, last_mean, line, read_records
-from protofed.federation.result import Result, is_finished, load_run
+from protofed.federation.records import Records, line
+from protofed.federation.result import Result, is_finished, load_run, save_model
 from protofed.federation.store import Index
+from protofed.federation.summary import summarise
 from protofed.federation.tree import Tree
 from protofed.files import write_atomic
 from protofed.methods.base import Method
-from protofed.version import __version__
 
 __all__ = [
     "Federation",
@@ -87,13 +90,7 @@ def _run(
             state, metadata = checkpoint
             server.state = tree.copy(state, server.device)
             server.round = metadata["round"]
-            records = Records(read_records(folder / "rounds.jsonl")[: server.round])
-            if len(records) != server.round:
-                raise ProtofedError(
-                    f"'{folder}' has a checkpoint of round {server.round} but records of "
-                    f"{len(records)} rounds",
-                    "use --overwrite to start anew",
-                )
+            records = complete_records(folder, server.round, server.round)
             federation.store.restore(metadata["clients"])
         write_atomic(folder / "config.toml", config.toml())
         text = json.dumps(federation.table(), indent=2, ensure_ascii=False)
@@ -107,10 +104,7 @@ def _run(
             record = federation.run_round(observers)
             records.append(record)
             if folder is not None:
-                with (folder / "rounds.jsonl").open("a", encoding="utf-8") as file:
-                    file.write(line(record))
-                    file.flush()
-                    os.fsync(file.fileno())  # on disk before a checkpoint that counts on it
+                append_record(folder, record)
             done = (server.round, server.state, federation.store.accept())
             if folder and server.round % config.checkpoint_every == 0:
                 save_checkpoint(folder, config, federation.store, done)
@@ -122,10 +116,11 @@ def _run(
             save_checkpoint(folder, config, federation.store, done)
         raise
     model = tree.copy({"model": federation.model}).get("model", {})
-    result = Result(config, records, model, _summary(federation, records), folder)
+    own = federation.own_models()
+    result = Result(config, records, model, _summary(federation, records), folder, clients=own)
     if folder is not None:
         save_checkpoint(folder, config, federation.store, done)
-        tree.save({"model": result.model}, folder / "model.safetensors", {"hash": config.hash})
+        save_model(result, folder)
         text = json.dumps(result.summary, indent=2, ensure_ascii=False)
         write_atomic(folder / "summary.json", text + "\n")
     for observer in observers:
@@ -149,34 +144,16 @@ def tf32(on: bool) -> Iterator[None]:
 
 
 def _summary(federation: Federation, records: Records) -> dict[str, Any]:
-    config, method = federation.config, federation.method
-    return {
-        "task": config.task,
-        "data": federation.task.note,
-        "skipped": list(federation.task.skipped),
-        "method": method.name,
-        "hyper_parameters": method.options(),
-        "protocol": config.protocol,
-        "seed": config.seed,
-        "hash": config.hash,
-        "accuracy": last_mean(records),
-        "selection": SELECTION,
-        "evaluated": method.evaluates,
-        "rounds": len(records),
-        "bytes_up": sum(r["bytes_up"] for r in records),
-        "bytes_down": sum(r["bytes_down"] for r in records),
-        "seconds": round_to(sum(sum(r["seconds"].values()) for r in records), 3),
-        "batchnorm": federation.batchnorm,
-        "average": config.average,
-        "precision": config.precision,
-        "engine": f"{federation.engine_name} ({federation.engine_reason})",
-        "device": config.device,
-        "unseen": config.leave_out,
-        "tested": {name: len(images) for name, images in federation.tests.items()},
-        "clients": federation.table(),
-        "versions": {
-            "protofed": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
+    return summarise(
+        federation.config,
+        records,
+        data=federation.task.note,
+        skipped=federation.task.skipped,
+        batchnorm=federation.batchnorm,
+        weights=federation.weights,
+        engine=f"{federation.engine_name} ({federation.engine_reason})",
+        tested={name: len(images) for name, images in federation.tests.items()},
+        clients=federation.table(),
+        **({"public": public.counts} if (public := federation.setup.public) else {}),
+        **({"examined": federation.examined} if federation.examined else {}),
+    )

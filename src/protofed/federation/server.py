@@ -28,6 +28,7 @@ class ServerView:
     rounds: int
     clients: tuple[str, ...]
     sizes: Sizes
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Server:
 
     def view(self) -> ServerView:
         """The server as a method sees it."""
-        return ServerView(self.state, self.round, self.rounds, self.clients, self.sizes)
+        who, seed = self.clients, self.seed
+        return ServerView(self.state, self.round, self.rounds, who, self.sizes, seed)
 
     def sample(self) -> list[str]:
         """The clients of this round, in the federation's order."""
@@ -118,10 +120,15 @@ class Server:
         """What goes down to every client of this round."""
         return self.method.broadcast(self.view())
 
-    def initial_client(self, model: Slot) -> Tree:
-        """A client's private state before its first round; ``model`` is its initial network."""
-        private = {n: model[n] for n, way in self.travels.items() if way == "no"}
-        return tree.copy({**self.method.init_client(model, self.sizes), "model": private})
+    def initial_client(self, model: Slot, sizes: Sizes | None = None) -> Tree:
+        """A client's private state before its first round; ``model`` is its initial network.
+
+        ``sizes`` are those of its network, if that is another than the server's. What travels is
+        the same in all of a federation's networks.
+        """
+        private = {n: t for n, t in model.items() if self.travels.get(n, "no") == "no"}
+        slots = self.method.init_client(model, sizes or self.sizes)
+        return tree.copy({**slots, "model": private})
 
     def accept(self, name: str, reply: Reply) -> None:
         """Take a client's reply; its message waits in the spool for the end of the round."""

@@ -18,6 +18,8 @@ from protofed.methods.fedavg import FedAvg
 from protofed.methods.fedavgm import FedAvgM
 from protofed.methods.fedbn import FedBN
 from protofed.methods.feddyn import FedDyn
+from protofed.methods.fedgh import FedGH
+from protofed.methods.fedmd import FedMD
 from protofed.methods.fedmlp import FedMLP
 from protofed.methods.fednova import FedNova
 from protofed.methods.fedopt import FedOpt
@@ -30,6 +32,7 @@ from protofed.methods.fedsr import FedSR
 from protofed.methods.fpl import FPL
 from protofed.methods.ga import FedAvgGA, FedGA
 from protofed.methods.i2pfl import I2PFL
+from protofed.methods.local import Local
 from protofed.methods.moon import Moon
 from protofed.methods.scaffold import Scaffold
 
@@ -57,6 +60,9 @@ METHODS: dict[str, type[Method]] = {
         FedAvgGA,
         FedGA,
         COPA,
+        Local,
+        FedMD,
+        FedGH,
     )
 }
 
@@ -150,6 +156,8 @@ __all__ = [
     "FedBN",
     "FedDyn",
     "FedGA",
+    "FedGH",
+    "FedMD",
     "FedMLP",
     "FedNova",
     "FedOpt",
@@ -160,6 +168,7 @@ __all__ = [
     "FedSR",
     "FedSeProto",
     "Hyper",
+    "Local",
     "Method",
     "Moon",
     "Phase",

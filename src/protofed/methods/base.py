@@ -63,11 +63,25 @@ class Sizes(NamedTuple):
     parameters: tuple[str, ...] = ()
 
 
+class PublicImages(NamedTuple):
+    """Unlabelled images that all clients may see: where from, and how many a round.
+
+    ``source`` is ``unused`` (training images that no client holds, as many of each domain that has
+    clients), one domain's name (those of that domain alone), or a task's name (its training
+    images). Test images are never among them.
+    """
+
+    source: str
+    images: int
+
+
 @dataclass(frozen=True)
 class Phase:
     """A stretch of local training; ``None`` means what the protocol says.
 
     Optimiser state starts anew in each phase. ``trainable`` tells by name which parameters move.
+    With ``data="public"`` the batches are of the round's public images, without augmentation;
+    their labels say nothing (all are 0), and ``rows`` are places in the round's draw.
     """
 
     loss: Callable[[Client, Batch], Terms]
@@ -78,6 +92,7 @@ class Phase:
     momentum: float | None = None
     clip: float | None = None
     optimiser: Literal["sgd", "adam"] | None = None
+    data: Literal["own", "public"] = "own"
 
 
 @dataclass(frozen=True)
@@ -127,13 +142,28 @@ class Method:
 
     @property
     def evaluates(self) -> str:
-        """Who is tested: ``global`` (the server's model) or ``clients`` (each its own model)."""
+        """Who is tested: the server's model (``global``), or the clients' own models.
+
+        ``clients``: each domain by its own clients. ``everyone``: every client on every domain, a
+        domain's figure being the mean over all clients, with the own domain's beside it; for
+        methods that have no global model at all.
+        """
         return "global"
 
     @property
     def holdout(self) -> float:
         """Fraction of a client's samples kept from training for ``client.evaluate``."""
         return 0.0
+
+    @property
+    def public_images(self) -> PublicImages | None:
+        """The public images the method needs: ``client.public_logits``, phases on public data."""
+        return None
+
+    @property
+    def weighing(self) -> str:
+        """What ``weights`` weighs the updates by, in words; empty: the protocol's rule."""
+        return "" if type(self).weights is Method.weights else "a rule of its own"
 
     @property
     def constant_parts(self) -> tuple[str, ...]:
@@ -145,6 +175,13 @@ class Method:
         return ()
 
     # ---- cold hooks ----------------------------------------------------------------------------
+
+    def apart(self) -> Self:
+        """The method as it is where clients have different models; default: the same.
+
+        Nothing may travel then that the models do not have in common (``shared``).
+        """
+        return self
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         """The backbone, with the extra modules the method needs."""
@@ -202,6 +239,13 @@ class Method:
     def predict(self, client: Client, x: Tensor) -> Tensor:
         """Class scores [B, K]. When the server evaluates, ``client.mine`` is empty."""
         return client.forward(x).logits
+
+    def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        """Scores [B, K] of every inference rule whose accuracy is recorded, by its name.
+
+        ``accuracy`` is ``predict``; others are recorded beside it.
+        """
+        return {"accuracy": self.predict(client, x)}
 
     # ---- hyper-parameters ----------------------------------------------------------------------
 

@@ -56,6 +56,11 @@ class FedDyn(Method):
         """Whether this is the algorithm and not the reference's FedAvg."""
         return self.variant == "correct"
 
+    @property
+    def weighing(self) -> str:
+        """The algorithm's mean over clients is a plain one."""
+        return "uniform" if self.correct else ""
+
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """h = 0."""
         return {"h": zeros(model, sizes.parameters)} if self.correct else {}

@@ -40,7 +40,7 @@ from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, upload_means, uploaded_means
+from protofed.methods.shared import no_prototypes, proto_pass_hyper, upload_means, uploaded_means
 from protofed.prototypes import (
     class_means,
     class_sums,
@@ -62,12 +62,7 @@ class FedMLP(Method):
     lambda1: float = hyper(1.0, "λ1", "weight of the class prototypes", least=0, weight=True)
     lambda2: float = hyper(1.0, "λ2", "weight of the semantic contrast", least=0, weight=True)
     tau: float = hyper(0.5, "τ", "temperature of the semantic contrast", above=0)
-    proto_pass: str = hyper(
-        "last_epoch",
-        "",
-        "features of (1): while training the last epoch, or a clean pass afterwards",
-        choices=("last_epoch", "post"),
-    )
+    proto_pass: str = proto_pass_hyper("features of (1)")
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""

@@ -48,6 +48,11 @@ class FedNova(Method):
 
     rho: float = hyper(0.9, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
 
+    @property
+    def weighing(self) -> str:
+        """p_m/a_m."""
+        return "samples over steps"
+
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
         """One phase, with the momentum that a_m is computed for."""
         return (Phase(self.loss, momentum=self.rho),)

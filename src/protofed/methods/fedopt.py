@@ -40,6 +40,11 @@ class FedOpt(Method):
     eta_g: float = hyper(0.25, "η_g", "the server's learning rate", above=0)
     beta: float = hyper(0.9, "β", "the server's momentum", least=0, most=1)
 
+    @property
+    def weighing(self) -> str:
+        """The mean over clients is a plain one."""
+        return "uniform"
+
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """v = 0."""
         return {"v": zeros(model, sizes.parameters)}

@@ -39,7 +39,8 @@ from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.prototypes import cluster_means, contrast, pad, paired_cosine, per_class_mean
+from protofed.methods.shared import clustered
+from protofed.prototypes import contrast, pad, paired_cosine, per_class_mean
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class FedPLVM(Method):
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """The clusters of each class in the client's own features."""
         z, y = client.features()
-        return {"prototypes": _ragged([_clusters(z[y == k]) for k in range(client.classes)])}, {}
+        return {"prototypes": _ragged(clustered(z[y == k] for k in range(client.classes)))}, {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, and the clusters of all clients' clusters."""
@@ -85,11 +86,7 @@ class FedPLVM(Method):
             torch.cat([p["mean"][k][p["mask"][k] > 0] for p in sent])
             for k in range(server.sizes.classes)
         ]
-        return {"model": mean, "prototypes": _ragged([_clusters(rows) for rows in pooled])}
-
-
-def _clusters(rows: Tensor) -> Tensor:
-    return cluster_means(rows) if len(rows) else rows
+        return {"model": mean, "prototypes": _ragged(clustered(pooled))}
 
 
 def _ragged(classes: list[Tensor]) -> Slot:

@@ -29,7 +29,7 @@ from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, upload_means, uploaded_means
+from protofed.methods.shared import no_prototypes, proto_pass_hyper, upload_means, uploaded_means
 from protofed.prototypes import contrast, owners_mean
 
 
@@ -43,12 +43,7 @@ class FedProc(Method):
 
     tau: float = hyper(1.0, "τ", "temperature of the contrast", above=0)
     warmup: bool = hyper(False, "", "cross-entropy in round 0, where the published code has 0")
-    proto_pass: str = hyper(
-        "last_epoch",
-        "",
-        "features of the class means: while training the last epoch, or a clean pass",
-        choices=("last_epoch", "post"),
-    )
+    proto_pass: str = proto_pass_hyper("features of the class means")
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""

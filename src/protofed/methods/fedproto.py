@@ -1,36 +1,53 @@
-"""FedProto with parameter averaging.
+"""FedProto: features drawn to the global prototype, with or without a common model.
 
 Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across
-Heterogeneous Clients", AAAI 2022, in the form FPL, I²PFL and FedSeProto compare with: the model
-is averaged as in FedAvg, and prototypes travel beside it.
+Heterogeneous Clients", AAAI 2022. `share` is its form:
+
+    model         as FPL, I²PFL and FedSeProto compare with it: the model is averaged as in
+                  FedAvg, and prototypes travel beside it
+    prototypes    the paper's own: nothing but prototypes travels, clients keep their models,
+                  which may differ in all but the size d of the feature
+    auto          model; prototypes where the clients' models differ
 
     (1) prototype of client m    C_m^k = mean of f_m(x) over its samples of class k
     (2) global prototype         C^k   = mean of C_m^k over the clients that have class k
     (3) local objective          CE + λ · (1/d) ‖f_m(x) − C^y‖²,  mean over the batch
 
 Round 0, and a sample whose class has no prototype: the term is 0, the sample still counts.
+With `share=prototypes` every client's own model is tested on every domain: by its head, so that
+the figure compares with other methods', and beside it by the paper's rule, as `nearest`:
+
+    (4) inference                ŷ = argmin_k ‖f_m(x) − C^k‖
 
 Deviations
     (2) the paper weighs by sample counts and then divides by the number of owners once more; its
         code takes the plain mean, and so do the papers that compare with it.
     (3) the paper's distance is per class; the code's is the squared error per sample, averaged
         over the d dimensions (with a sum over d, λ would be d times stronger).
+    (4) is not the main figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, upload_means, uploaded_means
-from protofed.prototypes import consistency, owners_mean
+from protofed.methods.base import Batch, Entry, Method, Sizes, Terms, hyper
+from protofed.methods.shared import (
+    no_prototypes,
+    proto_pass_hyper,
+    share_hyper,
+    upload_means,
+    uploaded_means,
+)
+from protofed.prototypes import consistency, nearest, owners_mean
 
 
 @dataclass(frozen=True)
@@ -39,15 +56,24 @@ class FedProto(Method):
 
     name: ClassVar[str] = "fedproto"
     paper: ClassVar[str] = "Tan et al., AAAI 2022"
-    travels: ClassVar[str] = "model, class means (up), global prototypes (down)"
+    travels: ClassVar[str] = "model (unless models differ), class means (up), prototypes (down)"
 
     weight: float = hyper(1.0, "λ", "weight of the prototype term", least=0, weight=True)
-    proto_pass: str = hyper(
-        "last_epoch",
-        "",
-        "features of (1): while training the last epoch, or a clean pass afterwards",
-        choices=("last_epoch", "post"),
-    )
+    proto_pass: str = proto_pass_hyper("features of (1)")
+    share: str = share_hyper()
+
+    @property
+    def evaluates(self) -> str:
+        """The global model; without one, every client its own, on all domains."""
+        return "everyone" if self.share == "prototypes" else "global"
+
+    def apart(self) -> Self:
+        """Prototypes alone."""
+        return replace(self, share="prototypes") if self.share == "auto" else self
+
+    def shared(self, entry: Entry) -> Literal["both", "no"]:
+        """The whole model, or nothing of it."""
+        return "no" if self.share == "prototypes" else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""
@@ -70,3 +96,11 @@ class FedProto(Method):
         """FedAvg, and (2) over the clients of this round."""
         C, mask = owners_mean(*uploaded_means(updates))
         return {"model": mean, "prototypes": {"mean": C, "mask": mask}}
+
+    def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        """The head's scores; without a common model also (4)."""
+        z, logits = client.forward(x)
+        if self.share != "prototypes":
+            return {"accuracy": logits}
+        C = client.received["prototypes"]
+        return {"accuracy": logits, "nearest": nearest(z, C["mean"], C["mask"])}

@@ -21,6 +21,10 @@ layer each), head H, decoder G.
     server        F, F^s, H averaged by sample counts                         (16)
     inference     H(z^s)
 
+Where clients' models differ (section 3.4; `share=prototypes`) nothing but prototypes
+travels, every client keeps all of its modules, and its own model is tested on every
+domain. `share=auto` is that where models differ, and the above elsewhere.
+
 F^d and G never leave the client. Round 0 has no C: L_Proto is 0. A class absent
 from a round has no C in the next. With α = β = λ = 0 it is not FedAvg: F^s and
 the two phases remain.
@@ -28,7 +32,8 @@ the two phases remain.
 Where the paper is silent or wrong, and what is done
     (11)  As printed it equals softplus(s2 − s1): minimising it *raises* the
           semantic branch's divergence. `kd_sign`: corrected (default), printed.
-          The teacher p(z) is held constant; s2 is cut at 50.
+          The teacher p(z), of the F being trained (not phase 1's), is held
+          constant; s2 is cut at 50.
     (10)  The encoders have no variance output: KL of a unit-variance Gaussian
           around z, ½ z² averaged over d (`kl=unit`); `kl=moments` takes the
           batch's mean and variance in each dimension. Eq. 9's log(−t) is read
@@ -47,8 +52,8 @@ Where the paper is silent or wrong, and what is done
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +64,13 @@ from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Entry, Method, Phase, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, upload_means, uploaded_means
+from protofed.methods.shared import (
+    no_prototypes,
+    proto_pass_hyper,
+    share_hyper,
+    upload_means,
+    uploaded_means,
+)
 from protofed.models import Network, Output
 from protofed.prototypes import class_means, class_sums, full_precision, owners_mean
 
@@ -120,7 +131,9 @@ class FedSeProto(Method):
 
     name: ClassVar[str] = "fedseproto"
     paper: ClassVar[str] = "Lai et al., ECAI 2024"
-    travels: ClassVar[str] = "encoder, semantic encoder, head; prototypes (both ways)"
+    travels: ClassVar[str] = (
+        "encoder, semantic encoder, head (unless models differ); prototypes (both ways)"
+    )
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
     beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)
@@ -129,12 +142,17 @@ class FedSeProto(Method):
     kd_sign: str = hyper("corrected", "", "sign of (11)", choices=("corrected", "printed"))
     kl: str = hyper("unit", "", "KL to N(0,1) in (10)", choices=("unit", "moments"))
     proto_reduction: str = hyper("mean", "", "(13) over the d dimensions", choices=("mean", "sum"))
-    proto_pass: str = hyper(
-        "last_epoch",
-        "",
-        "features of (12): while training the last epoch, or a clean pass afterwards",
-        choices=("last_epoch", "post"),
-    )
+    proto_pass: str = proto_pass_hyper("features of (12)")
+    share: str = share_hyper()
+
+    @property
+    def evaluates(self) -> str:
+        """The global model; without one, every client its own, on all domains."""
+        return "everyone" if self.share == "prototypes" else "global"
+
+    def apart(self) -> Self:
+        """Prototypes alone."""
+        return replace(self, share="prototypes") if self.share == "auto" else self
 
     @property
     def constant_parts(self) -> tuple[str, ...]:
@@ -146,8 +164,9 @@ class FedSeProto(Method):
         return SeparatedNetwork(backbone, sizes)
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
-        """All but F^d and G travels."""
-        return "no" if entry.name.startswith(PRIVATE) else "both"
+        """All but F^d and G travels, or nothing does."""
+        alone = self.share == "prototypes"
+        return "no" if alone or entry.name.startswith(PRIVATE) else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""
@@ -190,7 +209,7 @@ class FedSeProto(Method):
         return upload_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """FedAvg of what travels, and (3)."""
+        """FedAvg of what is shared, and (3)."""
         C, mask = owners_mean(*uploaded_means(updates))
         return {"model": mean, "prototypes": {"mean": C, "mask": mask}}
 

@@ -47,8 +47,8 @@ from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import upload_means, uploaded_means
-from protofed.prototypes import cluster_means, consistency, contrast, pad, per_class_mean
+from protofed.methods.shared import clustered, owned, proto_pass_hyper, upload_means, uploaded_means
+from protofed.prototypes import consistency, contrast, pad, per_class_mean
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,7 @@ class FPL(Method):
         "last", "", "FINCH partition: the first, or the last kept", choices=("first", "last")
     )
     upcr_reduction: str = hyper("mean", "", "(10) over the d dimensions", choices=("mean", "sum"))
-    proto_pass: str = hyper(
-        "last_epoch",
-        "",
-        "features of (2): while training the last epoch, or a clean pass afterwards",
-        choices=("last_epoch", "post"),
-    )
+    proto_pass: str = proto_pass_hyper("features of (2)")
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""
@@ -103,10 +98,9 @@ class FPL(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, and for every class the clusters of this round's prototypes (4, 5)."""
-        c_MKd, count_MK = uploaded_means(updates)
-        owned = [c_MKd[count_MK[:, k] > 0, k] for k in range(server.sizes.classes)]
-        clusters = [cluster_means(c_k, self.finch_level) if len(c_k) else c_k for c_k in owned]
-        means = [c_k.mean(0, keepdim=True) if len(c_k) else c_k for c_k in owned]
+        c = owned(*uploaded_means(updates))
+        clusters = clustered(c, self.finch_level)
+        means = [c_k.mean(0, keepdim=True) if len(c_k) else c_k for c_k in c]  # (3)
         return {"model": mean, **self._prototypes(clusters, means, server.sizes.features)}
 
     @property

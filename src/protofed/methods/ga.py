@@ -63,6 +63,11 @@ class FedAvgGA(Method):
         0.1, "", "share of a client's training samples kept for its scores", above=0, most=0.9
     )
 
+    @property
+    def weighing(self) -> str:
+        """a."""
+        return "generalisation gaps"
+
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """The scores of the received model and of the client's own."""
         models = {"received": client.start, "own": client.model()}

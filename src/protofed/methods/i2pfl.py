@@ -56,13 +56,20 @@ from protofed.federation.client import Client
 from protofed.federation.server import ServerView, Update
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, upload_means, uploaded_means
+from protofed.methods.shared import (
+    clustered,
+    no_prototypes,
+    owned,
+    proto_pass_hyper,
+    upload_means,
+    uploaded_means,
+)
 from protofed.prototypes import (
     class_means,
     class_sums,
-    cluster_means,
     consistency,
     contrast,
+    full_precision,
     owners_mean,
     pad,
     per_class_mean,
@@ -116,12 +123,7 @@ class I2PFL(Method):
     gamma_max: bool = hyper(False, "", "max(γ, 1−γ) for γ: stay nearer to the own class")
     apa_reduction: str = hyper("mean", "", "(9) over the d dimensions", choices=("mean", "sum"))
     detach: bool = hyper(True, "", "hold p̃ constant in (9)")
-    proto_pass: str = hyper(
-        "last_epoch",
-        "",
-        "features of (2): while training the last epoch, or a clean pass afterwards",
-        choices=("last_epoch", "post"),
-    )
+    proto_pass: str = proto_pass_hyper("features of (2)")
 
     @property
     def constant_parts(self) -> tuple[str, ...]:
@@ -156,7 +158,7 @@ class I2PFL(Method):
             gamma = client.drawn["gamma"]
             j, mixable = _partners(client, batch.y)
             if self.mixup == "feature":
-                mixed = gamma * h + (1 - gamma) * h[j]
+                mixed = _mixed(h, h[j], gamma)
             else:
                 mixed = client.forward(gamma * batch.x + (1 - gamma) * batch.x[j]).feature
         sums, counts = class_sums(mixed, batch.y, client.classes)
@@ -186,9 +188,14 @@ class I2PFL(Method):
             return reweighted_mean(p_MKd, count_MK)
         if self.inter == "average":
             return owners_mean(p_MKd, count_MK)
-        owned = [p_MKd[count_MK[:, k] > 0, k] for k in range(p_MKd.shape[1])]
-        clusters = [cluster_means(p) if len(p) else p for p in owned]
+        clusters = clustered(owned(p_MKd, count_MK))
         return per_class_mean(*pad(clusters, p_MKd.shape[2]))
+
+
+@full_precision
+def _mixed(h: Tensor, h_j: Tensor, gamma: Tensor) -> Tensor:
+    """(7)."""
+    return gamma * h + (1 - gamma) * h_j
 
 
 def _partners(client: Client, y: Tensor) -> tuple[Tensor, Tensor]:

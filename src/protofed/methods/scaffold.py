@@ -54,6 +54,11 @@ class Scaffold(Method):
     eta_g: float = hyper(1.0, "η_g", "the server's learning rate", above=0)
     momentum: float = hyper(0.0, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
 
+    @property
+    def weighing(self) -> str:
+        """The mean over clients is a plain one."""
+        return "uniform"
+
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """c = 0."""
         return {"c": zeros(model, sizes.parameters)}

@@ -6,6 +6,7 @@ Shapes: M clients of the round, K classes, d features.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,25 @@ from torch import Tensor
 from protofed.federation.client import Client
 from protofed.federation.server import Update
 from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Sizes
+from protofed.methods.base import Sizes, hyper
+from protofed.prototypes import cluster_means
+
+
+def share_hyper() -> Any:
+    """The hyper-parameter ``share`` of methods that exist with and without a common model."""
+    return hyper(
+        "auto",
+        "",
+        "what travels: model (and prototypes), prototypes (alone), auto: the model unless "
+        "clients' models differ",
+        choices=("auto", "model", "prototypes"),
+    )
+
+
+def proto_pass_hyper(features: str) -> Any:
+    """The hyper-parameter ``proto_pass``; ``features`` names the equation it is about."""
+    meaning = f"{features}: while training the last epoch, or a clean pass afterwards"
+    return hyper("last_epoch", "", meaning, choices=("last_epoch", "post"))
 
 
 def no_prototypes(sizes: Sizes) -> Slot:
@@ -34,6 +53,16 @@ def uploaded_means(updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
         torch.stack([u["prototypes"]["mean"] for u in updates]),
         torch.stack([u["prototypes"]["count"] for u in updates]),
     )
+
+
+def owned(means_MKd: Tensor, counts_MK: Tensor) -> list[Tensor]:
+    """The class means of each class's owners, [M_k, d] each."""
+    return [means_MKd[counts_MK[:, k] > 0, k] for k in range(means_MKd.shape[1])]
+
+
+def clustered(classes: Iterable[Tensor], level: str = "last") -> list[Tensor]:
+    """The means of FINCH's clusters of each class's rows; a class without rows stays without."""
+    return [cluster_means(rows, level) if len(rows) else rows for rows in classes]
 
 
 def zeros(model: Slot, names: Iterable[str]) -> Slot:

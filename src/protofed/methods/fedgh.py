@@ -1,0 +1,92 @@
+"""FedGH: different extractors, one header that the server trains on class means.
+
+Yi, Wang, Liu, Shi, Yu: "FedGH: Heterogeneous Federated Learning with Generalized
+Global Header", ACM MM 2023. Client m has an extractor f_m of its own and the
+common header g: d features → K classes.
+
+    (1) client m     CE of g(f_m(x)), all of its model trains
+    (2) upload       C_m^k = mean of f_m(x) over its samples of class k
+    (3) server       g ← g − η ∇ CE(g(C_m^k), k), SGD over all pairs (C_m^k, k)
+                     in random batches of B, E times over them
+    (4) download     g, which takes the place of each client's header
+    test             g(f_m(x)), with the header of (3)
+
+Round 0 starts from one header for all. A class that a client does not have gives
+no pair; without any pair the header stays.
+
+Deviations
+    (3)  The authors' code steps the optimiser of a client's network there: the
+         header never changes. Here it is SGD on the header, without momentum;
+         η = 0.01, B = 10 and E = 10 are parameters.
+    (2)  Features of the last local epoch, or of a clean pass afterwards
+         (`proto_pass`), as in FedProto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from protofed import keys
+from protofed.federation.client import Client
+from protofed.federation.server import ServerView, Update
+from protofed.federation.tree import Slot, Tree
+from protofed.methods.base import Entry, Method, hyper
+from protofed.methods.shared import proto_pass_hyper, upload_means, uploaded_means
+
+HEADER = "head."
+
+
+@dataclass(frozen=True)
+class FedGH(Method):
+    """A generalised header for extractors that differ."""
+
+    name: ClassVar[str] = "fedgh"
+    paper: ClassVar[str] = "Yi et al., ACM MM 2023"
+    travels: ClassVar[str] = "class means (up), header (down)"
+
+    eta: float = hyper(0.01, "η", "the server's learning rate", above=0)
+    epochs: int = hyper(10, "E", "the server's passes over the class means a round", least=1)
+    batch: int = hyper(10, "B", "class means in a batch of the server", least=1)
+    proto_pass: str = proto_pass_hyper("features of (2)")
+
+    @property
+    def evaluates(self) -> str:
+        """Every client its own model, on all domains."""
+        return "everyone"
+
+    def shared(self, entry: Entry) -> Literal["down", "no"]:
+        """The header comes down; extractors stay."""
+        return "down" if entry.name.startswith(HEADER) else "no"
+
+    def upload(self, client: Client) -> tuple[Tree, Tree]:
+        """(2)."""
+        return upload_means(client), {}
+
+    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+        """(3); ``mean`` has the header as it is, since no client sends one."""
+        means_MKd, counts_MK = uploaded_means(updates)
+        there = counts_MK > 0
+        z_Nd, y_N = means_MKd[there], there.nonzero()[:, 1]
+        weight, bias = (mean[f"{HEADER}{n}"] for n in ("weight", "bias"))
+        for epoch in range(self.epochs):
+            rng = keys.generator(server.seed, server.round, epoch, "header")
+            order = torch.from_numpy(rng.permutation(len(y_N))).to(y_N.device)
+            for rows in order.split(self.batch):
+                if len(rows):
+                    weight, bias = step(weight, bias, z_Nd[rows], y_N[rows], self.eta)
+        return {"model": {f"{HEADER}weight": weight, f"{HEADER}bias": bias}}
+
+
+def step(
+    weight_Kd: Tensor, bias_K: Tensor, z_Bd: Tensor, y_B: Tensor, eta: float
+) -> tuple[Tensor, Tensor]:
+    """One step of SGD on the mean cross-entropy of a linear header."""
+    p_BK = F.linear(z_Bd.to(weight_Kd.dtype), weight_Kd, bias_K).softmax(1)
+    error_BK = (p_BK - F.one_hot(y_B, len(bias_K))) / len(y_B)
+    return weight_Kd - eta * error_BK.T @ z_Bd.to(weight_Kd.dtype), bias_K - eta * error_BK.sum(0)

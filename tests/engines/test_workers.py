@@ -1,0 +1,76 @@
+"""Workers give the loop's numbers to the bit, for every method and however many they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from protofed.config import make_config
+from protofed.federation import tree
+from protofed.federation.federation import Federation
+from protofed.federation.records import without_times
+from protofed.federation.run import Result, run
+from protofed.methods import METHODS
+from protofed.testing import TINY, tiny_task
+
+# clients of different length, fewer and more of them than workers
+SETTINGS = {
+    **TINY,
+    "rounds": 2,
+    "epochs": 1,
+    "clients": {"left": 2, "right": 3},
+    "samples": {"left": 22, "right": 13},
+}
+ABLE = ("local", "fedmd", "fedgh", "fedproto", "fedseproto")
+
+
+def result(method: str, **settings: Any) -> Result:
+    task = tiny_task(samples=22, clients=3, spare=12)
+    return run(task, method, **{**SETTINGS, **settings})
+
+
+def same(a: Result, b: Result) -> bool:
+    models: list[Any] = [{"model": r.model, **r.clients} for r in (a, b)]
+    return tree.equal(*models) and without_times(a.rounds) == without_times(b.rounds)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_the_loop_s_bit_for_bit(name: str) -> None:
+    assert same(result(name), result(name, engine="workers", workers=2))
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_with_different_models_too(name: str) -> None:
+    loop = result(name, model="cnn3,cnn2")
+    for workers in (1, 3, 7):
+        settings = {"engine": "workers", "workers": workers, "model": "cnn3,cnn2"}
+        assert same(loop, result(name, **settings)), workers
+
+
+@pytest.mark.parametrize("workers", [1, 3, 7])
+def test_the_number_of_workers_does_not_matter(workers: int) -> None:
+    loop = result("fedbn", participation=0.5, rounds=3)
+    more = {"engine": "workers", "workers": workers, "participation": 0.5, "rounds": 3}
+    assert same(loop, result("fedbn", **more))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbn", "fedproto"])
+@pytest.mark.parametrize("workers", [1, 2, 9])
+def test_exams_are_scored_the_same_however_they_are_shared_out(name: str, workers: int) -> None:
+    """One exam is cut into test sets; more exams than workers are taken whole."""
+    task = tiny_task()
+    model = "cnn3,cnn2" if name == "fedproto" else "cnn2"
+    found = []
+    for engine, count in (("loop", None), ("workers", workers)):
+        settings = {**TINY, "engine": engine, "workers": count, "model": model}
+        one = Federation(make_config(task, name, **settings), task)
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            one.run_round()
+            found.append(one.evaluate())
+        finally:
+            torch.set_num_threads(before)
+    assert found[0] == found[1]
