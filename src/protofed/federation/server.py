@@ -53,8 +53,9 @@ def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot
     """
     total = math.fsum(weights)
     sums: dict[str, Tensor] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    largest: dict[str, Tensor] = {}
     first: dict[str, torch.Size] = {}
+    entries: Slot = {}
     for update, weight in zip(updates, weights, strict=True):
         entries = update[slot]
         shapes = {name: t.shape for name, t in entries.items()}
@@ -64,14 +65,23 @@ def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot
             raise ProtofedError(
                 f"{update.name} and {updates[0].name} sent different entries in '{slot}': {odd}"
             )
-        for name, t in entries.items():
-            if t.is_floating_point():
-                part = t.double() * (weight / total)
-                sums[name] = sums[name].add_(part) if name in sums else part
-            else:
-                sums[name] = torch.maximum(sums[name], t) if name in sums else t.clone()
-            dtypes[name] = t.dtype
-    return {name: s.to(dtypes[name]) for name, s in sums.items()}
+        floats = {name: entries[name] for name in first if entries[name].is_floating_point()}
+        # All entries at once: one by one, a round of twenty small networks is thousands of kernels.
+        parts = [torch.empty_like(t, dtype=torch.float64) for t in floats.values()]
+        if parts:
+            torch._foreach_copy_(parts, list(floats.values()))
+            torch._foreach_mul_(parts, weight / total)
+        if sums:
+            torch._foreach_add_(list(sums.values()), parts)
+        else:
+            sums = dict(zip(floats, parts, strict=True))
+        for name in entries.keys() - floats.keys():
+            t = entries[name]
+            largest[name] = torch.maximum(largest[name], t) if name in largest else t.clone()
+    return {
+        name: sums[name].to(entries[name].dtype) if name in sums else largest[name]
+        for name in first
+    }
 
 
 class Server:
