@@ -15,4 +15,5 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.parametrize("name", ["cosine_proto.py:CosineProto"])
 def test_an_example_method_passes_the_battery(name: str) -> None:
     verdicts = check(method_class(str(EXAMPLES / name)))
-    assert [v.status for v in verdicts].count("passed") == len(verdicts)
+    other = {v.check: v.status for v in verdicts if v.status != "passed"}
+    assert other == {"different models": "skipped"}, "it averages models"

@@ -439,4 +439,8 @@ def _check(target: str) -> None:
     failed = [v for v in verdicts if v.failed]
     if failed:
         raise ProtofedError(f"{len(failed)} of {len(verdicts)} checks failed for {target}")
-    console.print(f"[green]all {len(verdicts)} checks passed[/green] for {escape(target)}")
+    apart = [v for v in verdicts if v.status == "skipped"]
+    told = f" ({len(apart)} does not apply)" if len(apart) == 1 else ""
+    told = f" ({len(apart)} do not apply)" if len(apart) > 1 else told
+    passed = len(verdicts) - len(apart)
+    console.print(f"[green]all {passed} checks passed[/green]{told} for {escape(target)}")

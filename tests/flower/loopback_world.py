@@ -195,7 +195,9 @@ class Deployment:
             for name in names:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self.processes[name].wait(45)
-        left = [pid for pid in self.known if alive(pid)]
+        deadline = time.monotonic() + 20  # Flower's children end a moment after their parents
+        while (left := [pid for pid in self.known if alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.2)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
