@@ -109,3 +109,12 @@ def test_a_single_round_and_runs_of_different_length(tmp_path, figures):
 
 def test_a_result_draws_itself():
     opened(io.BytesIO(result("fedavg").plot()))
+
+
+@pytest.mark.parametrize("domains", [("a", "b"), ("a", "b", "c")])  # without and with a spare panel
+def test_two_dozen_names_do_not_squeeze_the_panels(figures, domains):
+    few, many = ([result(f"m{i}", domains=domains) for i in range(n)] for n in (2, 24))
+    for results in (few, many):
+        curves(results, io.BytesIO())
+    heights = [figure.axes[0].get_position().height for figure in figures]
+    assert heights[1] > 0.7 * heights[0]

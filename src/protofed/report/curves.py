@@ -9,12 +9,16 @@ from typing import IO, TYPE_CHECKING
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 if TYPE_CHECKING:
     from protofed.federation.run import Result
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#111111", "#8C8C00")
+
+LEGEND_ROWS = 8
+"""Names of a legend under each other, at most."""
 
 
 def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
@@ -44,6 +48,7 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
             axis.spines["right"].set_visible(False)
             axis.grid(axis="y", alpha=0.3)
             axis.set_ylim(bottom=0, top=100)
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         for axis in axes[len(panels) :]:
             axis.axis("off")
         for axis in axes[: len(panels)]:
@@ -53,7 +58,18 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
         handles, labels = axes[0].get_legend_handles_labels()
         spare = axes[len(panels)] if len(axes) > len(panels) else None
         if spare is not None:
-            spare.legend(handles, labels, loc="center left", frameon=False)
+            # in columns: a legend taller than its panel would squeeze all the others
+            sides = -(-len(labels) // LEGEND_ROWS)
+            size = 9 if sides == 1 else 7
+            spare.legend(
+                handles, labels, loc="center left", frameon=False, ncols=sides, fontsize=size,
+                columnspacing=1.0,
+            )  # fmt: skip
+        elif len(labels) > LEGEND_ROWS:
+            figure.legend(
+                handles, labels, loc="outside lower center", frameon=False, ncols=LEGEND_ROWS,
+                fontsize=7,
+            )  # fmt: skip
         else:
             axes[0].legend(handles, labels, frameon=False)
         figure.suptitle(_title(results), fontsize=9)
