@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from protofed.config import make_config
+from protofed.errors import ProtofedError
 from protofed.federation import tree
+from protofed.federation.client import Client
 from protofed.federation.federation import Federation
 from protofed.federation.records import without_times
 from protofed.federation.run import Result, run
 from protofed.methods import METHODS
+from protofed.methods.base import Batch, Method, Terms
 from protofed.testing import TINY, tiny_task
 
 # clients of different length, fewer and more of them than workers
@@ -74,3 +79,26 @@ def test_exams_are_scored_the_same_however_they_are_shared_out(name: str, worker
         finally:
             torch.set_num_threads(before)
     assert found[0] == found[1]
+
+
+@dataclass(frozen=True)
+class Breaks(Method):
+    """Whoever is of the left domain fails, the first of them only after the others."""
+
+    name: ClassVar[str] = "breaks"
+
+    def loss(self, client: Client, batch: Batch) -> Terms:
+        if client.name == "left-0":
+            time.sleep(0.2)
+        if client.name.startswith("left"):
+            raise ProtofedError(f"{client.name} fails")
+        return super().loss(client, batch)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+def test_of_several_errors_the_same_one_is_told(workers: int) -> None:
+    """Not the one that came first in time: nobody could tell a repeated run from a new fault."""
+    clients = {"left": 3, "right": 3}
+    settings = {**SETTINGS, "clients": clients, "engine": "workers", "workers": workers}
+    with pytest.raises(ProtofedError, match="left-0 fails"):
+        run(tiny_task(samples=22, clients=3), Breaks(), **settings)

@@ -9,8 +9,8 @@ the bit, however many workers there are.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 
 import torch
@@ -50,6 +50,8 @@ class Workers:
         running = {self._pool.submit(work, site): site.name for site in longest_first}
         try:
             for future in as_completed(list(running)):
+                if future.exception() is not None:
+                    raise _first_error(running)
                 yield running.pop(future), future.result()
         finally:  # an interrupted round: what has not begun is not begun
             for left in running:
@@ -73,3 +75,17 @@ class Workers:
                 for rule, found in scores.items():
                     whole.setdefault(rule, {}).update(found)
             yield whole
+
+
+def _first_error(running: Iterable[Future[Reply]]) -> BaseException:
+    """The error of the first of these, in the order they were submitted, that has one.
+
+    It is the same however the threads take turns: whoever was submitted before a failure has
+    begun and is waited for.
+    """
+    running = list(running)
+    for future in running:
+        future.cancel()
+    wait(running)
+    failed = (f.exception() for f in running if not f.cancelled())
+    return next(error for error in failed if error is not None)
