@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.engines.casts import in_bfloat16, laid_out_as
+from protofed.engines.casts import in_bfloat16
 from protofed.models import Network, build
 
 
@@ -52,13 +52,3 @@ def test_a_weight_without_part_in_the_loss_has_no_gradient() -> None:
     head, stem = net.head.weight, next(net.encoder.parameters())
     grad, none = torch.autograd.grad(value, [head, stem], allow_unused=True)
     assert none is None and torch.equal(grad, torch.ones_like(head))
-
-
-def test_layouts() -> None:
-    like = torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last)
-    same = torch.randn(4, 3, 1, 1)
-    assert laid_out_as(like, same).data_ptr() == same.data_ptr(), "sizes of 1 cost no copy"
-    like = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    other = torch.randn(4, 3, 2, 2)
-    moved = laid_out_as(like, other)
-    assert moved.stride() == like.stride() and torch.equal(moved, other)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from protofed.federation.optimisers import laid_out_as
+
 R = TypeVar("R")
 
 CAST = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
@@ -82,14 +84,3 @@ class _Cast(torch.autograd.Function):
             torch._foreach_copy_(wide, [grad for _, grad in pairs.values()])
         found = dict(zip(pairs, wide, strict=True))
         return tuple(found.get(i) for i in range(len(grads)))
-
-
-def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor`` with the strides of ``like``: kernels over many tensors want them equal.
-
-    The stride of a dimension of size 1 says nothing, so there another one costs no copy.
-    """
-    pairs = zip(tensor.stride(), like.stride(), tensor.shape, strict=True)
-    if all(mine == its for mine, its, size in pairs if size > 1):
-        return tensor.as_strided(like.shape, like.stride())
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
 from protofed.data.augment import Choices, cropped, crops, normalised
-from protofed.engines.casts import in_bfloat16, laid_out_as
+from protofed.engines.casts import in_bfloat16
 from protofed.engines.tables import Tables
 from protofed.errors import ProtofedError
 from protofed.federation import tree
@@ -45,6 +45,7 @@ from protofed.federation.local import (
     optimiser,
     require_finite_losses,
 )
+from protofed.federation.optimisers import Adam
 from protofed.federation.tree import Tree
 from protofed.methods.base import Batch, Phase, Terms
 from protofed.models import Network
@@ -325,10 +326,7 @@ class _Program:
         self.sums.zero_()
         if self.collects:
             self.client.use_sums(self.class_sums, self.class_counts)
-        for state in self.optimiser.state.values():
-            for t in state.values():
-                if isinstance(t, Tensor):
-                    t.zero_()
+        self.optimiser.reset()
 
     def record(self) -> None:
         """Warm up, then record an epoch; a method that cannot be recorded runs eagerly."""
@@ -338,9 +336,8 @@ class _Program:
         for _ in range(2):  # kernels are chosen and workspaces made outside the recording
             self._reset()
             self._epoch(sorted({0, self.steps - 1}))
-        for state in self.optimiser.state.values():  # Adam would count its steps in float32
-            if isinstance(step := state.get("step"), Tensor):
-                state["step"] = step.to(self.setup.dtype)
+        if isinstance(self.optimiser, Adam):
+            self.optimiser.count_in(self.setup.dtype)
         self._reset()
         torch.cuda.synchronize(self.lane.device)
         graph = torch.cuda.CUDAGraph()
@@ -409,8 +406,7 @@ class _Program:
         # Not backward(): it would copy every gradient that went through a cast once more.
         grads = torch.autograd.grad(total, self.parameters, allow_unused=True)
         for parameter, grad in zip(self.parameters, grads, strict=True):
-            # the fused step wants one layout
-            parameter.grad = None if grad is None else laid_out_as(parameter, grad)
+            parameter.grad = grad
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from protofed.data.task import Augment, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Clean, Client
+from protofed.federation.optimisers import SGD, Adam
 from protofed.federation.public import Public
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Batch, Entry, Method, Phase, Sizes
@@ -225,24 +226,14 @@ def _draws(setup: Setup, key: tuple[int | str, ...], steps: int, client: Client)
     return {n: torch.from_numpy(a).to(device, setup.dtype) for n, a in arrays.items()}
 
 
-def optimiser(
-    training: Training, phase: Phase, parameters: list[torch.nn.Parameter]
-) -> torch.optim.Optimizer:
+def optimiser(training: Training, phase: Phase, parameters: list[torch.nn.Parameter]) -> SGD | Adam:
     """The optimiser of a phase, with fresh state."""
     lr = training.lr if phase.lr is None else phase.lr
-    momentum = training.momentum if phase.momentum is None else phase.momentum
-    on_gpu = parameters[0].is_cuda
+    decay = training.weight_decay
     if (phase.optimiser or training.optimiser) == "adam":
-        return torch.optim.Adam(
-            parameters, lr=lr, weight_decay=training.weight_decay, capturable=on_gpu
-        )
-    return torch.optim.SGD(
-        parameters,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=training.weight_decay,
-        fused=on_gpu or None,
-    )
+        return Adam(parameters, lr=lr, weight_decay=decay, capturable=parameters[0].is_cuda)
+    momentum = training.momentum if phase.momentum is None else phase.momentum
+    return SGD(parameters, lr, momentum, decay)
 
 
 class Data:
