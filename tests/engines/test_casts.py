@@ -1,4 +1,4 @@
-"""Weights cast together give what autocast gives one by one."""
+"""A loss with the weights' halves is what autocast computes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.engines.casts import in_bfloat16
+from protofed.engines.casts import Halves
 from protofed.models import Network, build
 
 
@@ -23,32 +23,55 @@ def loss(net: Network) -> Tensor:
     return F.cross_entropy(net(x).logits, y)
 
 
+def fresh(net: Network) -> Halves:
+    halves = Halves(net)
+    halves.refresh()
+    return halves
+
+
 def test_values_and_gradients_are_those_of_autocast() -> None:
     net = network()
+    halves = fresh(net)
     trained = [p for p in net.parameters() if p.requires_grad]
+    leaves = [p if (h := halves.of(p)) is None else h for p in trained]
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        plain, cast = loss(net), in_bfloat16(net, lambda: loss(net))
+        plain, cast = loss(net), halves.using(lambda: loss(net))
     assert torch.equal(plain, cast)
-    grads = [torch.autograd.grad(value, trained) for value in (plain, cast)]
-    for a, b, parameter in zip(*grads, trained, strict=True):
-        assert a.dtype == b.dtype == torch.float32
-        assert b.shape == parameter.shape
-        assert torch.equal(a, b)
+    theirs = torch.autograd.grad(plain, trained)
+    ours = torch.autograd.grad(cast, leaves)
+    for a, b, parameter in zip(theirs, ours, trained, strict=True):
+        assert b.dtype == (torch.float32 if halves.of(parameter) is None else torch.bfloat16)
+        assert torch.equal(a, b.float())
 
 
-def test_inside_the_weights_are_bfloat16_and_afterwards_the_old_ones() -> None:
+def test_inside_the_weights_are_halves_and_afterwards_the_old_ones() -> None:
     net = network()
     before = dict(net.named_parameters())
-    kinds = in_bfloat16(net, lambda: {n: p.dtype for n, p in net.named_parameters()})
+    kinds = fresh(net).using(lambda: {n: p.dtype for n, p in net.named_parameters()})
     norms = {n for n, kind in kinds.items() if kind == torch.float32}
     assert norms and all("weight" in n or "bias" in n for n in norms)
     assert kinds["head.weight"] == kinds["head.bias"] == torch.bfloat16
     assert all(p is before[n] for n, p in net.named_parameters())
 
 
-def test_a_weight_without_part_in_the_loss_has_no_gradient() -> None:
+def test_a_half_takes_a_gradient_where_its_weight_does() -> None:
     net = network()
-    value = in_bfloat16(net, lambda: net.head.weight.sum())
-    head, stem = net.head.weight, next(net.encoder.parameters())
-    grad, none = torch.autograd.grad(value, [head, stem], allow_unused=True)
+    halves = fresh(net)
+    value = halves.using(lambda: net.head.weight.sum() + net.head.bias.sum())
+    assert not halves.halves["head.bias"].requires_grad
+    head = halves.halves["head.weight"]
+    other = next(h for n, h in halves.halves.items() if n.startswith("encoder"))
+    grad, none = torch.autograd.grad(value, [head, other], allow_unused=True)
     assert none is None and torch.equal(grad, torch.ones_like(head))
+
+
+def test_refreshed_halves_are_the_weights_casts() -> None:
+    net = network()
+    halves = fresh(net)
+    with torch.no_grad():
+        net.head.weight.mul_(3)
+    assert not torch.equal(halves.halves["head.weight"], net.head.weight.bfloat16())
+    halves.refresh()
+    for name, weight in halves.weights.items():
+        assert torch.equal(halves.halves[name], weight.bfloat16())
+        assert halves.halves[name].stride() == weight.stride()

@@ -1,9 +1,10 @@
-"""The Triton kernels behind ``fused``: batch normalisation forward and backward.
+"""The Triton kernels behind ``fused`` (batch normalisation) and ``descent`` (a step of SGD).
 
-Shapes: R rows (batch × height × width, channels last), C channels, P parts. Program (p, b) has
-the rows of part p, EACH tiles of TILE rows, and a block of BLOCK channels. The first kernel of a
-pass writes what it sums per part, [P, 2, C]; every program of the second joins all parts itself,
-which is cheaper than a third kernel. Sums are in the type of the parts: float32, or float64.
+Batch normalisation has R rows (batch × height × width, channels last), C channels, P parts.
+Program (p, b) has the rows of part p, EACH tiles of TILE rows, and a block of BLOCK channels. The
+first kernel of a pass writes what it sums per part, [P, 2, C]; every program of the second joins
+all parts itself, which is cheaper than a third kernel. Sums are in the type of the parts: float32,
+or float64.
 """
 
 from __future__ import annotations
@@ -147,3 +148,51 @@ def gradient(
             g = tl.where(x * weight[None, :] + bias[None, :] > 0, g, 0)
         rest = (dbias[None, :] + x * dweight[None, :]) / rows
         tl.store(dx_ + at, (weight * scale)[None, :] * (g - rest), mask=inside)
+
+
+@triton.jit(do_not_specialize=["START"])
+def descend(
+    address_, which_, first_, size_, START, lr, momentum, decay,
+    MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A step of SGD on BLOCK entries of one float32 parameter, and on its bfloat16 half.
+
+    A parameter has a row of addresses (the first one's is row START): weight, velocity, half,
+    gradient of the half, gradient of the weight; 0 where there is none. With both gradients the
+    step is down their sum; with none, nothing moves. Addresses are multiples of 16.
+    """
+    b = tl.program_id(0)
+    which, first = tl.load(which_ + b), tl.multiple_of(tl.load(first_ + b), BLOCK)
+    size = tl.load(size_ + which)
+    row = address_ + (START + which) * 5
+    at = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= size:  # without a mask, so that loads and stores are wide
+        _move(row, at, None, lr, momentum, decay, MOMENTUM)
+    else:
+        _move(row, at, at < size, lr, momentum, decay, MOMENTUM)
+
+
+@triton.jit
+def _move(row, at, inside, lr, momentum, decay, MOMENTUM: tl.constexpr):
+    half, narrow, wide = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    if (narrow != 0) | (wide != 0):
+        weight_ = _pointers(tl.load(row), at, tl.float32)
+        w = tl.load(weight_, mask=inside)
+        g = decay * w
+        if narrow != 0:
+            g += tl.load(_pointers(narrow, at, tl.bfloat16), mask=inside).to(tl.float32)
+        if wide != 0:
+            g += tl.load(_pointers(wide, at, tl.float32), mask=inside)
+        if MOMENTUM:
+            velocity_ = _pointers(tl.load(row + 1), at, tl.float32)
+            g += momentum * tl.load(velocity_, mask=inside)
+            tl.store(velocity_, g, mask=inside)
+        w -= lr * g
+        tl.store(weight_, w, mask=inside)
+        if half != 0:
+            tl.store(_pointers(half, at, tl.bfloat16), w.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _pointers(address, at, dtype: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + at

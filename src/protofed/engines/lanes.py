@@ -26,7 +26,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
 from protofed.data.augment import Choices, cropped, crops, normalised
-from protofed.engines.casts import in_bfloat16
+from protofed.engines.casts import Halves
+from protofed.engines.descent import Descent, HalfDescent
 from protofed.engines.tables import Tables
 from protofed.errors import ProtofedError
 from protofed.federation import tree
@@ -190,6 +191,7 @@ class _Lane:
     ) -> None:
         self.setup, self.network, self.device, self.tables = setup, network, device, tables
         _fuse(network)
+        self.halves = Halves(network) if setup.bf16 else None
         self.stream = stream
         self.pool = torch.cuda.graph_pool_handle()
         self._clients: dict[Any, Client] = {}
@@ -288,6 +290,10 @@ class _Program:
         }
         self.parameters = [p for n, p in network.named_parameters() if self.trainable[n]]
         self.optimiser = optimiser(training, phase, self.parameters)
+        parts = (self.parameters, self.optimiser, phase.clip)
+        self.descent = (
+            Descent(*parts) if lane.halves is None else HalfDescent(*parts, lane.halves, self.steps)
+        )
         # what a replay reads
         ready = data.ready()
         self.padded = ready is not None
@@ -345,6 +351,7 @@ class _Program:
             with torch.cuda.graph(graph, pool=self.lane.pool, stream=self.lane.stream):
                 self._epoch(range(self.steps))
             self.graph = graph
+            self.descent.recorded()
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # the reason is told; the lane goes on without a graph
@@ -371,6 +378,7 @@ class _Program:
         drawn = {n.removeprefix("drawn."): t for n, t in now.items() if n.startswith("drawn.")}
         for name, parameter in self.lane.network.named_parameters():
             parameter.requires_grad_(self.trainable[name])
+        self.descent.begin()
         with _counting_on_the_host(self.lane.network):
             for i in steps:
                 part = slice(i * self.batch, (i + 1) * self.batch)
@@ -378,10 +386,7 @@ class _Program:
                 client.drawn = {n: t[i] for n, t in drawn.items()}
                 terms = self._loss(Batch(images[part], labels[part], order[part]))
                 values = torch.stack([t.to(setup.dtype) for t in terms.values()])
-                self._set_gradients(values.sum())
-                if self.phase.clip is not None:
-                    torch.nn.utils.clip_grad_norm_(self.parameters, self.phase.clip)
-                self.optimiser.step()
+                self.descent.step(values.sum(), i)
                 if not self.names:
                     self.names = list(terms)
                     self.sums = torch.zeros_like(values, requires_grad=False)
@@ -393,20 +398,10 @@ class _Program:
             self.class_sums.copy_(sums)
             self.class_counts.copy_(counts)
         self.epoch += 1
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def _loss(self, batch: Batch) -> Terms:
         with self.setup.autocast(self.lane.device):
-            if not self.setup.bf16:
-                return self.phase.loss(self.client, batch)
-            return in_bfloat16(self.lane.network, lambda: self.phase.loss(self.client, batch))
-
-    def _set_gradients(self, total: Tensor) -> None:
-        # Not backward(): it would copy every gradient that went through a cast once more.
-        grads = torch.autograd.grad(total, self.parameters, allow_unused=True)
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad
+            return self.descent.compute(lambda: self.phase.loss(self.client, batch))
 
 
 @contextmanager
