@@ -26,6 +26,7 @@ from protofed.cli_options import (
     RoundsOption,
     SamplesOption,
     SetOption,
+    SkipBadOption,
     WidthOption,
 )
 from protofed.errors import ProtofedError
@@ -150,6 +151,14 @@ def site(
         Path | None,
         typer.Option(metavar="PATH", help="Images: class/image, or {train,test}/class/image."),
     ] = None,
+    public: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Public images, for methods that need some: any tree of images without labels, "
+            "the same at every site. They do not travel.",
+        ),
+    ] = None,
     patience: Annotated[
         float, typer.Option(min=0, help="Seconds without a connection before it gives up.")
     ] = 300,
@@ -158,16 +167,19 @@ def site(
     _need_flower()
     from protofed.flower.deploy import site_folder
     from protofed.flower.programs import join
-    from protofed.flower.site import folder_images, open_home
+    from protofed.flower.site import check_public, folder_images, open_home
 
     found = site_folder(folder, name)
-    home = open_home(found, str(data.expanduser().resolve()) if data else None)
+    given = (str(path.expanduser().resolve()) if path else None for path in (data, public))
+    home = open_home(found, *given)
     if name is not None and home.name != name:
         raise ProtofedError(f"'{found}' is the folder of site '{home.name}', not of '{name}'")
     if home.members.task is None:  # what is wrong with the images is said now, not in round 1
         task = home.members.skeleton()
         train, test = folder_images(home, task.classes, task.image_size)
         _say(f"site {home.name}: {len(train)} training and {len(test)} test images")
+    if home.public is not None:
+        _say(f"site {home.name}: public folder: {check_public(home)}")
     join(home, patience, _say)
 
 
@@ -176,6 +188,16 @@ def start(
     folder: DirOption = Path(),
     method: Annotated[str | None, typer.Option(help="A method's name.")] = None,
     set_: SetOption = None,
+    public: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="This machine's copy of the public images that every site has (deploy site "
+            "--public), for methods that need some: a digest of them goes into the run, and a "
+            "site with others is refused.",
+        ),
+    ] = None,
+    skip_bad: SkipBadOption = None,
     seed: Annotated[int | None, typer.Option(help="Seed of start and training.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file; options here win.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
@@ -204,6 +226,7 @@ def start(
     """Start a run on the server; sites take part as they are connected."""
     _need_flower()
     from protofed.cli_parse import assignments, per_domain
+    from protofed.federation.public import told
     from protofed.flower import deploy
     from protofed.flower.members import FILE, read_members
 
@@ -212,13 +235,16 @@ def start(
         "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "model": model,
         "width": width, "norm": norm, "participation": participation, "average": average,
         "precision": precision, "flip": flip, "augment": augment,
-        "checkpoint_every": checkpoint_every,
+        "checkpoint_every": checkpoint_every, "skip_bad": skip_bad,
         "samples": per_domain("samples", samples) if samples else None,
     }  # fmt: skip
     home = deploy.server_folder(folder)
     members = read_members(home / FILE)
     settings = {k: v for k, v in given.items() if v is not None}
-    complete, task = deploy.run_config(members, config, method, assignments(set_), settings)
+    options = assignments(set_)
+    complete, task = deploy.run_config(members, config, method, options, settings, public)
+    if complete.public_digest is not None:
+        _say(f"public: {told(complete.public_digest)}")
     out = deploy.run_folder(home, complete)
     log = out.parent / f"{out.name}.log"
     number = deploy.start(home, complete, task, resume, overwrite)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -19,8 +20,10 @@ import torch
 
 from protofed.architectures import Models, checked_models, model_names, require_fit
 from protofed.data import Task, distribution, distributions, load_task
+from protofed.data.real import FOLDER
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.public import of_task, public_digest
 from protofed.methods import Method, create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.protocols import Protocol, protocol
@@ -83,6 +86,8 @@ class Config:
     skip_bad: bool
     data: str | None
     digest: str | None
+    public_digest: str | None
+    """Of public images from other files than the task's: how many, and a hash of their pixels."""
 
     @property
     def hash(self) -> str:
@@ -90,8 +95,15 @@ class Config:
         parts = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in UNHASHED:
             del parts[name]
+        if self.public_digest is None:  # runs without such images keep the hash they had before
+            del parts["public_digest"]
         parts["task"] = short_task(self.task)
-        parts["method"] = [self.method.name, fingerprint(self.method), self.method.options()]
+        options = {
+            # as with ``data``: where the images lie cannot change a number
+            name: FOLDER if isinstance(value, str) and value.startswith(FOLDER) else value
+            for name, value in self.method.options().items()
+        }
+        parts["method"] = [self.method.name, fingerprint(self.method), options]
         text = json.dumps(parts, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
@@ -136,6 +148,7 @@ _LIMITS: dict[str, tuple[str, Any]] = {
     "quantity": ("a number from 1e-6 to 1e6", lambda v: v is None or _concentration(v)),
     "leftover": ("true or false", lambda v: isinstance(v, bool)),
     "repair": ("true or false", lambda v: isinstance(v, bool)),
+    "public_digest": ("as a run has written it", lambda v: v is None or _of_images(v)),
 }
 _CHOICES = {
     "average": ("samples", "uniform"),
@@ -194,6 +207,7 @@ def make_config(
         "task": task.name,
         "method": method,
         "samples": _per_domain("samples", given.get("samples", task.samples), task),
+        "public_digest": _public_digest(method, task, given),
     }
     for name, (words, holds) in _LIMITS.items():
         if not holds(values[name]):
@@ -256,6 +270,16 @@ def _of_task(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
         if name in given and given[name] != value:
             raise ProtofedError(f"{name} of task '{task.name}' is {value}, not {given[name]}")
     return own
+
+
+def _public_digest(method: Method, task: Task, given: Mapping[str, Any]) -> Any:
+    """What is given: whoever uses the images compares. Else of the images, where these can be."""
+    wanted = method.public_images
+    if wanted is None or of_task(wanted, task):
+        return None
+    if "public_digest" in given or not task.has_images:
+        return given.get("public_digest")
+    return public_digest(wanted, task, given.get("data"), given.get("skip_bad", False))
 
 
 def merged_config(
@@ -372,6 +396,10 @@ def _concentration(value: Any) -> bool:
 
 def _number(value: Any) -> bool:
     return _whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _of_images(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[1-9]\d*-[0-9a-f]{64}", value) is not None
 
 
 def _toml(value: Any) -> str:

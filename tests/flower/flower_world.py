@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Context, Message, RecordDict
@@ -19,7 +20,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 
 from protofed.config import Config, make_config
-from protofed.data import load_task
+from protofed.data import Share, load_task
+from protofed.federation import federation
 from protofed.flower.client_app import reply_to
 from protofed.flower.coordinator import Coordinator
 from protofed.flower.members import Member, Members
@@ -46,6 +48,25 @@ def images(folder: Path, classes: tuple[str, ...], n: int = 12, split: bool = Fa
             pixels[:, :, CLASSES.index(name)] //= 3
             Image.fromarray(pixels).save(path)
     return folder
+
+
+def pictures(folder: Path, n: int) -> Path:
+    """Images of no class, in some tree."""
+    rng = np.random.default_rng(1)
+    for i in range(n):
+        path = folder / f"batch{i % 2}" / f"patient{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (20, 20, 3), dtype=np.uint8)).save(path)
+    return folder
+
+
+def in_file_order(monkeypatch: pytest.MonkeyPatch, clients: Sequence[Any]) -> None:
+    """Let the simulator's clients have all images of their domains in the order of the files.
+
+    So do sites; the simulator else draws who gets which, and in what order.
+    """
+    shares = [Share(c["client"], c["domain"], torch.arange(c["samples"])) for c in clients]
+    monkeypatch.setattr(federation, "split", lambda *args, **more: shares)
 
 
 def serialised(message: Message) -> int:
@@ -177,8 +198,10 @@ class World:
         self.out = folder / "run"
 
     def coordinator(self) -> Coordinator:
-        config, task = unpack(self.spec)
-        return Coordinator(self.grid, self.members, config, task, self.out, poll=0.005)
+        config, task, public = unpack(self.spec)
+        return Coordinator(
+            self.grid, self.members, config, task, self.out, public=public, poll=0.005
+        )
 
 
 @pytest.fixture
@@ -192,9 +215,9 @@ def grid() -> Callable[..., Coordinator]:
             )
             for name, m in members.sites.items()
         }
-        config, task = unpack(spec)
+        config, task, public = unpack(spec)
         fake = FakeGrid(members, keys, homes, spec)
-        return Coordinator(fake, members, config, task, out, poll=0.005)
+        return Coordinator(fake, members, config, task, out, public=public, poll=0.005)
 
     return make
 

@@ -49,6 +49,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
         assert (home / "node.key.pub").read_text().split()[0] == "ecdsa-sha2-nistp384"
         assert not (home / "ca.key").exists()
         assert open_home(home).name == site
+        assert "# public = " in (home / "site.toml").read_text()
         unit = (home / "protofed-site.service").read_text()
         assert f"protofed deploy site --dir /srv/protofed/site --site {site} --data" in unit
         assert "EnvironmentFile=/srv/protofed/site/protofed.env" in unit
@@ -58,6 +59,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
     page = (out / "README.md").read_text()
     for site in "abc":
         assert f"protofed deploy site --dir sites/{site} --site {site} --data" in page
+    assert "`--public /path/to/public`" in page and "Without `--public`" not in page
     again = CliRunner().invoke(app, words)
     assert isinstance(again.exception, ProtofedError) and "there already" in str(again.exception)
 

@@ -16,12 +16,13 @@ import pytest
 pytest.importorskip("flwr")
 
 from cryptography.hazmat.primitives.serialization import Encoding
-from flower_world import images
+from flower_world import images, in_file_order, pictures
 from loopback_world import PROTOFED, SAMPLES, SITES, TINY, Deployment
 from spoiled import SPOILED
 
 from protofed.federation import tree
 from protofed.federation.records import read_records
+from protofed.federation.run import run
 from protofed.flower.certificates import Authority, node_key
 from protofed.flower.members import read_members
 
@@ -210,3 +211,70 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert report.returncode == 0, report.stderr
+
+
+def test_public_images_are_compared_and_the_models_are_the_simulators(
+    deployment: Deployment, tmp_path: Path, single_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sites with folders and different models; one has other public images at first."""
+    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "cache"))
+    classes = {
+        "coast-0": ("cat", "dog", "eel"), "north-0": ("cat", "dog", "eel"),
+        "south-0": ("cat", "dog"),
+    }  # fmt: skip
+    deployment.init(
+        "--classes", "cat,dog,eel", "--image-size", "16", "--minimum", "2", "--gather-seconds",
+        "200", "--domains", ",".join(f"{s}={s[:-2]}" for s in classes), sites=tuple(classes),
+    )  # fmt: skip
+    public = pictures(tmp_path / "secret-name", 30)
+    for site, own in classes.items():
+        images(tmp_path / "data" / site[:-2], own, split=site == "coast-0")
+        shutil.copytree(public, tmp_path / f"copy-{site}")
+    missing = tmp_path / "copy-north-0" / "batch1" / "patient7.png"
+    missing.rename(tmp_path / "forgotten.png")
+    with (deployment.home / "sites" / "south-0" / "site.toml").open("a") as file:
+        file.write(f"public = {json.dumps(str(tmp_path / 'copy-south-0'))}\n")
+    deployment.server()
+    for site in classes:
+        named = () if site == "south-0" else ("--public", str(tmp_path / f"copy-{site}"))
+        deployment.site(site, "--data", str(tmp_path / "data" / site[:-2]), *named)
+    settings: dict[str, Any] = {
+        "rounds": 2, "epochs": 1, "batch": 4, "model": "cnn3,cnn2", "width": 4, "seed": 3,
+    }  # fmt: skip
+    words = ["--method", "fedmd", "--set", "images=20", "--public", str(public), "--wait"]
+    for name, value in settings.items():
+        words += [f"--{name}", str(value)]
+    done = deployment.start(*words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "public: 30 images (" in done.stdout
+    assert "site north-0: public folder: 29 images (" in deployment.text("north-0")
+    out = deployment.run_of("fedmd")
+    records = read_records(out / "rounds.jsonl")
+    assert [r["clients"] for r in records] == [2, 2]
+    for record in records:
+        assert "site 'north-0' are not those of the run: 29 images (" in str(record["problems"])
+        assert "copy the folder again" in record["problems"]["north-0"]
+    # copied again, the running site takes part: it compares for every message
+    shutil.copy(tmp_path / "forgotten.png", tmp_path / "copy-north-0" / "new name.png")
+    done = deployment.start(*words, "--overwrite")
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = read_records(out / "rounds.jsonl")
+    assert [r["clients"] for r in records] == [3, 3] and "problems" not in records[0]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["public"] == {"folder": 20}
+    in_file_order(monkeypatch, summary["clients"])
+    options = {"images": 20, "public": f"folder:{public}"}
+    oracle = run(f"folder:{tmp_path / 'data'}", "fedmd", options=options, image_size=16,
+                 device="cpu", engine="loop", out=tmp_path / "oracle", **settings)  # fmt: skip
+    for site in classes:
+        folder = deployment.home / "sites" / site / "models"
+        own = tree.load(folder / f"{out.name}.safetensors")[0]
+        assert tree.equal(own, {"model": oracle.clients[site]})
+    for mine, other in zip(records, oracle.rounds, strict=True):
+        assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
+    # neither paths nor names of public images have left their machines
+    travelled = [*(deployment.home / "server" / "apps").rglob("pyproject.toml"), *out.iterdir(),
+                 *out.parent.glob("*.log")]  # fmt: skip
+    for path in travelled:
+        content = path.read_bytes()
+        assert not any(w in content for w in (b"secret-name", b"patient", b"copy-")), path

@@ -245,6 +245,7 @@ def _about(plan: Plan, bad: Mapping[int, str]) -> dict[str, Any]:
 def _decoded(about: Mapping[str, Any], pixels: Pixels) -> Decoded:
     x = torch.from_numpy(pixels)
     images: dict[str, dict[str, Images]] = {}
+    none = Images(x[:0], torch.empty(0, dtype=torch.int64))  # public images are for no test
     start = 0
     for domain, split, labels in about["parts"]:
         end = start + len(labels)
@@ -253,7 +254,7 @@ def _decoded(about: Mapping[str, Any], pixels: Pixels) -> Decoded:
         start = end
     return Decoded(
         tuple(about["classes"]),
-        {d: Domain(s["train"], s["test"]) for d, s in images.items()},
+        {d: Domain(s["train"], s.get("test", none)) for d, s in images.items()},
         tuple(about["notes"]),
         tuple(about["skipped"]),
         about["digest"],

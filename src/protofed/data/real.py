@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from protofed.data import decoded
 from protofed.data.augment import AUGMENTS
 from protofed.data.digits import digits_plan
 from protofed.data.find import DataMissing, find
 from protofed.data.specs import SPECS, Plan
 from protofed.data.task import Task
-from protofed.data.tree_tasks import folder_plan, tree_plan
+from protofed.data.tree_tasks import folder_plan, public_plan, tree_plan
 from protofed.data.trees import content_key, is_archive, stamp
 from protofed.errors import ProtofedError, unknown
 
 IMAGE_SIZE = 32
 FOLDER = "folder:"
 SITE = "site:"
+PUBLIC = "public:"
 FOLDER_SPLITS = ("auto",)
 
 
@@ -67,13 +70,15 @@ def real_task(
     )
 
 
-def own_folder(name: str) -> Path:
+def own_folder(
+    name: str,
+    hint: str = "write --task folder:PATH, where PATH has folders domain/class with images",
+) -> Path:
     """The folder (or archive) of ``folder:PATH``."""
     path = Path(name.removeprefix(FOLDER)).expanduser()
     if name == FOLDER or not (path.is_dir() or is_archive(path)):
         raise DataMissing(
-            f"there is no folder '{path}'" if name != FOLDER else "task folder: which folder?",
-            "write --task folder:PATH, where PATH has folders domain/class with images",
+            f"there is no folder '{path}'" if name != FOLDER else "folder: which folder?", hint
         )
     return path.resolve()  # a name of its own also for "." and ".."
 
@@ -112,8 +117,17 @@ def site_images(path: Path, size: int, skip_bad: bool) -> decoded.Decoded:
     return _images(f"{SITE}{path}", [path], size, FOLDER_SPLITS[0], skip_bad)
 
 
+def public_images(path: Path, size: int, skip_bad: bool) -> Tensor:
+    """All images below a folder (or in an archive), without labels: uint8 [N, 3, size, size]."""
+    found = _images(f"{PUBLIC}{path}", [path], size, FOLDER_SPLITS[0], skip_bad)
+    (domain,) = found.domains.values()
+    return domain.train.x
+
+
 def plan(name: str, paths: list[Path], test_split: str) -> Plan:
     """Which images a task has, from the files that were found for it."""
+    if name.startswith(PUBLIC):
+        return public_plan(paths[0])
     if name.startswith((FOLDER, SITE)):
         return folder_plan(paths[0], test_split, one=name.startswith(SITE))
     if name == "digits":

@@ -83,6 +83,11 @@ class Task:
     skipped: tuple[str, ...] = ()
 
     @property
+    def has_images(self) -> bool:
+        """False for the outline of a task, whose images are elsewhere."""
+        return any(len(domain.train) for domain in self.domains.values())
+
+    @property
     def image_size(self) -> int:
         """Side length of the (square) images in pixels."""
         first = next(iter(self.domains.values()))

@@ -135,6 +135,14 @@ def folder_plan(path: Path, test_split: str, one: bool = False) -> Plan:
     return Plan(classes, parts_, [*notes, *missing_classes(classes, parts_)])
 
 
+def public_plan(path: Path) -> Plan:
+    """All images below a folder, whatever its tree; they have no classes and no split."""
+    listed = [f for f in files(path)[0] if Path(f.parts[-1]).suffix.lower() not in _NO_IMAGES]
+    if not listed:
+        raise DataMissing(f"'{path}' has no images", "any tree of images will do")
+    return Plan((), {("public", "train"): [Sample(f.name, 0, f.read) for f in listed]})
+
+
 def mod10(domain: str, images: Sequence[_Image]) -> Parted:
     """The papers' split: eight of ten images in their order are for training, two for test."""
     return {

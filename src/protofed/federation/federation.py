@@ -15,10 +15,11 @@ from protofed.architectures import client_models
 from protofed.config import DTYPES, Config, config_task
 from protofed.data import Images, Share, Task, split
 from protofed.engines import build_engine, choose
+from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.keep import Keeper
 from protofed.federation.local import Exam, Scores, Setup, Site, Training, entry_list
-from protofed.federation.public import make_public
+from protofed.federation.public import Public, make_public, told
 from protofed.federation.records import Record, Records
 from protofed.federation.server import Server
 from protofed.federation.store import ClientStore
@@ -116,12 +117,7 @@ class Federation:
             for name in dict.fromkeys(self.models.values())
         }
         network = next(iter(self._initial.values()))
-        self.setup = replace(
-            make_setup(config, self.task, network),
-            public=make_public(
-                self.method.public_images, self.task, self.shares, config.seed, device
-            ),
-        )
+        self.setup = replace(make_setup(config, self.task, network), public=self._public(device))
         self.sizes = self.setup.sizes
         self.sites = Sites(self.task, self.shares, device, self.models)
         self.tests = {
@@ -149,6 +145,21 @@ class Federation:
         )
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
+
+    def _public(self, device: torch.device) -> Public | None:
+        """The public images, which must be those that the configuration's hash stands for."""
+        config, wanted = self.config, self.method.public_images
+        public = make_public(
+            wanted, self.task, self.shares, config.seed, device, config.data, config.skip_bad
+        )
+        if public is not None and public.digest != config.public_digest:
+            raise ProtofedError(
+                f"the public images are {told(public.digest)}, those of the configuration "
+                f"{told(config.public_digest)}",
+                "point public=folder:PATH or --data at the same files, or remove the "
+                "configuration's line 'public_digest'",
+            )
+        return public
 
     def make_network(self, model: str = "") -> Network:
         """A network to compute in, on the run's device, of that model (else the first)."""

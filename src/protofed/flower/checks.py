@@ -1,7 +1,8 @@
 """A site's reply is looked at before it counts: who sent it, what for, and what is in it.
 
 What a reply must look like is not written down for any method: the server trains a client of its
-own on a few noise images and compares with what that client would send.
+own on a few noise images (and a few stand for the public ones, where a method has some) and
+compares with what that client would send.
 """
 
 from __future__ import annotations
@@ -13,21 +14,28 @@ from dataclasses import dataclass
 
 import torch
 from flwr.app import RecordDict
+from torch import Tensor
 
 from protofed.config import Config
 from protofed.data.task import Images, Task
 from protofed.federation import tree
 from protofed.federation.federation import initial_network, make_setup
 from protofed.federation.local import Reply, Setup, Site, local
+from protofed.federation.public import Pool, Public
 from protofed.federation.server import Server
 from protofed.federation.tree import Tree
 from protofed.flower.protocol import Answer, Request, read_answer
 from protofed.flower.wire import Refused, read_tree
 from protofed.keys import generator
+from protofed.methods.base import Sizes
 
 MOST_SAMPLES = 10**9
 ROOM = 64 << 20
 """Bytes a reply may have beyond four times what is expected."""
+
+PUBLIC = (13, 17)
+"""How many noise images stand for a round's public ones: for the first of two clients, and for the
+second. A size of the message that changes in just this way is the number of public images."""
 
 Shape = tuple[int | str, ...]
 """Sizes; a name stands for one that the site's data decide, the same wherever the name is."""
@@ -41,8 +49,13 @@ class Expected:
     limit: int
 
 
-def expect(config: Config, task: Task, server: Server) -> Expected:
-    """What a client sends, found out by training two on noise: 12 images and 3 of each class."""
+def expect(
+    config: Config, task: Task, server: Server, public: Mapping[str, int] | None = None
+) -> Expected:
+    """What a client sends, found out by training two on noise: 12 images and 3 of each class.
+
+    ``public``: how many public images a round has, by where they are from.
+    """
     network = initial_network(config, task)
     setup = make_setup(config, task, network)
     # a step so small that noise cannot make it diverge, and one epoch: only shapes matter
@@ -50,35 +63,67 @@ def expect(config: Config, task: Task, server: Server) -> Expected:
     setup = dataclasses.replace(setup, training=quiet)
     mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    numbers = (max(12, len(task.classes)), 3 * len(task.classes) + 12)
     few, many = (
-        local(setup, network, _noise(setup, task, n), server.broadcast(), mine, 0).message
-        for n in (max(12, len(task.classes)), 3 * len(task.classes) + 12)
+        local(
+            dataclasses.replace(setup, public=_noise_public(task, seen)) if public else setup,
+            network,
+            _noise(setup, task, n),
+            server.broadcast(),
+            mine,
+            0,
+        ).message
+        for n, seen in zip(numbers, PUBLIC, strict=True)
     )
     model = {name: tuple(t.shape) for name, t in few.get("model", {}).items()}
-    sizes = setup.sizes
+    total = sum(public.values()) if public else None
     entries: dict[tuple[str, str], tuple[torch.dtype, Shape]] = {}
+    most = 0
     for slot, slots in few.items():
         for name, t in slots.items():
             own, other = tuple(t.shape), tuple(many[slot][name].shape)
             exact = slot == "model" or model.get(name) == own
-            shape = own if exact else _shape(slot, own, other, sizes.classes, sizes.features)
+            shape = own if exact else _shape(slot, own, other, setup.sizes, total)
             entries[slot, name] = (t.dtype, shape)
-    return Expected(entries, 4 * max(tree.nbytes(few), tree.nbytes(many)) + ROOM)
+            most += t.dtype.itemsize * math.prod(
+                max(x, y) if isinstance(size, str) else size
+                for size, x, y in zip(shape, own, other, strict=True)
+            )
+    return Expected(entries, 4 * most + ROOM)
 
 
-def _shape(slot: str, a: tuple[int, ...], b: tuple[int, ...], classes: int, features: int) -> Shape:
-    """Classes come first and features last; how many prototypes are between is the data's."""
+def _shape(
+    slot: str, a: tuple[int, ...], b: tuple[int, ...], sizes: Sizes, public: int | None
+) -> Shape:
+    """Classes come first and features last; how many prototypes are between is the data's.
+
+    What is said of each public image has the same sizes at all sites.
+    """
+    pairs = list(zip(a, b, strict=True))
     shape: list[int | str] = []
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        sure = x == y and ((x == classes and i == 0) or (x == features and i == len(a) - 1))
-        shape.append(x if sure else f"{slot}.{i}: {x} or {y}")
+    for i, (x, y) in enumerate(pairs):
+        ends = (x == sizes.classes and i == 0) or (x == sizes.features and i == len(a) - 1)
+        if public is not None and (x, y) == PUBLIC:
+            shape.append(public)
+        elif x == y and (ends or (public is not None and PUBLIC in pairs)):
+            shape.append(x)
+        else:
+            shape.append(f"{slot}.{i}: {x} or {y}")
     return tuple(shape)
 
 
 def _noise(setup: Setup, task: Task, n: int) -> Site:
+    own = Images(_pixels(task, n), torch.arange(n) % setup.sizes.classes)
+    return Site("template", "none", own)
+
+
+def _noise_public(task: Task, n: int) -> Public:
+    return Public({"noise": Pool(_pixels(task, n), torch.arange(n), n)}, seed=0)
+
+
+def _pixels(task: Task, n: int) -> Tensor:
     rng, size = generator("template", n), task.image_size
-    x = torch.from_numpy(rng.integers(0, 256, (n, 3, size, size), dtype="uint8"))
-    return Site("template", "none", Images(x, torch.arange(n) % setup.sizes.classes))
+    return torch.from_numpy(rng.integers(0, 256, (n, 3, size, size), dtype="uint8"))
 
 
 def check_answer(

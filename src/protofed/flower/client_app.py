@@ -27,8 +27,9 @@ def reply_to(message: Message, context: Context) -> Message:
         # here, so that an error of an import is told like any other
         from protofed.flower.site import answer, open_home
 
-        folder, data = context.node_config["site-folder"], context.node_config.get("data", "")
-        home = open_home(Path(str(folder)), str(data) or None)
+        told = {key: str(value) for key, value in context.node_config.items()}
+        paths = (told.get(key) or None for key in ("data", "public"))
+        home = open_home(Path(told["site-folder"]), *paths)
         content = answer(home, str(context.run_config["spec"]), message.content)
     except (Refused, Diverged) as error:
         log.error("protofed: %s", error)

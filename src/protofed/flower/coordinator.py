@@ -74,6 +74,7 @@ class Coordinator:
         task: Task,
         folder: Path,
         *,
+        public: Mapping[str, int] | None = None,
         poll: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -92,12 +93,12 @@ class Coordinator:
             participation=config.participation,
             average=config.average,
         )
-        self.folder = RunFolder(folder, config, members, task, network)
+        self.folder = RunFolder(folder, config, members, task, network, public)
         self.accepted: dict[str, str] = {}
         """Of each site the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
         """The record of the last round, which lacks its accuracy."""
-        self.expected = expect(config, task, self.server)
+        self.expected = expect(config, task, self.server, public)
         self.failures = 0
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -121,8 +122,8 @@ class Coordinator:
             raise
         summary = self.folder.finish(self._done())
         for name, count in summary["wire"].items():
-            log.info("site %s: %.2f MB up, %.2f MB down", name, count["up"] / 1e6,
-                     count["down"] / 1e6)  # fmt: skip
+            up, down = (f"{count[way] / 1000:,.1f} kB {way}" for way in ("up", "down"))
+            log.info("site %s: %s, %s", name, up, down)
         log.info("the run is complete: %s", self.folder.path)
         return summary
 

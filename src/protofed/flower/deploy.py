@@ -6,11 +6,15 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from protofed.config import Config, merged_config
+from protofed.data import Task
+from protofed.data.real import FOLDER
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.public import public_digest, told
 from protofed.files import write_atomic
 from protofed.flower import texts
 from protofed.flower.certificates import Authority, node_key, private_pem, write_secret
@@ -143,11 +147,18 @@ def run_config(
     method: str | None,
     options: Mapping[str, Any],
     settings: Mapping[str, Any],
-) -> tuple[Config, Any]:
-    """The configuration of a run of this federation, and its task."""
+    public: Path | None = None,
+) -> tuple[Config, Task]:
+    """The configuration of a run of this federation, and its task.
+
+    ``public`` is this machine's copy of the folder of public images that all sites have.
+    """
+    if public is not None and "public" in options:
+        raise ProtofedError("--public and --set public=... say two things", "give one of them")
     chosen = {k: settings[k] for k in ("flip", "augment") if settings.get(k) is not None}
     if members.task is not None:
-        chosen |= {k: settings[k] for k in ("data", "test_split") if settings.get(k)}
+        more = ("data", "test_split", "skip_bad")
+        chosen |= {k: settings[k] for k in more if settings.get(k)}
     task = task_of(members, **chosen)
     given = {"checkpoint_every": 1, "device": "cpu", "engine": "loop", **settings}
     given["clients"] = members.clients()
@@ -158,10 +169,38 @@ def run_config(
         for name, value in asked.items():
             if value is not None:
                 raise ProtofedError(f"{name} is for the simulator: sites train on all they have")
-    return config, task
+    return _with_public(config, task, public), task
 
 
-def start(folder: Path, config: Config, task: Any, resume: bool, overwrite: bool) -> int:
+def _with_public(config: Config, task: Task, folder: Path | None) -> Config:
+    """The configuration with what stands for its public images, if they are of other files.
+
+    The images are read here once, for their digest; they do not travel.
+    """
+    wanted = config.method.public_images
+    if wanted is None:
+        if folder is not None:
+            raise ProtofedError(
+                f"method '{config.method.name}' takes no public images", "leave out --public"
+            )
+        return config
+    if folder is not None:
+        source = f"{FOLDER}{folder.expanduser().resolve()}"
+        config = replace(config, method=config.method.with_public(source))
+        wanted = wanted._replace(source=source)
+    if wanted.source == FOLDER and config.public_digest is not None:
+        return config  # the configuration of an earlier run knows them
+    found = public_digest(wanted, task, config.data, config.skip_bad)
+    if config.public_digest not in (None, found):
+        raise ProtofedError(
+            f"the public images are {told(found)}, those of the configuration "
+            f"{told(config.public_digest)}",
+            "point --public at the same images, or remove the configuration's line 'public_digest'",
+        )
+    return replace(config, public_digest=found)
+
+
+def start(folder: Path, config: Config, task: Task, resume: bool, overwrite: bool) -> int:
     """Hand a run to Flower; returns its number there."""
     app, spec = folder / "apps" / config.label, pack(config, task)
     out = run_folder(folder, config)

@@ -44,9 +44,16 @@ class RunFolder:
     """Opens, writes and finishes the folder."""
 
     def __init__(
-        self, path: Path, config: Config, members: Members, task: Task, network: Network
+        self,
+        path: Path,
+        config: Config,
+        members: Members,
+        task: Task,
+        network: Network,
+        public: Mapping[str, int] | None = None,
     ) -> None:
         self.path, self.config, self.members, self.task = path, config, members, task
+        self.public = dict(public or {})
         self.records = Records()
         self.accepted: dict[str, str] = {}
         """Each site's private state as of the last checkpoint."""
@@ -127,6 +134,7 @@ class RunFolder:
     def _summary(self) -> dict[str, Any]:
         sites = self.members.sites.values()
         models = client_models(self.config.model, list(self.members.sites))
+        public: dict[str, Any] = {"public": self.public} if self.public else {}
         return summarise(
             self.config,
             self.records,
@@ -138,6 +146,7 @@ class RunFolder:
             evaluated="global" if self.config.method.evaluates == "global" else "clients",
             tested=self.tested,
             classes=list(self.task.classes),
+            **public,
             wire={name: self.wire[name] for name in self.members.sites if name in self.wire},
             clients=[
                 {

@@ -214,7 +214,11 @@ def join(home: Home, patience: float = 300.0, tell: Callable[[str], None] = prin
     for path in (key, ca):
         if not path.is_file():
             raise ProtofedError(f"there is no '{path}'", "protofed deploy init writes it")
-    config = {"site-folder": str(home.folder.resolve()), "data": home.data or ""}
+    config = {
+        "site-folder": str(home.folder.resolve()),
+        "data": home.data or "",
+        "public": home.public or "",
+    }
     for value in config.values():
         if "'" in value or "\n" in value:
             raise ProtofedError(f"Flower cannot be told the path {value!r}", "rename the folder")

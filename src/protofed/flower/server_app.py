@@ -33,13 +33,13 @@ def main(grid: Grid, context: Context) -> None:
     if not place:
         raise ProtofedError(f"{VARIABLE} is not set", "start it with: protofed deploy server")
     folder, asked = Path(place), context.run_config
-    config, task = unpack(str(asked["spec"]))
+    config, task, public = unpack(str(asked["spec"]))
     members = read_members(folder / FILE)
     out = folder / "runs" / config.label
     with one_thread(), tf32(config.precision == "tf32"), _logging(out):
         log.info("%s on %s: %s", config.method.name, config.task, out)
         try:
-            coordinator = Coordinator(grid, members, config, task, out)
+            coordinator = Coordinator(grid, members, config, task, out, public=public)
             coordinator.run(bool(asked.get("resume")), bool(asked.get("overwrite")))
         except ProtofedError as error:
             log.error("the run ends: %s", error)

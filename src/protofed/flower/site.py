@@ -6,6 +6,8 @@ import dataclasses
 import re
 import secrets
 import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from flwr.app import RecordDict
 
 from protofed.architectures import client_models
 from protofed.config import TASK_OPTIONS, Config
-from protofed.data import Images, Task, load_task
-from protofed.data.real import site_images
+from protofed.data import Images, Share, Task, load_task
+from protofed.data.real import FOLDER, own_folder, site_images
 from protofed.errors import ProtofedError, unknown
 from protofed.federation import tree
 from protofed.federation.federation import initial_network, make_setup, make_shares
 from protofed.federation.local import Site, evaluate, local, one_thread
+from protofed.federation.public import Public, make_public, public_digest, told
 from protofed.federation.run import tf32
 from protofed.federation.server import Server
 from protofed.federation.tree import Tree
@@ -28,10 +31,11 @@ from protofed.flower.members import FILE, Members, read_members
 from protofed.flower.protocol import Answer, Request, read_request, write
 from protofed.flower.spec import unpack
 from protofed.flower.wire import Refused, add_tree, read_tree
+from protofed.methods.base import PublicImages
 from protofed.version import __version__
 
 SITE_FILE = "site.toml"
-_KEYS = ("site", "data", "device", "skip_bad")
+_KEYS = ("site", "data", "public", "device", "skip_bad")
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,12 @@ class Home:
     data: str | None
     device: str
     skip_bad: bool
+    public: str | None = None
+    """The folder of images that all sites have, for methods that need some."""
 
 
-def open_home(folder: Path, data: str | None = None) -> Home:
-    """Read a site's folder; ``data`` wins over what its settings say."""
+def open_home(folder: Path, data: str | None = None, public: str | None = None) -> Home:
+    """Read a site's folder; ``data`` and ``public`` win over what its settings say."""
     path = folder / SITE_FILE
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
@@ -67,14 +73,29 @@ def open_home(folder: Path, data: str | None = None) -> Home:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     skip_bad = bool(raw.get("skip_bad", False))
-    return Home(folder, str(name), members, data or raw.get("data"), device, skip_bad)
+    for key in ("data", "public"):
+        if not isinstance(raw.get(key, ""), str):
+            raise ProtofedError(f"{key} in '{path}' must be a folder, got {raw[key]!r}")
+    data, public = data or raw.get("data"), public or raw.get("public")
+    return Home(folder, str(name), members, data, device, skip_bad, public)
 
 
-def own_images(home: Home, config: Config, task: Task) -> tuple[Images, Images]:
-    """The site's training and test images, labelled as the run's task has its classes."""
-    if home.members.task is not None:
-        return _share(home, config, task)
-    return folder_images(home, task.classes, task.image_size)
+def own_images(home: Home, config: Config, outline: Task) -> tuple[Images, Images, Public | None]:
+    """The site's training and test images, labelled as the run's task has its classes.
+
+    And the run's public images, where its method needs some.
+    """
+    if home.members.task is None:
+        train, test = folder_images(home, outline.classes, outline.image_size)
+        return train, test, _public(home, config, outline, [])
+    task = _built_in(home, config, outline)
+    shares = {s.name: s for s in make_shares(config, task)}
+    if home.name not in shares:
+        raise ProtofedError(f"the run has no client '{home.name}'")
+    share = shares[home.name]
+    domain = task.domains[share.domain]
+    train = Images(domain.train.x[share.rows], domain.train.y[share.rows])
+    return train, domain.test, _public(home, config, task, list(shares.values()))
 
 
 def folder_images(home: Home, classes: tuple[str, ...], size: int) -> tuple[Images, Images]:
@@ -87,7 +108,8 @@ def folder_images(home: Home, classes: tuple[str, ...], size: int) -> tuple[Imag
     path = Path(home.data).expanduser().resolve()
     if not path.is_dir():
         raise ProtofedError(f"there is no folder '{path}'", "it has to be a tree class/image")
-    found = site_images(path, size, home.skip_bad)
+    with _advice_for_sites():
+        found = site_images(path, size, home.skip_bad)
     for name in found.classes:
         if name not in classes:
             raise unknown(f"class of the federation (a folder in '{path}'):", name, classes)
@@ -97,20 +119,66 @@ def folder_images(home: Home, classes: tuple[str, ...], size: int) -> tuple[Imag
     return train, test
 
 
-def _share(home: Home, config: Config, outline: Task) -> tuple[Images, Images]:
-    """A client's share of a built-in task; its domain's test images are the site's."""
+def check_public(home: Home) -> str:
+    """Read the site's public images before it joins, and tell of them; the run compares later."""
+    source = f"{FOLDER}{home.public}"
+    if home.members.task is not None:  # the run says what size they have
+        return str(own_folder(source, "say where they are: --public PATH"))
+    with _advice_for_sites():
+        wanted = PublicImages(source, images=1)
+        return told(public_digest(wanted, home.members.skeleton(), skip_bad=home.skip_bad))
+
+
+def _public(home: Home, config: Config, task: Task, shares: Sequence[Share]) -> Public | None:
+    """The run's public images as this site has them; refused if they are not those of the run.
+
+    What is said of them goes to the server: it names no folder and no file.
+    """
+    wanted = config.method.public_images
+    if wanted is None:
+        return None
+    folder = wanted.source.startswith(FOLDER)
+    if folder:
+        if home.public is None:
+            raise Refused(
+                f"site '{home.name}' has no public images, which {config.method.name} needs",
+                "start the site with --public PATH, a copy of the folder that the run was started "
+                f'with, or write public = "PATH" into {SITE_FILE}',
+            )
+        wanted = wanted._replace(source=f"{FOLDER}{home.public}")
+    data = home.data if home.members.task is not None else None
+    device = torch.device(home.device)
+    with _advice_for_sites():
+        found = make_public(wanted, task, shares, config.seed, device, data, home.skip_bad)
+    assert found is not None
+    if found.digest != config.public_digest:
+        raise Refused(
+            f"the public images of site '{home.name}' are not those of the run: "
+            f"{told(found.digest)}, not {told(config.public_digest)}",
+            "copy the folder again" if folder else "copy the task's files again",
+        )
+    return found
+
+
+def _built_in(home: Home, config: Config, outline: Task) -> Task:
+    """The built-in task of which the sites are clients."""
     options: dict[str, Any] = {"flip": config.flip}
     if config.digest:  # from files, which may lie elsewhere here
         options = {k: getattr(config, k) for k in TASK_OPTIONS} | {"data": home.data}
     task = load_task(config.task, **options)
     if task.classes != outline.classes or task.digest != outline.digest:
         raise ProtofedError(f"the images of task '{task.name}' here are not those of the run")
-    shares = {s.name: s for s in make_shares(config, task)}
-    if home.name not in shares:
-        raise ProtofedError(f"the run has no client '{home.name}'")
-    share = shares[home.name]
-    domain = task.domains[share.domain]
-    return Images(domain.train.x[share.rows], domain.train.y[share.rows]), domain.test
+    return task
+
+
+@contextmanager
+def _advice_for_sites() -> Iterator[None]:
+    """A site has a file where a run has an option."""
+    try:
+        yield
+    except ProtofedError as error:
+        hint = error.hint.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
+        raise type(error)(error.message, hint) from None
 
 
 class States:
@@ -158,7 +226,7 @@ def answer(home: Home, spec: str, content: RecordDict) -> RecordDict:
     request = read_request(content)
     if request.site != home.name:
         raise Refused(f"this is site '{home.name}', and the message is for '{request.site}'")
-    config, task = unpack(spec)
+    config, task, _ = unpack(spec)
     if request.run != config.hash:
         raise Refused(f"the message is of run {request.run}, but the run is {config.hash}")
     with one_thread(), tf32(config.precision == "tf32"):
@@ -166,11 +234,11 @@ def answer(home: Home, spec: str, content: RecordDict) -> RecordDict:
 
 
 def _answer(home: Home, config: Config, task: Task, request: Request, received: Tree) -> RecordDict:
-    train, test = own_images(home, config, task)
+    train, test, public = own_images(home, config, task)
     device, method = torch.device(home.device), config.method
     model = client_models(config.model, list(home.members.sites))[home.name]
     network = initial_network(config, task, model)
-    setup = make_setup(config, task, network)
+    setup = dataclasses.replace(make_setup(config, task, network), public=public)
     states = States(home.folder / "states" / config.hash)
     if request.accepted:
         mine = states.load(request.accepted)
@@ -181,13 +249,13 @@ def _answer(home: Home, config: Config, task: Task, request: Request, received: 
         mine = server.initial_client(network.state_dict())
     states.forget(request.accepted, request.kept)
     network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    told: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     if request.evaluate:
         tests = {home.name: _on(test, device)}
         seen = {} if method.evaluates == "global" else mine
         at = max(0, request.round - 1)
         score = evaluate(setup, network, received, seen, tests, at)["accuracy"]
-        told |= {"right": round(score[home.name] * len(test) / 100), "tested": len(test)}
+        report |= {"right": round(score[home.name] * len(test) / 100), "tested": len(test)}
         if request.round == config.rounds:  # the run is over: the site has its model
             own = {"model": mine.get("model", {}) | received.get("model", {})}
             path = home.folder / "models" / f"{config.label}.safetensors"
@@ -199,8 +267,8 @@ def _answer(home: Home, config: Config, task: Task, request: Request, received: 
         reply = local(setup, network, site, received, mine, request.round)
         message = reply.message
         if any(reply.mine.values()) or any(mine.values()):
-            told["state"] = states.save(request.round, reply.mine)
-        told |= {
+            report["state"] = states.save(request.round, reply.mine)
+        report |= {
             "samples": reply.samples,
             "steps": reply.steps,
             "lr": reply.lr,
@@ -208,16 +276,16 @@ def _answer(home: Home, config: Config, task: Task, request: Request, received: 
             "loss_totals": [total for total, _ in reply.losses.values()],
             "loss_steps": [steps for _, steps in reply.losses.values()],
         }
-    report = Answer(
+    answered = Answer(
         home.name,
         config.hash,
         method.name,
         request.round,
         request.train,
         version=__version__,
-        **told,
+        **report,
     )
-    return add_tree(write(report), message)
+    return add_tree(write(answered), message)
 
 
 def _on(images: Images, device: torch.device) -> Images:

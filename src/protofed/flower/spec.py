@@ -1,5 +1,8 @@
 """What a run is, as text: its configuration and the outline of its task, without images.
 
+Of public images there is how many a round has, and the digest that stands in the configuration;
+of a folder that every machine has its own copy of, neither a path nor a name.
+
 The text travels with the run (in Flower's run configuration) to the server and to every site. A
 site builds the same ``Config`` from it, and its hash must be the one the server names: another
 version of protofed that would compute something else is found out before it trains.
@@ -11,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +23,21 @@ from protofed.data.augment import AUGMENTS
 from protofed.data.real import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
+from protofed.federation.federation import make_shares
+from protofed.federation.public import PLACE, count, make_public, of_task
 from protofed.methods import METHODS, reference
 
 _OF_TASK = ("name", "classes", "leftover", "repair", "digest", "test_split")
+
+
+class Outline(NamedTuple):
+    """A run as server and sites know it before they look at any image."""
+
+    config: Config
+    task: Task
+    """Without its images."""
+    public: dict[str, int]
+    """Public images a round has, by where they are from; empty where a method needs none."""
 
 
 def pack(config: Config, task: Task) -> str:
@@ -33,11 +48,9 @@ def pack(config: Config, task: Task) -> str:
             f"method '{config.method.name}' comes from a file, which sites do not have",
             "only methods of the installed package can be deployed",
         )
-    if config.method.public_images is not None:
-        raise ProtofedError(
-            f"method '{name}' needs public images, which the sites of a deployment do not have",
-            "only methods that work on the sites' own images can be deployed",
-        )
+    wanted, method = config.method.public_images, config.method
+    if wanted is not None and wanted.source.startswith(FOLDER):
+        method = method.with_public(FOLDER)  # where it lies here is nobody's business
     settings = {f.name: getattr(config, f.name) for f in fields(Config)}
     for field in ("task", "method", "data"):
         del settings[field]
@@ -49,15 +62,36 @@ def pack(config: Config, task: Task) -> str:
     }
     parts = {
         "hash": config.hash,
-        "method": {"name": name, "options": config.method.options()},
+        "method": {"name": name, "options": method.options()},
+        "public": _public(config, task),
         "settings": settings,
         "task": about,
     }
     return json.dumps(parts, sort_keys=True)
 
 
-def unpack(text: str) -> tuple[Config, Task]:
-    """The configuration, and the task without its images."""
+def _public(config: Config, task: Task) -> dict[str, int]:
+    """Public images of a round, by where they are from."""
+    wanted = config.method.public_images
+    if wanted is None:
+        return {}
+    if wanted.source.startswith(FOLDER):
+        assert config.public_digest is not None  # deploy start has read the folder
+        return {PLACE: min(wanted.images, count(config.public_digest))}
+    if of_task(wanted, task) and not task.has_images:
+        raise ProtofedError(
+            f"method '{config.method.name}' needs public images, and the sites' own are not public",
+            "give every site the same folder of images without labels, and name it to each "
+            "(deploy site --public PATH) and here: deploy start --public PATH",
+        )
+    shares = make_shares(config, task) if task.has_images else []
+    made = make_public(wanted, task, shares, config.seed, "cpu", config.data, config.skip_bad)
+    assert made is not None
+    return made.counts
+
+
+def unpack(text: str) -> Outline:
+    """What ``pack`` has written."""
     try:
         parts = json.loads(text)
         about, method = parts["task"], parts["method"]
@@ -65,6 +99,7 @@ def unpack(text: str) -> tuple[Config, Task]:
             k: tuple(v) if isinstance(v, list) else v for k, v in about["augment"].items()
         }
         settings = {k: v for k, v in parts["settings"].items() if v is not None}
+        public = {str(name): int(n) for name, n in parts["public"].items()}
         task = skeleton(
             about["name"],
             about["classes"],
@@ -83,7 +118,7 @@ def unpack(text: str) -> tuple[Config, Task]:
             f"this installation understands run {parts['hash']} as {config.hash}",
             "server and sites need the same version of protofed",
         )
-    return config, task
+    return Outline(config, task, public)
 
 
 def skeleton(

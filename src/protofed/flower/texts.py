@@ -46,8 +46,9 @@ def federation(
 def site(name: str, task: str | None) -> str:
     """``site.toml``: what only this site decides."""
     data = "" if task else '# data = "/path/to/images"  # a tree class/image; --data wins over it\n'
+    public = '# public = "/path/to/public"  # images that all sites have; --public wins over it\n'
     return (
-        f"# Settings of this site; they stay here.\nsite = {json.dumps(name)}\n{data}"
+        f"# Settings of this site; they stay here.\nsite = {json.dumps(name)}\n{data}{public}"
         'device = "auto"  # auto, cpu or cuda\nskip_bad = false  # leave out files that are no '
         "images\n"
     )
@@ -129,6 +130,8 @@ def readme(members: Members) -> str:
         if members.task is None
         else f"The sites are clients of the task `{members.task}`: they need no images."
     )
+    # the task's own are known to every site, so none need to be copied
+    own = " Without `--public` they are taken of the task." if members.task else ""
     copies = "\n".join(f"| `sites/{n}/` | the machine of site **{n}** |" for n in names)
     joins = "\n".join(f"    protofed deploy site --dir sites/{n} --site {n}{data}" for n in names)
     return f"""# Federation {members.name}
@@ -150,6 +153,11 @@ own key (`ssh-keygen -t ecdsa -b 384 -f node.key`) and send only the public line
 `federation.toml`.
 
 {tree}
+
+Some methods need **public images** (`protofed methods NAME` says so): images without labels that
+may be seen by all, in any tree of folders. Copy the same ones to every site and to the server, add
+`--public /path/to/public` to the site's command and to `deploy start`. Only a digest of them
+travels; a site whose images differ is named in the log, and the rounds go on without it.{own}
 
 Every machine needs the same version of protofed, with Flower: in a checkout of it,
 `pip install --constraint constraints.txt '.[flower]'`.

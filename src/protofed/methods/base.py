@@ -67,8 +67,9 @@ class PublicImages(NamedTuple):
     """Unlabelled images that all clients may see: where from, and how many a round.
 
     ``source`` is ``unused`` (training images that no client holds, as many of each domain that has
-    clients), one domain's name (those of that domain alone), or a task's name (its training
-    images). Test images are never among them.
+    clients), one domain's name (those of that domain alone), a task's name (its training images),
+    or ``folder:PATH`` (all images below that folder). Test images of the task are never among
+    them. A method that leaves the choice to its user has it as a hyper-parameter ``public``.
     """
 
     source: str
@@ -281,6 +282,10 @@ class Method:
     def options(self) -> dict[str, Any]:
         """All hyper-parameters with their values."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def with_public(self, source: str) -> Self:
+        """The same method with its public images from there."""
+        return type(self)(**{**self.options(), "public": source})
 
     def without_weights(self) -> Self:
         """The same method with every loss weight at 0."""

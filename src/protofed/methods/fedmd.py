@@ -17,8 +17,10 @@ Where the paper is silent or other, and what is done
     public set    A parameter, `public`. `unused` (default): training images that no
          client holds, as many of each domain that has clients, without their
          labels; a domain's name: those of that domain alone; a task's name: its
-         training images. Never a test image. N (`images`) is 2,000, or what there
-         is. FedSeProto's table 3 does not say what it took.
+         training images; `folder:PATH`: all images below that folder. Never a test
+         image of the task. N (`images`) is 2,000, or what there is. FedSeProto's
+         table 3 does not say what it took. Between machines whose images are their
+         own, each has a copy of such a folder (docs/deploy.md).
     transfer learning    The paper first trains every model on the labelled public
          set, then on its own. There are no public labels here: the first is left
          out, and `warm_up` rounds stand for the second. Clients that have hardly
@@ -58,7 +60,9 @@ class FedMD(Method):
     travels: ClassVar[str] = "logits of public images (up), their mean (down)"
 
     public: str = hyper(
-        "unused", "", "the public images: unused (by any client), a domain's name, a task's name"
+        "unused",
+        "",
+        "the public images: unused (by any client), a domain's name, a task's name, folder:PATH",
     )
     images: int = hyper(2000, "N", "public images a round, if there are as many", least=1)
     warm_up: int = hyper(1, "", "rounds of (4) alone before the first digest", least=1)

@@ -21,7 +21,7 @@ from protofed.study.folder import TaskTable, make_tables, open_study, run_folder
 from protofed.study.spec import Study
 from protofed.study.tables import BASELINE, Row, rows
 
-_OWN = ("method", "seed", "clients", "device", *UNHASHED)
+_OWN = ("method", "public_digest", "seed", "clients", "device", *UNHASHED)
 """Settings in which the runs of a comparison may differ: a distribution may draw its clients."""
 Tell = Callable[[str], None]
 
@@ -146,7 +146,7 @@ def _of_study(folder: Path, many: bool, tell: Tell) -> tuple[list[Group], list[t
         title = f"{study.title}: {task}" if many else task
         several = len({c.unseen for c in plan.cells(study) if c.task == task}) > 1
         for unseen, runs in by_unseen.items():
-            own = f"{title}, {unseen} left out" if several else title
+            own = f"{title}, {unseen} left out" if several and unseen else title
             part = unseen if several else None
             groups.append(Group(own, tuple(runs), study, tables[task], part))
     for path in _folders(folder):

@@ -24,7 +24,9 @@ from protofed.methods import METHODS, method_class
 KINDS = ("table", "curves", "bars", "sweep", "tsne")
 
 SETTINGS = tuple(
-    f.name for f in fields(Config) if f.name not in ("task", "method", "seed", "digest")
+    f.name
+    for f in fields(Config)
+    if f.name not in ("task", "method", "seed", "digest", "public_digest")
 )
 
 
@@ -185,11 +187,11 @@ def builtin() -> tuple[str, ...]:
     return tuple(sorted(names, key=_order))
 
 
-def _order(name: str) -> tuple[str, bool, int]:
+def _order(name: str) -> tuple[str, bool, int, str]:
     paper, _, rest = name.partition("-")
     number = "".join(c for c in rest if c.isdigit())
     return ({"fpl": "0", "i2pfl": "1", "fedseproto": "2"}.get(paper, paper), "fig" in rest,
-            int(number or 0))  # fmt: skip
+            int(number or 0), name)  # fmt: skip
 
 
 def load(name: str) -> Study:

@@ -1,0 +1,219 @@
+"""Public images of other files than the task's: a folder of one's own, another task."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from protofed.config import make_config, merged_config
+from protofed.data import DataMissing
+from protofed.data.images import decode
+from protofed.errors import ProtofedError
+from protofed.federation import public as module
+from protofed.federation.federation import Federation
+from protofed.federation.result import load_run
+from protofed.federation.run import run
+from protofed.methods import FedMD
+from protofed.testing import TINY, tiny_task
+
+pytestmark = pytest.mark.usefixtures("single_thread", "own_cache")
+PIXELS = 8  # of the tiny task
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Twelve images at all depths, beside files that are none."""
+    root = tmp_path / "public"
+    rng = np.random.default_rng(5)
+    for i in range(12):
+        path = root.joinpath(*["deep"] * (i % 3), f"{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 255, (16, 12, 3), dtype=np.uint8)).save(path)
+    (root / "LICENSE.txt").write_text("no image")
+    (root / ".DS_Store").write_text("no image")
+    return root
+
+
+def config_of(path: Path | str, **more: Any) -> Any:
+    images = more.pop("images", 2000)
+    return make_config(tiny_task(), FedMD(public=f"folder:{path}", images=images), **TINY, **more)
+
+
+def federation(path: Path | str, **more: Any) -> Federation:
+    return Federation(config_of(path, **more), tiny_task())
+
+
+def pixels(path: Path) -> list[Any]:
+    return [decode(p.read_bytes(), PIXELS) for p in path.rglob("*.png")]
+
+
+def test_the_digest_and_the_order_are_of_hashes_of_pixels(folder: Path) -> None:
+    one = federation(folder)
+    by_hash = {hashlib.sha256(x.tobytes()).digest(): x for x in pixels(folder)}
+    whole = hashlib.sha256(b"".join(sorted(by_hash))).hexdigest()
+    assert one.config.public_digest == f"12-{whole}"
+    assert one.setup.public is not None
+    pool = one.setup.public.pools["folder"]
+    in_order = np.stack([by_hash[h] for h in sorted(by_hash)])
+    np.testing.assert_array_equal(pool.x[pool.rows].numpy(), in_order)
+
+
+def test_neither_names_nor_places_nor_side_files_matter(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "elsewhere" / "copy"
+    copy.mkdir(parents=True)
+    for i, path in enumerate(sorted(folder.rglob("*.png"), reverse=True)):
+        shutil.copy(path, copy / f"{(7 * i) % 12} photo.png")
+    one, other = federation(folder, images=5), federation(copy, images=5)
+    assert one.config.hash == other.config.hash
+    assert one.config.label == other.config.label
+    for round in range(3):
+        assert one.setup.public and other.setup.public
+        mine, theirs = one.setup.public.draw(round), other.setup.public.draw(round)
+        assert len(mine) == 5 and torch.equal(mine.x, theirs.x)
+    archive = shutil.make_archive(str(tmp_path / "packed"), "tar", folder)
+    assert config_of(archive, images=5).hash == one.config.hash
+
+
+@pytest.mark.parametrize("change", ["pixel", "twin", "less"])
+def test_other_images_are_another_run(folder: Path, change: str) -> None:
+    before = config_of(folder)
+    first = folder / "0.png"
+    if change == "pixel":
+        image = np.asarray(Image.open(first)).copy()
+        image[:8] ^= 255
+        Image.fromarray(image).save(first)
+    elif change == "twin":
+        shutil.copy(first, folder / "again.png")
+    else:
+        first.unlink()
+    after = config_of(folder)
+    assert after.hash != before.hash
+    counts = {"pixel": 12, "twin": 13, "less": 11}
+    assert module.count(str(after.public_digest)) == counts[change]
+    with pytest.raises(ProtofedError) as error:  # the configuration stands for other images
+        Federation(before, tiny_task())
+    told = [module.told(c.public_digest) for c in (after, before)]
+    assert f"the public images are {told[0]}, those of the configuration {told[1]}" in str(
+        error.value
+    )
+    assert told[0].startswith(f"{counts[change]} images (") and "public_digest" in error.value.hint
+
+
+def test_the_configuration_is_written_and_read_with_its_digest(
+    folder: Path, tmp_path: Path
+) -> None:
+    task, config = tiny_task(), config_of(folder, images=7)
+    result = run(task, config=config, out=tmp_path / "run")
+    assert result.summary["public"] == {"folder": 7}
+    again = merged_config(tmp_path / "run" / "config.toml", task, None, None, {})
+    assert again == config
+    # a copy elsewhere is the same run; another source or method forgets the digest
+    moved = folder.rename(tmp_path / "moved")
+    file = tmp_path / "run" / "config.toml"
+    named = merged_config(file, task, None, {"public": f"folder:{moved}"}, {})
+    assert named.hash == config.hash and Federation(named, task).setup.public
+    spare = tiny_task(spare=3)
+    assert merged_config(file, spare, None, {"public": "unused"}, {}).public_digest is None
+    assert merged_config(file, task, "fedavg", None, {}).public_digest is None
+    with pytest.raises(ProtofedError, match="public_digest must be as a run has written it"):
+        make_config(task, config.method, **TINY, public_digest="much")
+
+
+def test_a_finished_run_is_read_without_its_public_images(folder: Path, tmp_path: Path) -> None:
+    method = FedMD(public=f"folder:{folder}", images=4)
+    small = {"clients": {"scan": 1}, "samples": {"scan": 8}, "rounds": 1, "epochs": 1}
+    run("glyphs", method, out=tmp_path / "run", **{**TINY, **small})
+    shutil.rmtree(folder)
+    result = load_run(tmp_path / "run")
+    assert result.config.public_digest and result.network("scan-0")
+
+
+def test_runs_without_such_images_have_no_digest_and_the_hash_they_had() -> None:
+    config = make_config(tiny_task(spare=3), FedMD(), **TINY)
+    assert config.public_digest is None and "public_digest" not in config.toml()
+    assert replace(config, public_digest="12-0").hash != config.hash
+
+
+def test_all_engines_see_the_same_images(folder: Path) -> None:
+    models = [
+        run(tiny_task(), FedMD(public=f"folder:{folder}", images=9), **{**TINY, "engine": e})
+        for e in ("loop", "workers")
+    ]
+    assert models[0].rounds[2]["loss"]["digest"] > 0
+    for name, slot in models[0].clients.items():
+        assert all(torch.equal(t, models[1].clients[name][n]) for n, t in slot.items())
+
+
+def test_what_is_wrong_with_a_folder_is_said(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataMissing, match=r"there is no folder '.*nowhere'") as error:
+        config_of(tmp_path / "nowhere")
+    assert "public=folder:PATH" in error.value.hint
+    with pytest.raises(DataMissing, match="which folder"):
+        config_of("")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "notes.txt").write_text("none yet")
+    with pytest.raises(DataMissing, match=r"'.*empty' has no images"):
+        config_of(empty)
+    with pytest.raises(ProtofedError, match="unknown source of public images 'foldr:x'") as error:
+        make_config(tiny_task(), FedMD(public="foldr:x"), **TINY)
+    assert "folder:PATH" in error.value.hint
+
+
+def test_files_that_are_no_images_are_named_or_left_out(folder: Path) -> None:
+    good = config_of(folder)
+    (folder / "broken.png").write_bytes(b"no image")
+    with pytest.raises(ProtofedError, match=r"cannot decode 1 of 13 images: '.*broken.png'"):
+        config_of(folder)
+    config = config_of(folder, skip_bad=True)
+    assert config.public_digest == good.public_digest and config.hash == good.hash
+    assert Federation(config, tiny_task()).setup.public
+    for path in folder.rglob("*.png"):
+        path.write_bytes(b"no image")
+    with pytest.raises(ProtofedError, match="no image for train is left of domain 'public'"):
+        config_of(folder, skip_bad=True)
+
+
+def test_another_tasks_files_are_in_the_hash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its name alone said nothing of what lay there."""
+    asked: list[tuple[Any, ...]] = []
+
+    def loader(digest: str) -> Callable[..., Any]:
+        def load(name: str, *args: Any, **more: Any) -> Any:
+            asked.append((name, *args, more))
+            return replace(tiny_task(), name=name, digest=digest)
+
+        return load
+
+    hashes = set()
+    for digest in ("a" * 64, "b" * 64):
+        monkeypatch.setattr(module, "load_task", loader(digest))
+        config = make_config(
+            tiny_task(), FedMD(public="digits"), **TINY, data=str(tmp_path), skip_bad=True
+        )
+        assert config.public_digest == f"88-{digest}"
+        hashes.add(config.hash)
+        assert Federation(config, tiny_task()).setup.public
+    assert len(hashes) == 2
+    # from the folder of images that the run names, in the run's size
+    assert set(map(str, asked)) == {
+        str(("digits", str(tmp_path), {"image_size": PIXELS, "skip_bad": True}))
+    }
+    with pytest.raises(ProtofedError, match=r"88 images \(bbbbbbbb\), those .* 88 images \(aaaa"):
+        Federation(replace(config, public_digest=f"88-{'a' * 64}"), tiny_task())
