@@ -658,18 +658,25 @@ def test_version_and_nothing(protofed):
 
 
 COMMANDS = typer.main.get_command(cli.app).commands
+WHOLE = {  # those of groups too
+    (name, *more): command
+    for name, one in COMMANDS.items()
+    for more, command in [((), one), *(((n,), c) for n, c in getattr(one, "commands", {}).items())]
+}
 
 
-@pytest.mark.parametrize("command", list(COMMANDS))
-def test_help_names_every_option(protofed, monkeypatch, command):
+@pytest.mark.parametrize("command", list(WHOLE), ids=" ".join)
+def test_help_names_and_explains_every_option_and_argument(protofed, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, _ = protofed(command, "--help")
+    code, out, _ = protofed(*command, "--help")
     assert code == 0
-    for parameter in COMMANDS[command].params:
+    for parameter in WHOLE[command].params:
         for option in parameter.opts:
+            text = getattr(parameter, "help", None)
+            assert text, f"{option} has no help"
             if option.startswith("--"):
                 assert re.search(rf"{option}\b", out), f"{option} is not in the help"
-                assert getattr(parameter, "help", None), f"{option} has no help"
+            assert " ".join(text.split()[:3]) in " ".join(out.split()), f"{option}: {text}"
 
 
 def test_help_of_the_whole_names_the_commands(protofed):
