@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from protofed.files import write_atomic
+from protofed.errors import ProtofedError
+from protofed.files import CannotWrite, write_atomic
 
 
 def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
@@ -60,6 +62,23 @@ def test_a_failed_first_write_leaves_nothing(
     with pytest.raises(OSError, match="disk full"):
         write_atomic(tmp_path / "file", "new")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"), [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another place")]
+)
+def test_what_cannot_be_written_is_told_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, hint: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))  # a write's error does not name the file
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ProtofedError, match=hint) as told:
+        write_atomic(tmp_path / "file", "new")
+    assert str(told.value).startswith(f"cannot write '{tmp_path / 'file'}': {os.strerror(number)}")
+    assert isinstance(told.value, CannotWrite)
+    assert (told.value.errno, told.value.filename) == (number, str(tmp_path / "file"))
 
 
 def test_the_old_file_is_there_until_the_new_one_is_complete(

@@ -160,6 +160,7 @@ def run(
     command with --resume goes on from it and ends with the very same numbers.
     """
     from protofed.config import merged_config
+    from protofed.federation.folder import begins_anew
     from protofed.federation.run import Observer, is_finished, load_run
     from protofed.federation.run import run as run_federation
     from protofed.progress import RunProgress
@@ -177,6 +178,8 @@ def run(
             console.print(f"{folder} already holds this run, complete:")
             _print_results([load_run(folder)])
         return
+    if resume and not quiet and begins_anew(folder, complete):
+        console.print(f"no checkpoint in {folder} to go on from: the run begins anew")
     observers: list[Observer] = [] if quiet else [RunProgress(console)]
     if tensorboard:
         from protofed.tensorboard import TensorBoard

@@ -59,7 +59,8 @@ def list_() -> None:
     for name in builtin():
         study = load(name)
         lacks = [*study.missing, *_lacking_rows(study)]
-        title = escape(study.title) + "".join(f"\n[yellow]{escape(w)}[/]" for w in lacks)
+        what = study.title.partition(": ")[2] or study.title  # its name says the rest
+        title = escape(what) + "".join(f"\n[yellow]{escape(w)}[/]" for w in lacks)
         table.add_row(name, title, ", ".join(study.tasks), str(_runs(study)))
     console.print(table)
     console.print(
@@ -144,6 +145,10 @@ def run_(
     data: DataOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = None,
+    tensorboard: Annotated[
+        bool,
+        typer.Option("--tensorboard", help="Follow live: tensorboard --logdir runs/NAME."),
+    ] = False,
 ) -> None:
     """Run a study, or what is left of it, and write its tables and figures.
 
@@ -175,7 +180,7 @@ def run_(
             highlight=False,
             soft_wrap=True,
         )
-    names, failed = run_study(study, folder, jobs, console, chosen)
+    names, failed = run_study(study, folder, jobs, console, chosen, tensorboard)
     print_outcome(console, study, folder, names, failed, chosen.tasks)
     if study.kind == "tsne":
         console.print(f"the t-SNE figures: protofed report {folder} -o report.html")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from protofed.engines.casts import Halves
 from protofed.models import Network, build
@@ -75,3 +77,23 @@ def test_refreshed_halves_are_the_weights_casts() -> None:
     for name, weight in halves.weights.items():
         assert torch.equal(halves.halves[name], weight.bfloat16())
         assert halves.halves[name].stride() == weight.stride()
+
+
+def test_a_weight_that_two_layers_have_in_common_has_one_half() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    halves = Halves(net)
+    halves.refresh()
+    half = halves.of(net[0].weight)
+    assert half is not None
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        plain, cast = (use(lambda: net(torch.ones(2, 4)).sum()) for use in (_call, halves.using))
+    (theirs,), (ours,) = (
+        torch.autograd.grad(y, w) for y, w in ((plain, net[0].weight), (cast, half))
+    )
+    torch.testing.assert_close(ours.float(), theirs, rtol=0.02, atol=0.02)
+
+
+def _call(function: Any) -> Any:
+    return function()

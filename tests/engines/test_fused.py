@@ -102,3 +102,57 @@ def test_the_first_convolution_in_bfloat16() -> None:
     weight = torch.randn_like(theirs)
     grads = [torch.autograd.grad((y * weight).sum(), conv.weight)[0] for y in (ours, theirs)]
     torch.testing.assert_close(*grads, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_what_is_not_a_number_stays_so(added: bool) -> None:
+    """A ReLU that makes it 0 hides that a run has diverged: the loss would go on being finite."""
+    x = torch.randn(3, 4, 2, 2, device=DEVICE)
+    x[1, 2, 0, 1] = torch.nan
+    add = torch.zeros_like(x) if added else None
+    norm = nn.BatchNorm2d(4).to(DEVICE)
+    found = fused._normalised(norm, x, add, relu=True).isnan()
+    assert torch.equal(found, plain(nn.BatchNorm2d(4).to(DEVICE), x, add, relu=True).isnan())
+    assert found[:, 2].all() and not found[:, :2].any()
+
+
+class Louder(nn.BatchNorm2d):
+    """A module of a method's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def odd_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    relu = nn.ReLU()
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, dilation=2, padding=2),
+        nn.BatchNorm2d(6),
+        relu,
+        nn.Conv2d(6, 6, 3, groups=3, padding=1, padding_mode="circular"),
+        relu,  # once more, and not behind a norm
+        nn.Conv2d(6, 4, 1),
+        Louder(4),
+        nn.ReLU(),
+    ).to(DEVICE)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_modules_of_other_kinds_compute_what_they_did(bf16: bool) -> None:
+    """The network of a method is not only made of our modules."""
+    network, twin = odd_network(), odd_network()
+    fused.fuse(twin)
+    x = torch.randn(4, 3, 6, 6, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
+        ours, theirs = twin(x), network(x)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05 if bf16 else 1e-5)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """The kernels have none: without an error it would silently be 0."""
+    x = torch.randn(3, 4, 2, 2, device=DEVICE, requires_grad=True)
+    y = fused._normalised(nn.BatchNorm2d(4).to(DEVICE), x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

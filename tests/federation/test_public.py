@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,3 +219,20 @@ def test_another_tasks_files_are_in_the_hash(
     }
     with pytest.raises(ProtofedError, match=r"88 images \(bbbbbbbb\), those .* 88 images \(aaaa"):
         Federation(replace(config, public_digest=f"88-{'a' * 64}"), tiny_task())
+
+
+def test_clients_that_draw_at_once_draw_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second copy would be let go while others still read it."""
+    task = tiny_task(spare=12)
+    public = Federation(make_config(task, FedMD(), **TINY), task).setup.public
+    assert public is not None
+    generator = module.keys.generator
+
+    def slow(*key: int | str) -> np.random.Generator:
+        time.sleep(0.05)
+        return generator(*key)
+
+    monkeypatch.setattr(module.keys, "generator", slow)
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(public.draw, [0, 1, 1, 0, 1, 1]))
+    assert len({id(images) for images in drawn}) == 2

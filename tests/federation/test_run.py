@@ -4,7 +4,7 @@ import functools
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +19,7 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.federation import batchnorm_policy
+from protofed.federation.folder import begins_anew
 from protofed.federation.local import Reply, Scores
 from protofed.federation.records import (
     Record,
@@ -595,6 +596,57 @@ def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path: Path) -> N
     assert len(read_records(copy / "rounds.jsonl")) == 1
     assert same(whole, run(tiny_task(), config=config, out=copy, resume=True))
     assert numbers(copy) == numbers(out)
+
+
+def test_what_cannot_change_a_number_is_not_another_configuration(tmp_path: Path) -> None:
+    """A study asks for other workers with other --jobs, and a copied folder for other paths."""
+    given = make_config(tiny_task(), Diary(), **QUICK, workers=1)
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.toml").write_text(given.toml())
+    for name in ("rounds.jsonl", "prototypes/7.safetensors", "clients/x", "notes.txt"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text('{"round": 0}\n')
+    config = make_config(tiny_task(), Diary(), **QUICK, workers=2, checkpoint_every=1)
+    assert begins_anew(out, config)
+    whole = run(tiny_task(), config=config)
+    assert same(whole, run(tiny_task(), config=config, out=out, resume=True))
+    assert not begins_anew(out, config)
+    assert not (out / "prototypes" / "7.safetensors").exists(), "of the run that was killed"
+    assert not (out / "clients" / "x").exists()
+    assert (out / "notes.txt").exists(), "not a run's"
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"lr": 0.5}, {"rounds": 9}, None])
+def test_another_configuration_without_a_checkpoint_is_refused(
+    tmp_path: Path, digests: Digests, change: dict[str, Any] | None
+) -> None:
+    config = make_config(tiny_task(), Diary(), **QUICK)
+    text = "rounds = " if change is None else replace(config, **change).toml()
+    (tmp_path / "config.toml").write_text(text)
+    before = digests(tmp_path)
+    assert not begins_anew(tmp_path, config)
+    with pytest.raises(ProtofedError, match=r"another configuration.*--overwrite"):
+        run(tiny_task(), config=config, out=tmp_path, resume=True)
+    assert digests(tmp_path) == before
+
+
+def test_a_finished_run_without_its_checkpoint_is_kept(tmp_path: Path, digests: Digests) -> None:
+    config = make_config(tiny_task(), FedAvg(), **QUICK)
+    run(tiny_task(), config=config, out=tmp_path)
+    (tmp_path / "checkpoint.safetensors").unlink()
+    before = digests(tmp_path)
+    assert not begins_anew(tmp_path, config)
+    with pytest.raises(ProtofedError, match="finished run without its checkpoint"):
+        run(tiny_task(), config=config, out=tmp_path, resume=True)
+    assert digests(tmp_path) == before
+
+
+def test_what_a_kill_left_of_the_first_file_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / ".config.toml.x1y2.tmp").write_text("rou")
+    config = make_config(tiny_task(), FedAvg(), **QUICK)
+    run(tiny_task(), config=config, out=tmp_path, resume=True)
+    assert is_finished(tmp_path, config)
 
 
 def test_resume_of_nothing_and_of_a_finished_run(tmp_path: Path) -> None:

@@ -240,6 +240,15 @@ def test_spool_gives_slots_back(limit: int) -> None:
     spool.close()
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_a_message_that_comes_twice_is_not_anothers(limit: int) -> None:
+    spool = Spool(limit)
+    for name, value in (("a", 1.0), ("a", 2.0), ("b", 3.0)):
+        spool.put(name, {"model": {"w": torch.full((2,), value)}})
+    assert [spool.get(n, "model")["w"].tolist() for n in "ab"] == [[2, 2], [3, 3]]
+    spool.close()
+
+
 def test_a_second_message_of_a_client_replaces_the_first() -> None:
     size = tree.nbytes({"model": {"w": torch.ones(2)}})
     for limit in (0, size, 1 << 30):  # both on disk, one in memory, both in memory

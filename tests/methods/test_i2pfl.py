@@ -16,6 +16,7 @@ from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.local import local
+from protofed.federation.records import without_times
 from protofed.federation.run import Federation, run
 from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
@@ -615,10 +616,15 @@ def test_weights_0_are_fedavg_bit_for_bit():
     fedavg = run(tiny_task(), FedAvg(), **SHORT)
     assert tree.equal({"model": ours.model}, {"model": fedavg.model})
     assert [set(r["loss"]) for r in ours.rounds] == [{"ce"}] * 2
+    assert without_times(ours.rounds) == without_times(fedavg.rounds), "the bytes too"
     for one in ({"lambda_intra": 0.0}, {"lambda_inter": 0.0}):
         other = run(tiny_task(), I2PFL(**one), **SHORT)
         assert not tree.equal({"model": other.model}, {"model": fedavg.model})
         assert len(other.rounds[0]["loss"]) == 2
+        # prototypes are for GPCL alone
+        sent = [r["bytes_up"] + r["bytes_down"] for r in other.rounds]
+        plain = [r["bytes_up"] + r["bytes_down"] for r in fedavg.rounds]
+        assert (sent == plain) == ("lambda_inter" in one)
 
 
 @pytest.mark.parametrize("switch", [{}, {"mixup": "input"}, {"mixup": "none"}, {"detach": False}])

@@ -10,16 +10,19 @@ from PIL import Image
 from protofed.config import make_config
 from protofed.federation.records import Records
 from protofed.federation.run import Result
-from protofed.report.curves import COLOURS, curves
+from protofed.report import figures as report_figures
+from protofed.report.curves import COLOURS, curves, together
 
 
-def result(method, seed=0, rounds=4, domains=("scan", "print"), level=50.0):
+def result(method, seed=0, rounds=4, domains=("scan", "print"), level=50.0, leave_out=None):
     lines = []
     for t in range(rounds):
         accuracy = {d: level + t + i + seed for i, d in enumerate(domains)}
         mean = sum(accuracy.values()) / len(accuracy)
         lines.append({"round": t, "accuracy": accuracy, "average": mean})
-    config = make_config(clients=1, samples=10, device="cpu", seed=seed)
+    clients = 1 if leave_out is None else "one"
+    given = {"samples": 10, "device": "cpu", "seed": seed, "leave_out": leave_out}
+    config = make_config(clients=clients, **given)
     return Result(config, Records(lines), {}, {"method": method})
 
 
@@ -118,3 +121,41 @@ def test_two_dozen_names_do_not_squeeze_the_panels(figures, domains):
         curves(results, io.BytesIO())
     heights = [figure.axes[0].get_position().height for figure in figures]
     assert heights[1] > 0.7 * heights[0]
+
+
+# ---- a domain that nobody trained on ------------------------------------------------------------
+
+THREE = ("scan", "print", "photo")
+
+
+def test_with_a_domain_left_out_it_comes_first_and_is_in_no_average(figures):
+    run = result("fedavg", domains=THREE, level=30.0, leave_out="photo")
+    curves([run], io.BytesIO())
+    axes = figures[0].axes[:4]
+    assert [a.get_title() for a in axes] == ["photo (unseen)", "scan", "print", "seen average"]
+    first = [a.lines[0].get_ydata()[0] for a in axes]
+    assert first == [32.0, 30.0, 31.0, 30.5]
+    plot = report_figures.curves({"fedavg": [run]})
+    assert [p.title for p in plot.panels] == [a.get_title() for a in axes]
+    assert plot.panels[0].alt.endswith("fedavg ends at 35.0 %.")
+    for record in run.rounds:
+        record |= {"bytes_up": 1, "bytes_down": 1}
+    assert report_figures.traffic({"fedavg": [run]}).panels[0].title == "photo (unseen)"
+
+
+def test_runs_that_left_out_each_domain_are_joined(figures):
+    left_out = [
+        result("a", s, domains=THREE, level=10.0 * i + s, leave_out=d)
+        for i, d in enumerate(THREE)
+        for s in (0, 1)
+    ]
+    runs = together([*left_out, result("b", domains=THREE, leave_out="scan")])
+    assert [(r.summary["method"], r.config.seed) for r in runs] == [("a", 0), ("a", 1)]
+    # each from the run without it: 0, 10 + 1, 20 + 2
+    assert runs[0].rounds[0]["accuracy"] == {"scan": 0.0, "print": 11.0, "photo": 22.0}
+    assert runs[0].rounds["average"] == [11.0, 12.0, 13.0, 14.0]
+    curves(runs, io.BytesIO())
+    titles = [a.get_title() for a in figures[0].axes[:4]]
+    assert titles == ["unseen average", "scan (unseen)", "print (unseen)", "photo (unseen)"]
+    assert "each domain left out in turn" in figures[0].get_suptitle()
+    assert left_out[0].config.leave_out == "scan"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -22,6 +23,7 @@ from protofed.report.gather import Gathered, Group, gather
 from protofed.report.html import html_table
 from protofed.report.kept import Findings
 from protofed.report.page import headline, result_table, write
+from protofed.report.setting import facts
 from protofed.study.tables import rows
 
 from .conftest import SMALL
@@ -295,3 +297,41 @@ def test_keep_rounds_by_command(tmp_path: Path) -> None:
         "1.safetensors", "2.safetensors",
     }  # fmt: skip
     assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["rounds"] == 2
+
+
+def test_what_a_method_adds_is_only_shown_where_something_is_added(runs: Path) -> None:
+    fedavg, fpl = (load_run(runs / f"{m}-0", model=False) for m in ("fedavg", "fpl"))
+    both = figures.traffic({"fedavg": [fedavg], "fpl": [fpl]})
+    assert [p.title for p in both.panels] == ["average of the domains", "what a method adds"]
+    assert len(figures.traffic({"fpl": [fpl]}).panels) == 1
+    assert len(figures.traffic({"a": [fedavg], "b": [fedavg]}).panels) == 1
+
+
+def test_most_methods_need_not_be_named(runs: Path) -> None:
+    fedavg = load_run(runs / "fedavg-0", model=False)
+    results = []
+    for method in ("a", "b", "c"):
+        weights = "uniform" if method == "c" else "samples"
+        named = {**fedavg.summary, "method": method, "weights": weights}
+        results.append(replace(fedavg, summary=named))
+    assert "<dd>sample counts (c: uniform)</dd>" in facts(Group("", tuple(results)))
+    assert "<dd>b: sample counts; c: uniform</dd>" in facts(Group("", tuple(results[1:])))
+
+
+def test_a_legend_stands_below_the_panel_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k)
+    )
+    keys = [(plots.Key(name, "#0072B2", "dot"),) for name in ("class", "domain", "mark")]
+    panels = tuple(
+        plots.Panel(t, t, lambda axis: None, legend=k) for t, k in zip("ab", keys[:2], strict=True)
+    )
+    plots.save(plots.Plot("x", "", "", panels, keys[2]), tmp_path, kinds=("png",))
+    (figure,) = drawn
+    below = [axis.get_legend().get_texts()[0].get_text() for axis in figure.axes]
+    assert below == ["class", "domain"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["mark"]

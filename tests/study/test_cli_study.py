@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 from protofed.study import folder as folders
 from protofed.study import plan
 from protofed.study.claims import me
-from protofed.study.compare import default_jobs
+from protofed.study.compare import _elsewhere, default_jobs
 from protofed.study.runner import Job, display, time_left
 from protofed.study.show import sparkline
 from protofed.study.spec import dumps, parse
@@ -75,6 +76,15 @@ def test_table_prints_what_is_there(protofed, study, make_runs, form):
 # ---- run ----------------------------------------------------------------------------------------
 
 
+def test_a_table_of_what_was_tried_on_another_task_is_found(protofed, study, make_runs):
+    make_runs(study, Path("runs/fpl-table2-on-glyphs"), flat)
+    code, _, err = protofed("study", "table", "fpl-table2")
+    assert code == 2
+    assert "'runs/fpl-table2' holds no study (there is runs/fpl-table2-on-glyphs)" in err
+    assert protofed("study", "table", "fpl-table2-on-glyphs")[0] == 0
+    assert "protofed study run NAME" in protofed("study", "table", "fpl-table1")[2]
+
+
 def test_runs_that_are_there_are_not_done_again(protofed, study, make_runs, monkeypatch):
     make_runs(study, Path("out/mine"), flat)
     Path("mine.toml").write_text(dumps(study.raw))
@@ -90,6 +100,28 @@ def test_runs_that_are_there_are_not_done_again(protofed, study, make_runs, monk
     assert [p for p in Path("out/other").iterdir() if p.is_dir()] == []
     assert "41.0" not in out  # seeds 0 and 1
     assert "40.5" in out
+
+
+def test_a_t_sne_over_rounds_takes_no_run_that_kept_no_models(raw, make_runs, tmp_path):
+    plain = parse(raw(seeds=1), "plain")
+    make_runs(plain, tmp_path / "plain", flat)
+    drawn = parse(raw(seeds=1, kind="tsne", tsne={"rounds": [1]}), "drawn")
+    config = plan.configs(plan.cells(drawn))
+    for keeps in (False, True):
+        for c in config.values():
+            run = tmp_path / "plain" / c.label
+            if keeps:
+                (run / "snapshots").mkdir()
+                (run / "snapshots" / "1.safetensors").write_text("")
+            found = _elsewhere(tmp_path / "drawn", c)
+            assert found == (run if keeps else None)
+            assert _elsewhere(tmp_path / "drawn", replace(c, keep_rounds=None)) == run
+            assert _elsewhere(tmp_path / "plain", c) == run, "its own is as it is"
+    # where both are, a study's own run is the one that is shown
+    key, c = next(iter(config.items()))
+    folders.write_study(drawn, tmp_path / "drawn", {key: tmp_path / "plain" / c.label})
+    folders.write_study(drawn, tmp_path / "drawn", {key: tmp_path / "drawn" / c.label})
+    assert folders.read_index(tmp_path / "drawn")[key][0] == tmp_path / "drawn" / c.label
 
 
 def test_other_seeds_and_tasks_leave_the_tables_of_what_is_there(
@@ -179,12 +211,15 @@ def test_bad_input(protofed, tmp_path, case):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_run_says_so(protofed, raw, tmp_path):
-    Path("new.toml").write_text(dumps(raw(rows={"FedAvg": "fedavg", "New": "fednew"})))
-    code, out, _ = protofed("study", "run", "new.toml", "--methods", "New", "--out", "made")
-    assert code == 2
-    assert "New needs method fednew, which this version does not have" in out
+def test_a_method_that_is_not_there_is_an_error_before_anything_runs(protofed, raw, monkeypatch):
+    no_processes(monkeypatch)
+    Path("new.toml").write_text(dumps(raw(rows={"Base": "fedavgg", "FPL": "fpl"})))
+    code, out, err = protofed("study", "run", "new.toml", "--out", "made")
+    assert (code, out) == (2, "")
+    assert "study 'new': unknown method of row Base: 'fedavgg' (did you mean fedavg" in err
+    assert "--methods runs other rows alone" in err
     assert not Path("made").exists()
+    assert "needs method fedavgg" in protofed("study", "show", "new.toml")[1]
 
 
 COUNTED = """
@@ -240,6 +275,31 @@ def test_two_processes_share_a_folder_and_no_run_is_done_twice(raw, tmp_path):
     assert sorted((tmp_path / "log").read_text().split()) == ["0", "1"]
     assert list(out.glob("*.claim*")) == []
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == sorted(labels)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(protofed, raw):
+    Path("mine.toml").write_text(dumps(raw(rows={"FedAvg": "fedavg"}, seeds=1)))
+    (cell,) = plan.cells(parse(raw(rows={"FedAvg": "fedavg"}, seeds=1), "mine"))
+    config = plan.configs([cell])[cell.key]
+    run = Path("runs/mine") / config.label
+    run.mkdir(parents=True)
+    # as another machine left it: other workers, and a round without a checkpoint
+    (run / "config.toml").write_text(replace(config, workers=7, engine="workers").toml())
+    (run / "rounds.jsonl").write_text('{"round": 0, "accuracy": {}, "average": 1.0}\n')
+    code, out, err = protofed("study", "run", "mine.toml", "--jobs", 1)
+    assert (code, err) == (0, "")
+    assert "FedAvg seed 0: begins anew, there is no checkpoint in its folder" in out
+    assert (run / "summary.json").is_file()
+    # of really another configuration it is not touched
+    text = (run / "config.toml").read_text().replace("lr = 0.01", "lr = 0.5")
+    (run / "config.toml").write_text(text)
+    for name in ("summary.json", "checkpoint.safetensors"):
+        (run / name).unlink()
+    code, out, err = protofed("study", "run", "mine.toml", "--jobs", 1)
+    assert code != 0
+    assert "begins anew" not in out
+    assert "another configuration" in err
+    assert "lr = 0.5" in (run / "config.toml").read_text()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

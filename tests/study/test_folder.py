@@ -121,6 +121,7 @@ def test_every_format(printed, make_runs, tmp_path):
 
 
 def test_escaping():
+    assert latex_escape("-8.7 (-0.3) a-1 2-3") == "$-$8.7 ($-$0.3) a-1 2-3"
     assert latex_escape("a_b & 5 % ± τ {x}") == r"a\_b \& 5 \% $\pm$ $\tau$ \{x\}"
     assert "\\|" in to_markdown(["a|b"], [[Cell("c|d")]])
     assert r"x\_1" in to_latex(["m"], [[Cell("x_1", "best")]], "50 % of_it")

@@ -5,7 +5,11 @@ from statistics import fmean
 
 import pytest
 
+from protofed.config import make_config
+from protofed.data import outline
 from protofed.data.specs import SPECS
+from protofed.methods import method_class
+from protofed.study import plan
 from protofed.study.spec import builtin, load
 
 # Printed averages that are not the mean of their columns, more than two roundings explain (0.01).
@@ -26,10 +30,39 @@ NAMES = {
 ROWS = {"fpl-table2": 8, "i2pfl-table2": 9, "i2pfl-table3": 11, "i2pfl-table7": 9,
         "fedseproto-table1": 9, "fedseproto-table2": 9, "fedseproto-table3": 5}  # fmt: skip
 
+# Sums of all that a table prints for a task (its ± too), added up from the papers' own text.
+SUMS = {
+    "fpl-table1": {"digits": 1633.42, "office_caltech": 1161.97},
+    "fpl-table2": {"digits": 3197.99, "office_caltech": 2214.26},
+    "fpl-table3": {"digits": 815.74, "office_caltech": 588.43},
+    "i2pfl-table2": {"digits": 3852.18, "office_caltech": 2810.82, "pacs": 3605.02},
+    "i2pfl-table3": {"digits": 4103.89, "office_caltech": 3407.92, "pacs": 3914.16},
+    "i2pfl-table4": {"digits": 2160.44, "office_caltech": 1634.75, "pacs": 1996.09},
+    "i2pfl-table5": {"digits": 1301.09, "office_caltech": 1073.35, "pacs": 1211.55},
+    "i2pfl-table6": {"office_caltech": 1037.03, "pacs": 1215.25},
+    "i2pfl-table7": {"digits": 3738.59, "office_caltech": 3088.25, "pacs": 3997.97},
+    "fedseproto-table1": {"digits": 3151.70, "office_caltech": 2542.21},
+    "fedseproto-table2": {"pacs": 2177.90, "vlcs": 2596.88},
+    "fedseproto-table3": {"digits": 903.67},
+}
+# Rounds, batch, model and clients that a paper states, or its code has; 10 epochs, lr 0.01 in all.
+SETTINGS = {
+    ("fpl", "digits"): (100, 64, "resnet10", (6, 4, 3, 7)),
+    ("fpl", "office_caltech"): (100, 64, "resnet10", (3, 2, 1, 4)),
+    ("i2pfl", "digits"): (100, 32, "resnet10", (6, 4, 3, 7)),
+    ("i2pfl", "office_caltech"): (100, 32, "resnet10", (3, 2, 1, 4)),
+    ("i2pfl", "pacs"): (100, 16, "resnet18", (3, 2, 1, 4)),
+    **{("fedseproto", t): (100, 64, "cnn3", (2, 3, 4, 1)) for t in SPECS},
+}
+EQUAL = {"digits": (5,) * 4, "office_caltech": (3,) * 4, "pacs": (3,) * 4}
+SAMPLES = {"digits": [600, 72, 732, 100], "office_caltech": [0.2] * 4, "pacs": [0.3] * 4,
+           "vlcs": [0.3] * 4}  # fmt: skip
+
 
 def test_every_table_and_figure_is_there():
     assert set(builtin()) == NAMES
     assert builtin()[:4] == ("fpl-table1", "fpl-table2", "fpl-table3", "fpl-fig1")
+    assert builtin().index("i2pfl-table3") + 1 == builtin().index("i2pfl-table3-marsfl")
 
 
 @pytest.mark.parametrize("name", sorted(n for n in NAMES if "table" in n))
@@ -42,6 +75,50 @@ def test_every_row_of_a_table_has_its_numbers(name):
         assert all(set(p.values) == set(study.columns[task]) for p in rows.values())
     if name in ROWS:
         assert len(study.rows) == ROWS[name]
+
+
+@pytest.mark.parametrize("name", sorted(SUMS))
+def test_the_sums_are_the_papers(name):
+    printed = load(name).printed
+    sums = {
+        task: round(sum(sum(p.values.values()) + (p.std or 0) for p in rows.values()), 2)
+        for task, rows in printed.items()
+    }
+    assert sums == SUMS[name]
+
+
+@pytest.mark.parametrize("name", [n for n in builtin() if "fig" in n])
+def test_the_numbers_beside_a_figure_are_those_of_a_table(name):
+    tables = [load(n) for n in SUMS if n.split("-")[0] == name.split("-")[0]]
+    for task, rows in load(name).printed.items():
+        known = [p for t in tables for p in t.printed.get(task, {}).values()]
+        for label, printed in rows.items():
+            assert printed in known or math.isnan(printed.values["average"]), (task, label)
+
+
+@pytest.mark.parametrize("name", builtin())
+def test_the_settings_are_the_papers(name):
+    for cell in plan.cells(load(name), plan.Selection(seeds=(0,))):
+        row, given = cell.line.row, dict(cell.settings)
+        if name == "i2pfl-table3-marsfl" or "clients" in row.settings:
+            continue  # see test_unseen; a single client in figure 1 of FPL
+        method = method_class(row.method).create(row.options, cell.where)
+        config = make_config(outline(cell.where, ()), method, **given)
+        rounds, batch, model, clients = SETTINGS[config.protocol, cell.where]
+        if name == "i2pfl-table7":
+            clients = EQUAL[cell.where]
+        elif name == "i2pfl-table3":
+            clients = tuple(int(d != cell.unseen) for d in config.clients)
+        elif name == "fedseproto-table3":
+            model = "cnn3,cnn2"
+        assert config.protocol == name.split("-")[0]
+        assert (config.rounds, config.batch, config.model) == (rounds, batch, model)
+        assert tuple(config.clients.values()) == clients
+        assert list(config.samples.values()) == SAMPLES[cell.where]
+        assert (config.epochs, config.lr, config.momentum, config.weight_decay) == (
+            10, 0.01, 0.9, 1e-5,
+        )  # fmt: skip
+        assert (config.participation, config.average) == (1.0, "samples")
 
 
 @pytest.mark.parametrize("name", builtin())

@@ -85,9 +85,56 @@ def test_a_domain_left_out_in_turn_is_a_section_each_under_one_table(raw, make_r
     assert [g.unseen for g in groups] == ["scan", "print", "photo", "inverse"]
     assert groups[1].title == "glyphs, print left out"
     text = page(tmp_path, tmp_path / "r.html")
-    assert text.count("each domain left out in turn") == 1
-    assert text.index("each domain left out in turn") < text.index("<h2>glyphs, scan left out")
+    assert text.count("<h2>glyphs: each domain left out in turn") == 1
+    assert text.index("<h2>glyphs: each domain") < text.index("<h2>glyphs, scan left out")
+    assert "on average of 4 domains, each by models trained without it: <b>45.0&nbsp;%</b>" in text
+    assert set(re.findall(r'href="#([tg]\d)"', text)) == {"t0", "g0", "g1", "g2", "g3"}
+    assert all(f'<section id="{part}">' in text for part in ("t0", "g0", "g3"))
     assert "is best on print, which no client has: <b>45.0&nbsp;%</b>" in text
+    # nothing averages what was trained on with what was not
+    assert "average of the domains" not in text and "average, %" not in text
+    for domain in ("scan", "print", "photo", "inverse"):
+        assert f"Accuracy on {domain} (unseen) over rounds: FedAvg ends at 40.0 %" in text
+        assert f">{domain} (unseen), %" in text
+    assert text.count("Accuracy on seen average over rounds") == 4
+    assert text.count("Accuracy on unseen average over rounds: FedAvg ends at 40.0 %") == 1
+    assert text.count("Accuracy on unseen average: FedAvg 40.0 %") == 1
+
+
+def test_as_long_as_no_row_has_all_domains_the_page_says_so(raw, make_runs, tmp_path):
+    study = parse(raw(tasks={"glyphs": {"leave_out": "each"}}, seeds=1), "mine")
+    make_runs(study, tmp_path, flat)
+    for file in tmp_path.glob("*/summary.json"):
+        if '"seed": 0' in file.read_text() and 'leave_out = "scan"' in (
+            file.with_name("config.toml").read_text()
+        ):
+            file.unlink()
+    text = page(tmp_path, tmp_path / "r.html")
+    assert "No row is complete yet." in text
+    assert "Accuracy on unseen average" not in text
+    assert "Accuracy on print (unseen) over rounds" in text
+
+
+def test_rows_with_and_without_a_left_out_domain_have_no_common_section(raw, make_runs, tmp_path):
+    lines = {"Less": {"method": "fedavg", "settings": {"leave_out": "photo"}}, "All": "fedavg"}
+    make_runs(parse(raw(rows=lines, baseline="All", seeds=1), "mine"), tmp_path, flat)
+    text = page(tmp_path, tmp_path / "r.html")
+    assert "left out in turn" not in text
+    assert "<h2>glyphs, photo left out</h2>" in text and "<h2>glyphs</h2>" in text
+
+
+def test_of_one_domain_left_out_that_one_counts(raw, make_runs, tmp_path):
+    study = parse(raw(tasks={"glyphs": {"leave_out": "photo"}}, seeds=1), "mine")
+    values = {"scan": 80.0, "print": 60.0, "photo": 20.0, "inverse": 40.0}
+    make_runs(study, tmp_path, lambda cell: values)
+    text = page(tmp_path, tmp_path / "r.html")
+    first, *others = re.findall(r'aria-label="Accuracy on (.*?) over rounds: (.*?), FPL', text)
+    assert first == ("photo (unseen)", "FedAvg ends at 20.0 %")
+    assert others[-1] == ("seen average", "FedAvg ends at 60.0 %")
+    bars = re.findall(r'aria-label="Accuracy on ([a-z ()]*?): FedAvg ([0-9.]*) %', text)
+    assert (bars[0], bars[4]) == (("photo (unseen)", "20.0"), ("seen average", "60.0"))
+    assert bars[5] == ("photo (unseen) against megabytes", "20.0")
+    assert "average of the domains" not in text
 
 
 def test_a_sweep_comes_first_and_its_points_have_no_t_sne(raw, make_runs, tmp_path):
@@ -101,6 +148,15 @@ def test_a_sweep_comes_first_and_its_points_have_no_t_sne(raw, make_runs, tmp_pa
     assert "18 lines cannot be told apart" in text
 
 
+def test_a_sweep_over_unseen_domains_is_drawn_once(raw, make_runs, tmp_path):
+    tasks = {"glyphs": {"leave_out": "each"}}
+    over = [{"rows": ["FPL"], "over": {"tau": [0.02, 0.5]}}]
+    make_runs(parse(raw(kind="sweep", seeds=1, sweep=over, tasks=tasks), "mine"), tmp_path, flat)
+    text = page(tmp_path, tmp_path / "r.html")
+    assert text.count("Accuracy over tau: FPL is best with 45.0 %") == 1
+    assert text.index('id="t0-sweep"') < text.index('id="t0-over-rounds"') < text.index('id="g0"')
+
+
 def test_studies_and_loose_runs_together(raw, make_runs, tmp_path):
     for name, tau in (("one", 0.02), ("two", 0.5)):
         rows = {"FedAvg": "fedavg", "FPL": {"method": "fpl", "options": {"tau": tau}}}
@@ -111,3 +167,13 @@ def test_studies_and_loose_runs_together(raw, make_runs, tmp_path):
     assert [g.title for g in groups] == ["one: glyphs", "two: glyphs", "glyphs"]
     text = page(tmp_path, tmp_path / "r.html")
     assert text.count("<h2>") == 3
+
+
+def test_the_main_result_says_how_few_seeds_its_own_row_has(raw, make_runs, tmp_path):
+    study = parse(raw(seeds=5), "mine")
+    make_runs(study, tmp_path / "all", flat)
+    make_runs(study, tmp_path / "less", flat, skip={("FPL", 4)})
+    for name, said in (("all", False), ("less", True)):
+        lead = page(tmp_path / name, tmp_path / "r.html").split('class="lead">')[1].split("</p>")[0]
+        assert "<b>FPL</b> is best" in lead
+        assert ("Fewer than 5 seeds" in lead) == said

@@ -16,6 +16,7 @@ from protofed.study.tables import (
     cells,
     few,
     grid,
+    held,
     markdown,
     row,
     rows,
@@ -151,7 +152,8 @@ def test_the_caption_says_what_the_numbers_are():
     for part in (
         "mean of the last 5 rounds", "task glyphs (made up)", "protocol glyphs", "2 rounds",
         "scan 2 × 10", "photo 1 × 10", "seeds 2, 4", "fp32 on cpu", "BatchNorm: averaged",
-        "weights by samples", "± standard deviation over seeds", "95% interval", "fewer than 5",
+        "weights of the average: samples unless", "± standard deviation over seeds",
+        "95% interval", "fewer than 5",
     ):  # fmt: skip
         assert part in text, part
     assert "standard deviation" not in caption(runs[:1])
@@ -214,5 +216,18 @@ def test_the_paper_stands_below_with_the_difference():
 def test_few_seeds_are_said():
     assert "one seed" in few(1)
     assert "fewer than 5" in few(4)
-    assert few(5) == ""
+    assert few(5) == few(5, 5) == ""
+    assert "rows with fewer than 5" in few(5, 4)
+    runs = [result("fedavg", s, 1.0, 1.0) for s in range(5)]
+    assert "fewer than" not in caption(runs)
+    assert "rows with fewer than 5" in caption([*runs, result("fpl", 0, 1.0, 1.0)])
+
+
+def test_who_holds_how_much():
+    samples = {"mnist": 600, "webcam": 0.2, "all": 1.0, "none": 0.3}
+    text = held({"mnist": 6, "webcam": 1, "all": 2, "none": 0}, samples)
+    assert text == "mnist 6 × 600, webcam 1 × 20 %, all 2 × 100 %"
+
+
+def test_a_row_without_runs_has_no_seeds():
     assert Row("a", {}, None, None, None).seeds == 0

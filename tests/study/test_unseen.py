@@ -12,6 +12,7 @@ from protofed.federation.records import Records, shown
 from protofed.federation.run import Result, run
 from protofed.methods import METHODS, FedDyn, Method, create
 from protofed.progress import accuracies
+from protofed.report import curves as report_curves
 from protofed.study import folder as folders
 from protofed.study import plan
 from protofed.study.compare import adhoc
@@ -102,6 +103,27 @@ def test_a_study_of_one_left_out_domain(raw, make_runs, tmp_path, protofed):
     assert not any(line[0] == "average" for line in others)
 
 
+def test_the_curves_of_a_study_show_the_unseen_domains(raw, make_runs, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(report_curves, "curves", lambda runs, file: drawn.append((runs, file.name)))
+    for left_out in ("photo", "each"):
+        study = parse(raw(tasks={"glyphs": {"leave_out": left_out}}), "mine")
+        make_runs(study, tmp_path / left_out, lambda c: {**flat(c), c.unseen: 50.0 + c.seed})
+        assert "curves.png" in folders.write_outputs(study, tmp_path / left_out)
+    (one, name), _, (each, _), _ = drawn
+    assert name == "curves.png"
+    assert {r.config.leave_out for r in one} == {"photo"}
+    assert len(one) == len(each) == 4  # two methods, two seeds
+    assert {r.config.leave_out for r in each} == {"each"}
+    assert each[1].rounds[-1]["accuracy"] == dict.fromkeys(ORDER, 51.0)
+    # rows that trained on all domains are not drawn over one that did not
+    lines = {"All": "fedavg", "Less": {"method": "fedavg", "settings": {"leave_out": "photo"}}}
+    study = parse(raw(rows=lines, baseline="All", seeds=1), "mine")
+    make_runs(study, tmp_path / "mixed", flat)
+    folders.write_outputs(study, tmp_path / "mixed")
+    assert [r.summary["method"] for r in drawn[-1][0]] == ["All"]
+
+
 def test_a_sweep_is_drawn_over_the_unseen_domain(raw, make_runs, tmp_path):
     over = [{"rows": ["FPL"], "over": {"tau": [0.02, 0.5]}}]
     study = parse(raw(tasks={"glyphs": {"leave_out": "photo"}}, seeds=1, sweep=over), "mine")
@@ -118,6 +140,12 @@ def test_a_sweep_is_drawn_over_the_unseen_domain(raw, make_runs, tmp_path):
     plot = sweep(study, 0, table)
     assert "photo (unseen)" in plot.caption
     assert "30.0 to 30.0 %" in plot.panels[0].alt
+    del over[0]["over"]["lr"]
+    study = parse(raw(tasks={"glyphs": {"leave_out": "each"}}, seeds=1, sweep=over), "mine")
+    make_runs(study, tmp_path / "each", flat)
+    (table,) = folders.make_tables(study, tmp_path / "each")
+    labels = [key.label for key in sweep(study, 0, table).legend]
+    assert (labels[0], labels[-1]) == ("FPL, unseen average", "FedAvg, unseen average")
 
 
 def test_rows_with_and_without_a_left_out_domain_share_a_table(raw, make_runs, tmp_path):
@@ -234,15 +262,15 @@ def test_marsfl_s_settings_are_those_of_its_task():
 
 def test_the_caption_says_which_methods_weigh_otherwise():
     config = {**TINY, "rounds": 1, "epochs": 1}
-    names = ("fedavg", "fedproto", "fedopt", "fednova", "fedavg_ga", "fedbn")
+    names = ("fedavg", "fedproto", "fedopt", "fednova", "fedavg_ga", "fedbn", "local")
     text = caption([run(tiny_task(), name, **config) for name in names])
     assert (
-        "models averaged with weights by samples (fedopt: uniform; fednova: samples over steps; "
-        "fedavg_ga: generalisation gaps)." in text
+        "weights of the average: sample counts (fedopt: uniform; fednova: samples over steps; "
+        "fedavg_ga: generalisation gaps; local: no model is averaged)." in text
     )
-    assert "BatchNorm: averaged like weights, running statistics included (fedbn: kept" in text
+    assert "averaged like weights, running statistics included (fedbn, local: kept" in text
     uniform = caption([run(tiny_task(), "fedavg", average="uniform", **config)])
-    assert "weights by uniform" in uniform
+    assert "weights of the average: uniform." in uniform
 
 
 @pytest.mark.parametrize("name", list(METHODS))
@@ -260,4 +288,17 @@ def test_a_variant_that_weighs_as_the_protocol_says_so():
 def test_a_run_of_an_earlier_version_claims_nothing():
     old = result("fedavg", 0, 1.0, 1.0, 1.0)
     del old.summary["weights"]
-    assert "weights by samples unless the method has its own" in caption([old])
+    assert "weights of the average: samples unless the method has its own" in caption([old])
+
+
+def test_the_rows_of_a_table_are_named_as_the_table_does(raw, make_runs, tmp_path):
+    lines = {"Plain": "fedavg", "As printed": {"method": "feddyn", "options": {"alpha": 0.1}},
+             "As published": {"method": "feddyn", "options": {"variant": "reference"}}}  # fmt: skip
+    study = parse(raw(rows=lines, seeds=1), "mine")
+    make_runs(study, tmp_path, flat)
+    for file in tmp_path.glob("*/summary.json"):
+        summary = json.loads(file.read_text())
+        correct = 'variant = "correct"' in (file.parent / "config.toml").read_text()
+        file.write_text(json.dumps({**summary, "weights": "uniform" if correct else "samples"}))
+    (table,) = folders.make_tables(study, tmp_path)
+    assert "weights of the average: sample counts (As printed: uniform)." in table.caption

@@ -31,11 +31,11 @@ class Halves:
             if isinstance(module, CAST)
             for name, weight in module.named_parameters(recurse=False)
         }
-        self.halves = {
-            name: torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
-            for name, weight in self.weights.items()
+        self._of = {  # one for a weight that two layers have in common
+            id(weight): torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
+            for weight in self.weights.values()
         }
-        self._of = {id(weight): self.halves[name] for name, weight in self.weights.items()}
+        self.halves = {name: self._of[id(weight)] for name, weight in self.weights.items()}
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The half of a parameter, if it has one."""

@@ -9,6 +9,7 @@ computed anew from the input, or read off the output where a shortcut was added.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from protofed.engines import kernels
 from protofed.models.resnet import BasicBlock
@@ -31,21 +33,28 @@ PARTS = 64  # of the rows, at most: every program of a second kernel reads all o
 def fuse(network: nn.Module) -> None:
     """Let every BatchNorm of a network train by these kernels, joined with what follows it.
 
-    Nothing else changes: parameters, buffers, names, evaluation mode.
+    Nothing else changes: parameters, buffers, names, evaluation mode. A method may bring modules
+    of its own, so what is not exactly of these kinds, or stands in two places, stays as it is.
     """
+    places = Counter(id(m) for module in network.modules() for m in module._modules.values())
     for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d):
+        if type(module) is nn.BatchNorm2d:
             module.forward = partial(_normalised, module)  # type: ignore[method-assign]
-        if isinstance(module, nn.Conv2d) and module.in_channels < WIDE:
+        if type(module) is nn.Conv2d and module.in_channels < WIDE and _is_plain(module):
             module.forward = partial(_convolved, module)  # type: ignore[method-assign]
     for module in network.modules():
-        if isinstance(module, nn.Sequential):
+        if type(module) is nn.Sequential:
             for norm, relu in pairwise(module):
-                if isinstance(norm, nn.BatchNorm2d) and isinstance(relu, nn.ReLU):
+                once = places[id(norm)] == places[id(relu)] == 1
+                if once and type(norm) is nn.BatchNorm2d and type(relu) is nn.ReLU:
                     norm.forward = partial(_normalised, norm, relu=True)  # type: ignore[method-assign]
                     relu.forward = _unchanged  # type: ignore[method-assign, assignment]
-        if isinstance(module, BasicBlock) and isinstance(module.body[-1], nn.BatchNorm2d):
+        if type(module) is BasicBlock and type(module.body[-1]) is nn.BatchNorm2d:
             module.forward = partial(_block, module)  # type: ignore[method-assign]
+
+
+def _is_plain(conv: nn.Conv2d) -> bool:
+    return conv.groups == 1 and conv.dilation == (1, 1) and conv.padding_mode == "zeros"
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -141,6 +150,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean_C, scale_C, *output = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=torch.channels_last)

@@ -79,7 +79,7 @@ def apply(
         if ADD:
             y += tl.load(add_ + at, mask=inside, other=0).to(dtype)
         if RELU:
-            y = tl.maximum(y, 0)
+            y = tl.where(y < 0, 0, y)  # a maximum would make NaN 0, and hide that a run diverged
         tl.store(y_ + at, y, mask=inside)
 
 

@@ -13,6 +13,7 @@ makes whoever fills it wait); it reads results once, at the end of a round.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -28,6 +28,7 @@ from protofed import keys
 from protofed.data.augment import Choices, cropped, crops, normalised
 from protofed.engines.casts import Halves
 from protofed.engines.descent import Descent, HalfDescent
+from protofed.engines.static import copy_into, padded, shapes_of, told_apart, trainable_of
 from protofed.engines.tables import Tables
 from protofed.errors import ProtofedError
 from protofed.federation import tree
@@ -42,6 +43,7 @@ from protofed.federation.local import (
     examine,
     finish,
     load,
+    loss_terms,
     next_public,
     optimiser,
     require_finite_losses,
@@ -54,7 +56,6 @@ from protofed.prototypes import class_sums
 
 LANES = 6  # on an H200 5 and 8 are slower by a twentieth, 3 and 12 by a tenth or more
 EVALUATION_BATCH = 2048
-FEWEST_PROTOTYPES = 16  # a class's are padded to this many, or the next power of two
 NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
 
 
@@ -73,18 +74,20 @@ class Lanes:
         self._tables = Tables(setup)
         self._lanes: list[dict[str, _Lane]] = []  # a place for each model, on one stream
         self._judges = make_networks()
+        self._at_once = EVALUATION_BATCH
 
     def train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
         """Train these clients; their replies come together, in their order."""
-        received = _padded(tree.to(received, self.device))
+        received = padded(tree.to(received, self.device))
         while True:
             try:
                 replies = self._train(sites, received, mine, round)
                 break
             except torch.cuda.OutOfMemoryError:
-                self._fewer_lanes()
+                pass  # until here the error's traceback keeps alive what was being made
+            self._fewer_lanes(len(sites))
         for site in sites:
             yield site.name, replies[site.name]
 
@@ -94,9 +97,20 @@ class Lanes:
         """The scores of each exam, as they come."""
         received = tree.to(received, self.device)
         for exam in exams:
-            yield examine(
-                self.setup, self._judges, exam, received, mine, round, batch=EVALUATION_BATCH
-            )
+            yield self._examine(exam, received, mine, round)
+
+    def _examine(
+        self, exam: Exam, received: Tree, mine: Callable[[str], Tree], round: int
+    ) -> Scores:
+        """The scores of an exam, with fewer images at once where memory is short."""
+        while True:
+            try:
+                return examine(self.setup, self._judges, exam, received, mine, round, self._at_once)
+            except torch.cuda.OutOfMemoryError:
+                if self._at_once == 1:
+                    raise
+            self._at_once //= 2
+            torch.cuda.empty_cache()
 
     def _train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
@@ -110,15 +124,19 @@ class Lanes:
                 }
             )
         queues = self._assign(sites)
-        states = {site.name: _padded(tree.to(mine(site.name), self.device)) for site in sites}
-        for lane, queue in zip(self._lanes, queues, strict=True):  # all recording before any replay
-            for site in queue:
-                lane[site.model].prepare(site, received, states[site.name], round)
+        states = {site.name: padded(tree.to(mine(site.name), self.device)) for site in sites}
+        programs = {  # all recording before any replay
+            site.name: lane[site.model].prepare(site, received, states[site.name], round)
+            for lane, queue in zip(self._lanes, queues, strict=True)
+            for site in queue
+        }
         torch.cuda.synchronize(self.device)
 
         def drive(lane: Mapping[str, _Lane], queue: Sequence[Site]) -> dict[str, _Pending]:
             return {
-                site.name: lane[site.model].train(site, received, states[site.name], round)
+                site.name: lane[site.model].train(
+                    site, received, states[site.name], round, programs[site.name]
+                )
                 for site in queue
             }
 
@@ -145,13 +163,16 @@ class Lanes:
             queues[place].append(site)
         return queues
 
-    def _fewer_lanes(self) -> None:
-        if self._count == 1:
+    def _fewer_lanes(self, clients: int) -> None:
+        tried = min(self._count, clients)
+        if tried == 1:
             raise ProtofedError(
                 "the GPU has too little memory for one client", "use a smaller --batch or --model"
-            ) from None
-        self._count //= 2
+            )
+        self._count = tried // 2
+        torch.cuda.synchronize(self.device)  # what other lanes were given may still be running
         self._lanes.clear()
+        gc.collect()  # an error that came from a thread is in a circle with what it keeps
         torch.cuda.empty_cache()
         warnings.warn(f"GPU memory is short: going on with {self._count} lanes", stacklevel=2)
 
@@ -201,21 +222,31 @@ class _Lane:
         """Whether a client of this size has been here."""
         return any(key[0] == len(site.images) for key in self._programs)
 
-    def prepare(self, site: Site, received: Tree, mine: Tree, round: int) -> None:
-        """Record what this client needs and the lane does not have yet."""
+    def prepare(self, site: Site, received: Tree, mine: Tree, round: int) -> list[_Program]:
+        """What this client runs; recorded where the lane does not have it yet."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             client = self._client(received, mine)
-            for number, phase in enumerate(self._phases(round)):
-                self._program(site.of_phase(self.setup, phase, round), client, number, phase)
+            client.name = site.name  # for errors: whoever records it is the first to meet them
+            phases = self.setup.method.phases(round, self.setup.training.epochs)
+            return [
+                self._program(
+                    site.of_phase(self.setup, phase, round), client, number, phase,
+                    last=number == len(phases) - 1,
+                )
+                for number, phase in enumerate(phases)
+                if phase.epochs != 0
+            ]  # fmt: skip
 
-    def train(self, site: Site, received: Tree, mine: Tree, round: int) -> _Pending:
+    def train(
+        self, site: Site, received: Tree, mine: Tree, round: int, programs: Sequence[_Program]
+    ) -> _Pending:
         """Queue a client's whole local training, and what follows it."""
         setup = self.setup
         with torch.cuda.stream(self.stream):
             client = self._client(received, mine)
-            _copy(client.received, received)
-            _copy(client.mine, mine)
+            copy_into(client.received, received)
+            copy_into(client.mine, mine)
             client.round.fill_(round)
             client.id.fill_(keys.key(site.name))
             client.progress.fill_(round / max(1, setup.rounds - 1))
@@ -223,29 +254,24 @@ class _Lane:
             client.name, client.samples = site.name, len(data.parts["train"])
             client.clean, client.steps = data.clean, 0
             client.public = next_public(setup, site, round)
+            client.begin_prototypes()
             load(self.network, client.start)
             self.network.train()
             pending = _Pending(Reply({}, {}, client.samples, 0, 0.0), round, site.name)
-            for number, phase in enumerate(self._phases(round)):
-                seen = site.of_phase(setup, phase, round)
-                program = self._program(seen, client, number, phase)
+            for program in programs:
+                seen = site.of_phase(setup, program.phase, round)
                 program.run(seen, self.tables.data(seen), round)
-                client.steps += program.epochs * program.steps
+                steps = program.epochs * program.steps
+                client.steps += steps
                 client.lr = program.lr
-                pending.losses.append(
-                    (number, program.names, program.sums.clone(), program.epochs * program.steps)
-                )
-
+                pending.losses.append((program.number, program.names, program.sums.clone(), steps))
             with setup.autocast(self.device):
                 pending.answer(client, *finish(setup.method, client, self.device))
         return pending
 
-    def _phases(self, round: int) -> tuple[Phase, ...]:
-        return self.setup.method.phases(round, self.setup.training.epochs)
-
     def _client(self, received: Tree, mine: Tree) -> Client:
         """The view whose tensors have these shapes; graphs know it by its addresses."""
-        shapes = (_shapes(received), _shapes(mine))
+        shapes = (shapes_of(received), shapes_of(mine))
         if shapes not in self._clients:
             self._clients[shapes] = Client(
                 self.setup.method,
@@ -256,12 +282,22 @@ class _Lane:
             )
         return self._clients[shapes]
 
-    def _program(self, site: Site, client: Client, number: int, phase: Phase) -> _Program:
+    def _program(
+        self, site: Site, client: Client, number: int, phase: Phase, last: bool
+    ) -> _Program:
+        """The program of a phase; a round's phases may be others than the round's before."""
+        trainable = trainable_of(self.network, phase)
         settings = (phase.epochs, phase.batch, phase.lr, phase.momentum, phase.clip)
-        kind = (phase.optimiser, phase.data)
+        kind = (
+            phase.optimiser,
+            phase.data,
+            told_apart(phase.loss),
+            tuple(trainable.values()),
+            last,
+        )
         key = (len(site.images), id(client), number, settings, kind)
         if key not in self._programs:
-            program = _Program(self, site, client, number, phase)
+            program = _Program(self, site, client, number, phase, trainable, last)
             program.record()
             self._programs[key] = program
         return self._programs[key]
@@ -270,7 +306,16 @@ class _Lane:
 class _Program:
     """One epoch of a phase for clients of one size: static tensors, and a graph over them."""
 
-    def __init__(self, lane: _Lane, site: Site, client: Client, number: int, phase: Phase) -> None:
+    def __init__(
+        self,
+        lane: _Lane,
+        site: Site,
+        client: Client,
+        number: int,
+        phase: Phase,
+        trainable: Mapping[str, bool],
+        last: bool,
+    ) -> None:
         setup, device = lane.setup, lane.device
         training, method = setup.training, setup.method
         self.lane, self.client = lane, client
@@ -281,14 +326,9 @@ class _Program:
         data = lane.tables.data(site)
         self.setup = data.setup  # public images are not augmented
         self.steps = -(-len(data.parts["train"]) // self.batch)
-        last = len(method.phases(0, training.epochs)) - 1
-        self.collects = method.proto_pass == "last_epoch" and number == last
-        network = lane.network
-        self.trainable = {
-            name: phase.trainable is None or phase.trainable(name)
-            for name, _ in network.named_parameters()
-        }
-        self.parameters = [p for n, p in network.named_parameters() if self.trainable[n]]
+        self.collects = method.proto_pass == "last_epoch" and last
+        self.trainable = trainable
+        self.parameters = [p for n, p in lane.network.named_parameters() if trainable[n]]
         self.optimiser = optimiser(training, phase, self.parameters)
         parts = (self.parameters, self.optimiser, phase.clip)
         self.descent = (
@@ -310,6 +350,7 @@ class _Program:
         self.features = torch.zeros(len(data.parts["train"]), sizes.features, **kinds)
         self.class_sums = torch.zeros(sizes.classes, sizes.features, **kinds)
         self.class_counts = torch.zeros(sizes.classes, **kinds)
+        self.draws = client.draws
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, site: Site, data: Data, round: int) -> None:
@@ -326,6 +367,7 @@ class _Program:
                 self._epoch(range(self.steps))
             else:
                 self.graph.replay()
+        self.client.draws = self.draws
 
     def _reset(self) -> None:
         self.epoch.zero_()
@@ -398,10 +440,11 @@ class _Program:
             self.class_sums.copy_(sums)
             self.class_counts.copy_(counts)
         self.epoch += 1
+        self.draws = client.draws
 
     def _loss(self, batch: Batch) -> Terms:
         with self.setup.autocast(self.lane.device):
-            return self.descent.compute(lambda: self.phase.loss(self.client, batch))
+            return self.descent.compute(lambda: loss_terms(self.phase, self.client, batch))
 
 
 @contextmanager
@@ -435,31 +478,3 @@ def _fuse(network: Network) -> None:
         warnings.warn(text, stacklevel=2)
     else:
         fuse(network)
-
-
-def _padded(content: Tree) -> Tree:
-    """Ragged slots (those with a mask [K, J]) with J padded, so that few graphs serve all J."""
-    result = {}
-    for slot, entries in content.items():
-        mask = entries.get("mask")
-        if mask is None or mask.ndim != 2:
-            result[slot] = entries
-            continue
-        size = mask.shape[1]
-        more = max(FEWEST_PROTOTYPES, 1 << (size - 1).bit_length()) - size
-        result[slot] = {
-            n: F.pad(t, (0, 0) * (t.ndim - 2) + (0, more)) if t.shape[:2] == mask.shape else t
-            for n, t in entries.items()
-        }
-    return result
-
-
-def _shapes(content: Tree) -> tuple[Any, ...]:
-    return tuple(
-        (s, n, tuple(t.shape), t.dtype) for s, slot in content.items() for n, t in slot.items()
-    )
-
-
-def _copy(static: Tree, content: Tree) -> None:
-    for slot, entries in static.items():
-        torch._foreach_copy_(list(entries.values()), [content[slot][n] for n in entries])

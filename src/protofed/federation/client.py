@@ -171,6 +171,15 @@ class Client:
         self._draws = 0
         self._main = None
 
+    @property
+    def draws(self) -> tuple[Tensor, int]:
+        """Where the step's draws stand: its key, and how many there were."""
+        return self.key, self._draws
+
+    @draws.setter
+    def draws(self, at: tuple[Tensor, int]) -> None:
+        self.key, self._draws = at
+
     def begin_prototypes(self) -> None:
         """Empty buffers for the class sums."""
         self._sum_Kd = self._count_K = None

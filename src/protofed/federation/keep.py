@@ -43,6 +43,10 @@ class Keeper:
         if round + 1 in self.rounds and (found := prototype_entries(message, classes)):
             self._sent[name] = found
 
+    def abandon(self) -> None:
+        """Forget the messages of a round that is done again."""
+        self._sent = {}
+
     def write(self, federation: Federation) -> None:
         """After the round: write what is kept of it."""
         server, round = federation.server, federation.server.round

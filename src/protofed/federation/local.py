@@ -24,7 +24,7 @@ from protofed.federation.client import Clean, Client
 from protofed.federation.optimisers import SGD, Adam
 from protofed.federation.public import Public
 from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Entry, Method, Phase, Sizes
+from protofed.methods.base import Batch, Entry, Method, Phase, Sizes, Terms
 from protofed.models import Network, entries
 
 EVALUATION_BATCH = 256
@@ -188,7 +188,7 @@ def _train(
         for row, batch in enumerate(data.epoch((*where, epoch), batch_size)):
             client.begin_step(keys.key(*where, steps, "step"))
             client.drawn = {name: t[row] for name, t in table.items()}
-            terms = phase.loss(client, batch)
+            terms = loss_terms(phase, client, batch)
             total = torch.stack(list(terms.values())).sum()
             stepper.zero_grad()
             total.backward()
@@ -207,6 +207,19 @@ def _train(
     losses = {name: float(s) for name, s in sums.items()}
     require_finite_losses(client.name, round, number, losses)
     return {name: (total, steps) for name, total in losses.items()}
+
+
+def loss_terms(phase: Phase, client: Client, batch: Batch) -> Terms:
+    """The phase's loss; an error in words if the batch is one image and BatchNorm needs more."""
+    try:
+        return phase.loss(client, batch)
+    except ValueError as error:
+        if len(batch.y) != 1 or "more than 1 value per channel" not in str(error):
+            raise
+        raise ProtofedError(
+            f"client {client.name}: a batch of one image, of which BatchNorm has no statistics",
+            "choose another --batch or --samples, so that its last batch has more, or --norm group",
+        ) from error
 
 
 def require_finite_losses(client: str, round: int, phase: int, losses: Mapping[str, float]) -> None:

@@ -12,6 +12,7 @@ and machines that have the same digest draw the same images in every round.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,7 @@ class Public:
         self.digest = digest
         """Stands for the images where they come from other files than the task's own."""
         self._drawn: dict[int, Images] = {}
+        self._drawing = threading.Lock()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -63,19 +65,25 @@ class Public:
 
     def draw(self, round: int) -> Images:
         """The images of a round, all labelled 0; the last two rounds' are kept at hand."""
-        found = self._drawn.get(round)
-        if found is None:
-            parts = []
-            for name, pool in self.pools.items():
-                rng = keys.generator(self.seed, round, name, "public")
-                chosen = rng.permutation(len(pool.rows))[: pool.each]
-                parts.append(pool.x[pool.rows[torch.from_numpy(chosen)]])
-            x = torch.cat(parts)
-            # copies from the host are complete when they return: all streams of a GPU may read
-            found = Images(x.to(self.device), torch.zeros(len(x)).long().to(self.device))
-            # a new dictionary: workers read the old one meanwhile
-            self._drawn = {r: i for r, i in self._drawn.items() if r == round - 1} | {round: found}
-        return found
+        # One at a time: of two who draw the same, the first's would be let go when the second's
+        # are kept, and a stream of a GPU that still reads them is nobody's concern then.
+        with self._drawing:
+            found = self._drawn.get(round)
+            if found is None:
+                found = self._draw(round)
+                before = {r: i for r, i in self._drawn.items() if r == round - 1}
+                self._drawn = before | {round: found}
+            return found
+
+    def _draw(self, round: int) -> Images:
+        parts = []
+        for name, pool in self.pools.items():
+            rng = keys.generator(self.seed, round, name, "public")
+            chosen = rng.permutation(len(pool.rows))[: pool.each]
+            parts.append(pool.x[pool.rows[torch.from_numpy(chosen)]])
+        x = torch.cat(parts)
+        # copies from the host are complete when they return: all streams of a GPU may read
+        return Images(x.to(self.device), torch.zeros(len(x)).long().to(self.device))
 
 
 def make_public(

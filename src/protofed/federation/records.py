@@ -88,6 +88,30 @@ def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]
     return {f"{unseen} (unseen)": accuracy[unseen], **seen, SEEN: _mean(list(seen.values()))}
 
 
+def over_rounds(
+    records: Sequence[Mapping[str, Any]], unseen: str | None = None
+) -> dict[str, list[float]]:
+    """The accuracies of every round under the names of ``shown``, what counts first.
+
+    That is the average, or the unseen domain.
+    """
+    each = [shown({"average": r["average"], **r["accuracy"]}, unseen) for r in records]
+    return {name: [values[name] for values in each] for name in (each[0] if each else ())}
+
+
+def joined(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Records:
+    """Rounds put together from runs that left out a domain each: its accuracy is of that run.
+
+    ``average`` is that of the unseen domains.
+    """
+    found = Records()
+    for round, lines in enumerate(zip(*runs.values(), strict=False)):  # as many as all have
+        accuracy = {d: r["accuracy"][d] for d, r in zip(runs, lines, strict=True)}
+        average = _mean(list(accuracy.values()))
+        found.append({"round": round, "accuracy": accuracy, "average": average})
+    return found
+
+
 def _mean(values: Sequence[float]) -> float:
     known = [v for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else math.nan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from protofed.federation.federation import Federation, Observer, initial_network
 from protofed.federation.folder import (
     append_record,
     complete_records,
-    open_folder,
+    opened_folder,
     save_checkpoint,
 )
 from protofed.federation.local import one_thread
@@ -83,7 +83,18 @@ def _run(
 ) -> Result:
     # first the federation: a split that cannot be neither makes a folder nor overwrites one
     federation = Federation(config, task, folder)
-    checkpoint = open_folder(config, folder, resume, overwrite) if folder else None
+    opened = opened_folder(config, folder, resume, overwrite) if folder else nullcontext()
+    with opened as checkpoint:
+        return _rounds(federation, folder, checkpoint, observers)
+
+
+def _rounds(
+    federation: Federation,
+    folder: Path | None,
+    checkpoint: tuple[Tree, dict[str, Any]] | None,
+    observers: Sequence[Observer],
+) -> Result:
+    config = federation.config
     server, records = federation.server, Records()
     if folder is not None:
         if checkpoint is not None:

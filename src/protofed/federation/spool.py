@@ -23,6 +23,7 @@ class Spool:
         self._memory: dict[str, Tree] = {}
         self._disk: dict[str, dict[str, Path]] = {}
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._written = 0
 
     def put(self, name: str, message: Tree) -> None:
         """Keep a message; each slot is a file of its own if it goes to disk."""
@@ -34,7 +35,8 @@ class Spool:
             self.used += size
             return
         self._folder = self._folder or tempfile.TemporaryDirectory(prefix="protofed-spool-")
-        at = Path(self._folder.name) / str(len(self._disk))
+        at = Path(self._folder.name) / str(self._written)
+        self._written += 1
         self._disk[name] = {slot: at / f"{slot}.safetensors" for slot in message}
         for slot, path in self._disk[name].items():
             tree.save({slot: message[slot]}, path)

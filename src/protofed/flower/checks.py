@@ -30,6 +30,8 @@ from protofed.keys import generator
 from protofed.methods.base import Sizes
 
 MOST_SAMPLES = 10**9
+MOST_TERMS = 100
+"""Terms of a loss, and characters of a term's name or a state's: they are written down."""
 ROOM = 64 << 20
 """Bytes a reply may have beyond four times what is expected."""
 
@@ -149,13 +151,15 @@ def check_answer(
         if message:
             raise Refused("the reply carries tensors, which were not asked for")
         return answer, None
-    if not (0 < answer.samples <= MOST_SAMPLES and answer.steps >= 0 and answer.lr >= 0):
+    if not (0 < answer.samples <= MOST_SAMPLES and answer.steps > 0 and answer.lr >= 0):
         raise Refused(
             f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}"
         )
     if not all(map(math.isfinite, (answer.lr, *answer.loss_totals))):
         raise Refused("a loss of the reply is not finite")
-    if len(answer.state) > 100 or any(n < 1 for n in answer.loss_steps):
+    words = (answer.state, *answer.loss_terms)
+    long = len(words) > MOST_TERMS or any(len(word) > MOST_TERMS for word in words)
+    if long or any(n < 1 for n in answer.loss_steps):
         raise Refused("the reply's report is odd")
     _check_tree(message, expected)
     losses = {term: (float(total), n) for term, (total, n) in answer.losses.items()}

@@ -46,6 +46,8 @@ ATTEMPTS = 3
 """How often a round with too few replies is tried before the run ends."""
 UNREADABLE = 3
 """How often a reply that cannot be fetched is tried."""
+MOST_WORDS = 500
+"""Characters that are kept of what is wrong with a reply: some of them are the site's own."""
 
 
 @dataclass
@@ -103,7 +105,10 @@ class Coordinator:
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """All rounds that are left, and the last evaluation; returns the summary."""
-        kept = self.folder.open(resume, overwrite)
+        with self.folder.opened(resume, overwrite) as kept:
+            return self._run(kept)
+
+    def _run(self, kept: Kept | None) -> dict[str, Any]:
         if kept is not None:
             self.server.state, self.server.round = tree.copy(kept.state), kept.round
             self.accepted, self.pending = dict(kept.accepted), kept.pending
@@ -233,15 +238,15 @@ class Coordinator:
 
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
+        self.folder.keeper.abandon()
         self.failures += 1
         log.warning(
             "round %d is not counted: %s (attempt %d of %d)",
             self.server.round + 1, problem, self.failures, ATTEMPTS,
         )  # fmt: skip
         if self.failures >= ATTEMPTS:
-            odd = "; ".join(f"{n}: {why}" for n, why in got.problems.items())
             raise ProtofedError(
-                f"round {self.server.round + 1} failed {ATTEMPTS} times: {problem} ({odd})",
+                f"round {self.server.round + 1} failed {ATTEMPTS} times: {problem}{_odd(got)}",
                 "mend the sites, then: protofed deploy start ... --resume",
             )
         return False
@@ -268,7 +273,7 @@ class Coordinator:
                 self._measure(got)
                 self.pending = None
                 return
-        raise ProtofedError("no site evaluated the last model", "go on with --resume")
+        raise ProtofedError(f"no site evaluated the last model{_odd(got)}", "go on with --resume")
 
     def _measure(self, got: Exchange) -> None:
         """Complete the record of the round before with what the sites measured."""
@@ -365,7 +370,7 @@ class Coordinator:
         """Look at a reply, and let it count if it is what it has to be."""
         if message.has_error():
             error = message.error
-            self._problem(got, name, f"error {error.code}: {(error.reason or '')[:500]}")
+            self._problem(got, name, f"error {error.code}: {error.reason or ''}")
             return
         try:
             if message.metadata.src_node_id != node:
@@ -392,5 +397,13 @@ class Coordinator:
         log.info("round %d: site %s has replied", self.server.round + 1, name)
 
     def _problem(self, got: Exchange, name: str, why: str) -> None:
+        why = why[:MOST_WORDS]
+        # one line, in the log too: a site's words must not look like the server's
+        why = "".join(c if c.isprintable() else " " for c in why)
         got.problems[name] = why
         log.warning("round %d: site %s: %s", self.server.round + 1, name, why)
+
+
+def _odd(got: Exchange) -> str:
+    """What was wrong at which site, to stand behind an error's words."""
+    return "".join(f"; {name}: {why}" for name, why in got.problems.items())

@@ -8,7 +8,8 @@ comes with the next one's replies.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.federation import batchnorm_policy, weights_policy
-from protofed.federation.folder import append_record, complete_records, open_folder
+from protofed.federation.folder import append_record, complete_records, opened_folder
 from protofed.federation.keep import Keeper
 from protofed.federation.records import Record, Records, line
 from protofed.federation.server import Server
@@ -65,9 +66,13 @@ class RunFolder:
         self.weights = weights_policy(network, config.method, config.average)
         self.keeper = Keeper(config, path)
 
-    def open(self, resume: bool, overwrite: bool) -> Kept | None:
-        """Make it ready; returns what to go on from."""
-        found = open_folder(self.config, self.path, resume, overwrite)
+    @contextmanager
+    def opened(self, resume: bool, overwrite: bool) -> Iterator[Kept | None]:
+        """While it lasts the folder is this run's alone; gives what to go on from."""
+        with opened_folder(self.config, self.path, resume, overwrite) as found:
+            yield self._open(found)
+
+    def _open(self, found: tuple[Tree, dict[str, Any]] | None) -> Kept | None:
         kept = None
         if found is not None:
             state, about = found

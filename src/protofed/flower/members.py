@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.data import Task, load_task
+from protofed.data.real import FOLDER
 from protofed.errors import ProtofedError, unknown
 from protofed.flower.spec import folder_skeleton
 
@@ -71,6 +72,20 @@ class Members:
         return folder_skeleton(
             self.name, self.classes, self.image_size, self.clients(), augment, flip
         )
+
+    def foreign(self, task: Task) -> str:
+        """Why a run about this task is not one of this federation's; empty if it is.
+
+        Whoever submits a run writes its task's name, from which files get theirs.
+        """
+        mine = self.task or f"{FOLDER}{self.name}"
+        if task.name != mine:
+            return f"the run is about {task.name[:100]!r}, this federation about {mine!r}"
+        if self.task is None and task.classes != self.classes:
+            return f"the run's classes are not those of {FILE} here"
+        if self.task is None and task.image_size != self.image_size:
+            return f"the run's images have {task.image_size} pixels, in {FILE} {self.image_size}"
+        return ""
 
     def name_of(self, public_key: bytes) -> str | None:
         """The site with that key, as Flower gives it."""

@@ -35,6 +35,8 @@ def main(grid: Grid, context: Context) -> None:
     folder, asked = Path(place), context.run_config
     config, task, public = unpack(str(asked["spec"]))
     members = read_members(folder / FILE)
+    if foreign := members.foreign(task):
+        raise ProtofedError(foreign, "start it with: protofed deploy start")
     out = folder / "runs" / config.label
     with one_thread(), tf32(config.precision == "tf32"), _logging(out):
         log.info("%s on %s: %s", config.method.name, config.task, out)

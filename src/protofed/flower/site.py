@@ -227,6 +227,8 @@ def answer(home: Home, spec: str, content: RecordDict) -> RecordDict:
     if request.site != home.name:
         raise Refused(f"this is site '{home.name}', and the message is for '{request.site}'")
     config, task, _ = unpack(spec)
+    if foreign := home.members.foreign(task):
+        raise Refused(foreign, f"server and sites need the same {FILE}")
     if request.run != config.hash:
         raise Refused(f"the message is of run {request.run}, but the run is {config.hash}")
     with one_thread(), tf32(config.precision == "tf32"):

@@ -16,9 +16,10 @@ Equation numbers are the paper's. h = f(x) is a feature, d its size.
     client             CE + λ_intra APA + λ_inter GPCL                         (10)
     server             θ averaged by sample counts, as FedAvg
 
-The p̃ never leave the client. Round 0 has no G: GPCL is 0. A sample whose class
-has no G adds 0 to GPCL and still counts in its mean. A class absent from a
-round keeps its G. One owner, or equal prototypes: g = μ.
+The p̃ never leave the client. Only GPCL needs p and G: without it (λ_inter = 0)
+they do not travel. Round 0 has no G: GPCL is 0. A sample whose class has no G
+adds 0 to GPCL and still counts in its mean. A class absent from a round keeps
+its G. One owner, or equal prototypes: g = μ.
 
 Where the paper is ambiguous, and what is done
     (5)   Equation and algorithm put β = 0.99 on the new prototypes; the text
@@ -132,7 +133,7 @@ class I2PFL(Method):
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet."""
-        return {"prototypes": no_prototypes(sizes)}
+        return {"prototypes": no_prototypes(sizes)} if self.lambda_inter else {}
 
     def draws(self, rng: np.random.Generator, steps: int) -> Mapping[str, NDArray[Any]]:
         """γ, one a batch."""
@@ -171,11 +172,13 @@ class I2PFL(Method):
         return ((h - prototypes[batch.y]).square().sum(1) * there[batch.y]).mean() / size
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """(2)."""
-        return upload_means(client), {}
+        """(2), which GPCL alone is for."""
+        return upload_means(client) if self.lambda_inter else {}, {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, and (3) to (5)."""
+        if not self.lambda_inter:
+            return {"model": mean}
         new, new_mask = self._joined(*uploaded_means(updates))
         old = server.state["prototypes"]
         share = {"as_written": self.beta, "as_text": 1 - self.beta, "off": 1.0}[self.ema]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from types import SimpleNamespace
+from typing import IO, TYPE_CHECKING, cast
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from protofed.config import EACH
+from protofed.federation.records import joined, over_rounds
 
 if TYPE_CHECKING:
     from protofed.federation.run import Result
@@ -26,8 +30,9 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(result.summary["method"], []).append(result)
-    domains = list(results[0].rounds[0]["accuracy"])
-    panels = ["average", *(f"accuracy.{d}" for d in domains)]
+    unseen = results[0].config.leave_out
+    values = {name: [over_rounds(r.rounds, unseen) for r in runs] for name, runs in groups.items()}
+    panels = list(next(iter(values.values()))[0])
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False}):
@@ -35,16 +40,16 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
         for axis, column in zip(axes, panels, strict=False):
             for (name, runs), colour, style in zip(
-                groups.items(), _cycle(COLOURS, len(groups)), _styles(len(groups)), strict=True
+                values.items(), _cycle(COLOURS, len(groups)), _styles(len(groups)), strict=True
             ):
-                length = min(len(r.rounds) for r in runs)
-                values = np.array([r.rounds[column][:length] for r in runs], dtype=float)
+                length = min(len(r[column]) for r in runs)
+                v = np.array([r[column][:length] for r in runs], dtype=float)
                 x = np.arange(1, length + 1)
-                axis.plot(x, values.mean(0), style, color=colour, label=name, linewidth=1.6)
+                mark = "o" if length == 1 else ""
+                axis.plot(x, v.mean(0), style, marker=mark, color=colour, label=name, linewidth=1.6)
                 if len(runs) > 1:
-                    axis.fill_between(x, values.min(0), values.max(0), color=colour, alpha=0.15)
-            title = column.removeprefix("accuracy.")
-            axis.set_title("average of the domains" if title == "average" else title)
+                    axis.fill_between(x, v.min(0), v.max(0), color=colour, alpha=0.15)
+            axis.set_title(panel_title(column, unseen))
             axis.spines["right"].set_visible(False)
             axis.grid(axis="y", alpha=0.3)
             axis.set_ylim(bottom=0, top=100)
@@ -76,13 +81,41 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
         figure.savefig(file, dpi=150, format=None if isinstance(file, (str, Path)) else "png")
 
 
+def panel_title(column: str, unseen: str | None) -> str:
+    """A column's name above its panel; ``unseen``: the domain that the runs left out, or each."""
+    if unseen == EACH:
+        return f"unseen {column}" if column == "average" else f"{column} (unseen)"
+    if column == "average":
+        return "average of the domains"
+    return f"{column} (unseen)" if column == unseen else column
+
+
+def together(results: Sequence[Result]) -> list[Result]:
+    """Runs that left out a domain each as one for each method and seed; see ``records.joined``.
+
+    Where the run of a domain is not there yet, its method and seed are left out.
+    """
+    runs: dict[tuple[str, int], dict[str, Result]] = {}
+    for r in results:
+        runs.setdefault((r.summary["method"], r.config.seed), {})[str(r.config.leave_out)] = r
+    made = []
+    for parts in runs.values():
+        first = next(iter(parts.values()))
+        domains = list(first.rounds[0]["accuracy"])
+        if set(parts) == set(domains):
+            config = SimpleNamespace(**{**vars(first.config), "leave_out": EACH})
+            rounds = joined({d: parts[d].rounds for d in domains})
+            made.append(SimpleNamespace(config=config, rounds=rounds, summary=first.summary))
+    return cast("list[Result]", made)
+
+
 def _title(results: Sequence[Result]) -> str:
     first = results[0].config
     seeds = sorted({r.config.seed for r in results})
     shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds (band: their range)"
-    return (
-        f"{first.task}, protocol {first.protocol}, {sum(first.clients.values())} clients, {shown}"
-    )
+    left_out = ", each domain left out in turn" if first.leave_out == EACH else ""
+    clients = sum(first.clients.values())
+    return f"{first.task}, protocol {first.protocol}, {clients} clients{left_out}, {shown}"
 
 
 def _cycle(values: Sequence[str], n: int) -> list[str]:

@@ -13,8 +13,9 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from protofed.analysis import Clusters, Distances, Floats, Ints, Prototypes
+from protofed.federation.records import over_rounds
 from protofed.federation.run import Result
-from protofed.report.curves import COLOURS
+from protofed.report.curves import COLOURS, panel_title
 from protofed.report.plots import CLASS_COLOURS, INK, Key, Panel, Plot, faint, ink
 from protofed.study.tables import Row
 
@@ -28,13 +29,14 @@ Methods = Mapping[str, Sequence[Result]]
 
 
 def curves(methods: Methods) -> Plot:
-    """Accuracy over rounds: the average and each domain; a band spans the seeds."""
-    columns = _columns(methods)
-    values = {
-        (m, c): _by_seed(runs, "average" if c == "average" else f"accuracy.{c}")
-        for m, runs in methods.items()
-        for c in columns
-    }
+    """Accuracy over rounds: what counts (the average, or an unseen domain) and each domain.
+
+    A band spans the seeds.
+    """
+    by_seed = {m: [_over_rounds(run) for run in runs] for m, runs in methods.items()}
+    columns = list(next(iter(by_seed.values()))[0])
+    unseen = _unseen(methods)
+    values = {(m, c): _cut([r[c] for r in runs]) for m, runs in by_seed.items() for c in columns}
     limits = _limits(list(values.values()))
     keys = _keys(methods)
 
@@ -55,7 +57,8 @@ def curves(methods: Methods) -> Plot:
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
         ends = ", ".join(f"{m} ends at {values[m, column][:, -1].mean():.1f} %" for m in methods)
-        return Panel(_title(column), f"Accuracy on {_title(column)} over rounds: {ends}.", draw)
+        title = panel_title(column, unseen)
+        return Panel(title, f"Accuracy on {title} over rounds: {ends}.", draw)
 
     return Plot(
         "curves", "Accuracy over rounds",
@@ -65,32 +68,36 @@ def curves(methods: Methods) -> Plot:
 
 
 def bars(table: Sequence[Row]) -> Plot:
-    """Accuracy of each method, a panel for each domain."""
+    """Accuracy of each method, a panel for each domain; what counts comes first."""
     there = [row for row in table if row.accuracy]
-    columns = ["average", *(c for c in there[0].accuracy if c != "average")]
-    colours = [c for c, _ in _looks(len(there))]
-    height = 0.75 + 0.27 * len(there)
+    columns = sorted(there[0].columns, key=lambda c: c != there[0].main)
+    left_out = {row.unseen for row in there}
+    unseen = left_out.pop() if len(left_out) == 1 else None
+    colours = dict(zip((row.method for row in there), _looks(len(there)), strict=True))
+    height = 0.9 + 0.27 * len(there)
 
     def panel(column: str) -> Panel:
-        spreads = [row.accuracy[column] for row in there]
+        found = {row.method: s for row in there if (s := row.at(column)) is not None}
+        title = panel_title(column, unseen)
 
         def draw(axis: Axes) -> None:
-            y = list(range(len(there)))
-            means = [s.mean for s in spreads]
-            errors = [s.std or 0.0 for s in spreads]
-            axis.barh(y, means, color=colours, height=0.66, alpha=0.88)
+            y = list(range(len(found)))
+            means = [s.mean for s in found.values()]
+            errors = [s.std or 0.0 for s in found.values()]
+            axis.barh(y, means, color=[colours[m][0] for m in found], height=0.66, alpha=0.88)
             axis.errorbar(means, y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9)
             for at, mean, error in zip(y, means, errors, strict=True):
                 _text(axis, mean + error + 1.5, at, f"{mean:.1f}", va="center", fontsize=8)
-            axis.set_yticks(y, [row.method for row in there])
+            axis.set_yticks(y, list(found))
             axis.invert_yaxis()
             axis.set_xlim(0, 118)
             axis.set_xticks([0, 25, 50, 75, 100])
+            axis.set_xlabel("test accuracy, %")
             axis.tick_params(axis="y", length=0)
             axis.grid(axis="x")
 
-        said = ", ".join(f"{r.method} {s.mean:.1f} %" for r, s in zip(there, spreads, strict=True))
-        return Panel(_title(column), f"Accuracy on {_title(column)}: {said}.", draw, height=height)
+        said = ", ".join(f"{m} {s.mean:.1f} %" for m, s in found.items())
+        return Panel(title, f"Accuracy on {title}: {said}.", draw, height=height)
 
     return Plot(
         "domains", "Accuracy by domain",
@@ -100,15 +107,16 @@ def bars(table: Sequence[Row]) -> Plot:
 
 
 def traffic(methods: Methods) -> Plot:
-    """Accuracy against what has travelled so far, and each method's end."""
+    """What counts against what has travelled so far, and each method's end."""
     keys = _keys(methods)
-    accuracy = {m: _by_seed(runs, "average").mean(0) for m, runs in methods.items()}
+    by_seed = {m: [_over_rounds(run) for run in runs] for m, runs in methods.items()}
+    counts = next(iter(next(iter(by_seed.values()))[0]))
+    accuracy = {m: _cut([r[counts] for r in runs]).mean(0) for m, runs in by_seed.items()}
     megabytes = {
-        m: np.mean(
-            [_cut(list(accumulate(_sent(run))), len(accuracy[m])) for run in runs], axis=0
-        ) / 1e6
+        m: _cut([list(accumulate(_sent(run))) for run in runs]).mean(0) / 1e6
         for m, runs in methods.items()
-    }  # fmt: skip
+    }
+    title = panel_title(counts, _unseen(methods))
 
     def draw(axis: Axes) -> None:
         for key, m in zip(keys, methods, strict=True):
@@ -141,14 +149,14 @@ def traffic(methods: Methods) -> Plot:
         f"{m} {accuracy[m][-1]:.1f} % after {megabytes[m][-1]:.0f} MB" for m in methods
     )
     costs = ", ".join(f"{m} {v - base:,.0f} kB" for m, v in per_round.items())
-    panels = (
-        Panel("average of the domains", f"Average accuracy against megabytes: {ends}.", draw),
-        Panel("what a method adds", f"Bytes a round beyond the cheapest: {costs}.", extra),
-    )
+    panels = [Panel(title, f"Accuracy on {title} against megabytes: {ends}.", draw)]
+    if max(per_round.values()) - base >= 0.5:  # kB: else there is nothing to compare
+        alt = f"Bytes a round beyond the cheapest: {costs}."
+        panels.append(Panel("what a method adds", alt, extra))
     return Plot(
         "bytes", "Accuracy for its bytes",
         "All that travelled between server and clients, as tensors without a wire's overhead.",
-        panels, keys,
+        tuple(panels), keys,
     )  # fmt: skip
 
 
@@ -352,26 +360,23 @@ def slug(text: str) -> str:
 # ---- helpers -----------------------------------------------------------------------------------
 
 
-def _columns(methods: Methods) -> list[str]:
-    first = next(iter(methods.values()))[0]
-    return ["average", *first.rounds[0]["accuracy"]]
+def _unseen(methods: Methods) -> str | None:
+    """The domain that the runs left out."""
+    return next(iter(methods.values()))[0].config.leave_out
 
 
-def _title(column: str) -> str:
-    return "average of the domains" if column == "average" else column
-
-
-def _by_seed(runs: Sequence[Result], column: str) -> Floats:
-    length = min(len(r.rounds) for r in runs)
-    return np.array([r.rounds[column][:length] for r in runs], dtype=float)
+def _over_rounds(run: Result) -> dict[str, list[float]]:
+    return over_rounds(run.rounds, run.config.leave_out)
 
 
 def _sent(run: Result) -> list[int]:
     return [record["bytes_up"] + record["bytes_down"] for record in run.rounds]
 
 
-def _cut(values: list[int], length: int) -> list[int]:
-    return values[:length]
+def _cut(runs: Sequence[Sequence[float]]) -> Floats:
+    """A row for each run, of as many rounds as all of them have."""
+    length = min(map(len, runs))
+    return np.array([run[:length] for run in runs], dtype=float)
 
 
 def _limits(values: Sequence[Floats]) -> tuple[float, float]:
@@ -381,6 +386,7 @@ def _limits(values: Sequence[Floats]) -> tuple[float, float]:
 
 def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
     axis.set_ylim(*limits)
+    axis.set_ylabel("test accuracy, %")
     axis.grid(axis="y")
     axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 

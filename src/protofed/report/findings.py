@@ -150,6 +150,12 @@ def _images(
     tell(f"{label}: t-SNE")
     drawn = {d: o for d, o in first.items() if d in domains} or first
     found.embeddings[label] = []
+    there = {*analysis.model_rounds(run), run.config.rounds}
+    if lost := [
+        str(r) for r in asked.get("rounds", ()) if r < run.config.rounds and r not in there
+    ]:
+        text = f"no model of round {', '.join(lost)} was kept (delete the run to do it again)."
+        found.miss("features", text, label)
     for round in analysis.model_rounds(run) if rounds else ():
         if round != run.config.rounds:
             then = {

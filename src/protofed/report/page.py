@@ -10,8 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from protofed.config import EACH
+from protofed.federation.run import Result
 from protofed.files import write_atomic
 from protofed.report import figures, plots
+from protofed.report.curves import together
 from protofed.report.findings import find
 from protofed.report.gather import Gathered, Group
 from protofed.report.html import html_table, legend
@@ -19,6 +22,8 @@ from protofed.report.kept import Findings
 from protofed.report.plots import Plot
 from protofed.report.setting import clients, configuration, facts
 from protofed.study import figures as study_figures
+from protofed.study.folder import TaskTable
+from protofed.study.spec import Study
 from protofed.study.tables import BASELINE, Row, caption, few, grid
 from protofed.version import __version__
 
@@ -41,11 +46,10 @@ def write(
     many = len(gathered.groups) > 1
     sections = []
     for number, group in enumerate(gathered.groups):
+        if joint := _joint(gathered.groups, number):
+            sections.append(_together(joint, writer, number))
         writer.prefix = f"{figures.slug(group.title)}-" if many else ""
         writer.short = f"g{number}"
-        before = gathered.groups[number - 1].table if number else None
-        if group.unseen is not None and group.table is not before:
-            sections.append(_together(group))
         sections.append(_section(group, find(group, images, tell), writer, number, many))
     heading = title or _heading(gathered)
     body = _top(gathered, heading) + "\n<main>\n" + "\n".join(sections) + "\n</main>\n"
@@ -59,6 +63,14 @@ def write(
     )
     write_atomic(page, text)
     return [page, *writer.written]
+
+
+def _joint(groups: Sequence[Group], number: int) -> list[Group]:
+    """The groups that left out a domain each of one table, at the first of them; else none."""
+    table = groups[number].table
+    own = [g for g in groups if table is not None and g.table is table]
+    first = bool(own) and own[0] is groups[number]
+    return own if first and all(g.unseen is not None for g in own) else []
 
 
 class _Writer:
@@ -112,10 +124,12 @@ def _top(gathered: Gathered, heading: str) -> str:
         parts.append(f'<p class="lead">{_headline(groups[0])}</p>')
         parts += [_ranks(groups[0].rows), _links("g0", groups[0])]
     else:
-        items = "".join(
-            f'<li><a href="#g{i}">{escape(g.title)}</a> {_headline(g)}</li>'
-            for i, g in enumerate(groups)
-        )
+        items = ""
+        for i, g in enumerate(groups):
+            if g.table is not None and _joint(groups, i):
+                text = headline(g.table.rows, len(g.seeds), g.baseline)
+                items += f'<li><a href="#t{i}">{escape(_unseen_title(g.table))}</a> {text}</li>'
+            items += f'<li><a href="#g{i}">{escape(g.title)}</a> {_headline(g)}</li>'
         parts.append(f'<ul class="groups">{items}</ul>')
     if gathered.left_out:
         listed = "; ".join(f"{p.name}: {why}" for p, why in gathered.left_out[:8])
@@ -132,13 +146,17 @@ def _headline(group: Group) -> str:
 def headline(table: Sequence[Row], seeds: int, baseline: str = BASELINE) -> str:
     """The main result in a sentence or two, as HTML, with what it is worth."""
     there = [r for r in table if r.accuracy]
+    if not there:
+        return "No row is complete yet."
     main = there[0].main
     best = max(there, key=lambda r: r.accuracy[main].mean)
     domains = {d: s.mean for d, s in best.accuracy.items() if d != "average"}
     hardest = min(domains, key=lambda d: domains[d])
     name, mean = escape(best.method), best.accuracy[main].mean
     over = f"on average of {len(domains)} domains"
-    if main != "average":
+    if best.unseen == EACH:
+        over += ", each by models trained without it"
+    elif main != "average":
         over = f"on {escape(main)}, which no client has"
     if len(there) == 1:
         text = f"<b>{name}</b> reaches <b>{mean:.1f}&nbsp;%</b> {over}."
@@ -159,7 +177,7 @@ def headline(table: Sequence[Row], seeds: int, baseline: str = BASELINE) -> str:
         text += f" Its hardest domain is {escape(hardest)} with {domains[hardest]:.1f}&nbsp;%."
     if (printed := best.paper.get(main)) is not None and not math.isnan(printed):
         text += f" The paper prints {printed:.1f}&nbsp;% for it."
-    warning = few(seeds).strip(" ()")
+    warning = few(min(seeds, best.seeds)).strip(" ()")
     return text + (f" {escape(warning[:1].upper() + warning[1:])}." if warning else "")
 
 
@@ -187,7 +205,8 @@ _PARTS = (
 
 
 def _links(short: str, group: Group) -> str:
-    parts = [("sweep", "Parameters")] * bool(_sweeps(group)) + list(_PARTS)
+    whole = group.table if group.unseen is None else None
+    parts = [("sweep", "Parameters")] * bool(_sweeps(group.study, whole)) + list(_PARTS)
     links = "".join(f'<a href="#{short}-{part}">{name}</a>' for part, name in parts)
     return f'<nav aria-label="sections">{links}</nav>'
 
@@ -204,14 +223,15 @@ def _section(group: Group, found: Findings, writer: _Writer, number: int, many: 
     def part(name: str, heading: str, *content: str) -> None:
         parts.append(f'<h3 id="{short}-{name}">{heading}</h3>{"".join(content)}')
 
-    if swept := _sweeps(group):
-        part("sweep", "Over parameters", *(writer.plot(plot, 300) for plot in swept))
     whole = group.table if group.unseen is None else None
+    if swept := _sweeps(group.study, whole):
+        part("sweep", "Over parameters", *(writer.plot(plot, 300) for plot in swept))
     text = whole.caption if whole is not None else caption(group.results)
     columns = whole.columns if whole is not None else ()
     table_of = result_table(table, columns, group.baseline)
     notes = _notes(group) if whole is not None else ""
-    part("table", "Accuracy", table_of, _marks(group), notes, facts(group), _paragraph(text))
+    marks = _marks(table, len(group.seeds), group.baseline)
+    part("table", "Accuracy", table_of, marks, notes, facts(group), _paragraph(text))
     part("over-rounds", "Over rounds", _few(writer, figures.curves, methods))
     part("by-domain", "By domain", writer.plot(figures.bars(table)))
     part("traffic", "Accuracy for its bytes", _few(writer, figures.traffic, methods))
@@ -241,16 +261,35 @@ def _paragraph(text: str) -> str:
     )
 
 
-def _together(group: Group) -> str:
-    """The table of all runs that left out a domain each: the column's."""
-    table = group.table
+def _together(groups: Sequence[Group], writer: _Writer, number: int) -> str:
+    """All runs that left out a domain each: the table of which each column is of one's runs."""
+    table = groups[0].table
     assert table is not None
-    shown = result_table(table.rows, table.columns, table.baseline)
-    title = escape(table.task)
-    return (
-        f"<section><h2>{title}: each domain left out in turn</h2>{shown}{_notes(group)}"
-        f"{_paragraph(table.caption)}</section>"
-    )
+    short = writer.short = f"t{number}"
+    writer.prefix = f"{figures.slug(table.task)}-unseen-"
+    methods: dict[str, list[Result]] = {}
+    for run in together([run for group in groups for run in group.results]):
+        methods.setdefault(run.summary["method"], []).append(run)
+    parts = [
+        f'<section id="{short}"><h2>{escape(_unseen_title(table))}</h2>',
+        result_table(table.rows, table.columns, table.baseline),
+        _marks(table.rows, len(groups[0].seeds), table.baseline),
+        _notes(groups[0]),
+        _paragraph(table.caption),
+    ]
+    if swept := _sweeps(groups[0].study, table):
+        parts.append(f'<h3 id="{short}-sweep">Over parameters</h3>')
+        parts += [writer.plot(plot) for plot in swept]
+    if methods:
+        parts.append(f'<h3 id="{short}-over-rounds">Over rounds</h3>')
+        parts.append(_few(writer, figures.curves, methods))
+        parts.append(f'<h3 id="{short}-by-domain">By domain</h3>')
+        parts.append(writer.plot(figures.bars(table.rows)))
+    return "\n".join(parts) + "</section>"
+
+
+def _unseen_title(table: TaskTable) -> str:
+    return f"{table.task}: each domain left out in turn"
 
 
 def result_table(
@@ -284,12 +323,11 @@ def _halves(text: str) -> tuple[str, str]:
     return (whole[1], whole[2]) if whole else (text, "")
 
 
-def _sweeps(group: Group) -> list[Plot]:
+def _sweeps(study: Study | None, table: TaskTable | None) -> list[Plot]:
     """The pictures of what the study sweeps."""
-    if group.study is None or group.table is None or group.unseen is not None:
+    if study is None or table is None:
         return []
-    numbers = range(len(group.study.sweeps))
-    found = (study_figures.sweep(group.study, i, group.table) for i in numbers)
+    found = (study_figures.sweep(study, i, table) for i in range(len(study.sweeps)))
     return [plot for plot in found if plot is not None]
 
 
@@ -300,16 +338,16 @@ def _notes(group: Group) -> str:
     return f'<ul class="note">{items}</ul>' if items else ""
 
 
-def _marks(group: Group) -> str:
+def _marks(table: Sequence[Row], seeds: int, baseline: str) -> str:
     """How to read the table."""
     text = "Test accuracy in %; bold is the best, underlined the second."
-    name = "FedAvg" if group.baseline == BASELINE else group.baseline
-    if len(group.seeds) > 1:
+    name = "FedAvg" if baseline == BASELINE else baseline
+    if seeds > 1:
         text += (
             f" ± standard deviation over seeds; Δ: to {name} with the same seeds, ± standard "
             "error, below it ± half its 95 % interval (noise: that contains 0)."
         )
-    if any(row.paper for row in group.rows):
+    if any(row.paper for row in table):
         text += " Small: what the paper prints (ours − paper)."
     return f'<p class="note">{escape(text)}</p>'
 

@@ -168,11 +168,12 @@ def save(
         for axis, panel in zip(axes, plot.panels, strict=False):
             panel.draw(axis)
             axis.set_title(panel.title)
+            if panel.legend:  # below its own panel: colours mean something else in the others
+                _legend(axis, panel)
         for axis in axes[len(plot.panels) :]:
             axis.axis("off")
-        keys = [key for panel in plot.panels for key in panel.legend] + list(plot.legend)
-        if keys:
-            handles = [_handle(key) for key in keys]
+        if plot.legend:
+            handles = [_handle(key) for key in plot.legend]
             spare = max(1, min(len(handles), int(width * columns / 1.3)))
             figure.legend(handles=handles, loc="outside lower center", ncols=spare)
         figure.draw_without_rendering()
@@ -194,6 +195,14 @@ def ink() -> str:
 def faint() -> str:
     """The colour of fine lines."""
     return str(matplotlib.rcParams["grid.color"])
+
+
+def _legend(axis: Axes, panel: Panel) -> None:
+    columns = max(1, min(len(panel.legend), int(panel.width / 0.8)))
+    axis.legend(
+        handles=[_handle(key) for key in panel.legend], loc="upper center", ncols=columns,
+        bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8, handletextpad=0.1, columnspacing=0.9,
+    )  # fmt: skip
 
 
 def _handle(key: Key) -> Line2D:

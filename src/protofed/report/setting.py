@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 from protofed.federation.records import SELECTION
+from protofed.federation.run import Result
 from protofed.report.gather import Group
 from protofed.report.html import html_table
-from protofed.study.tables import TESTED
+from protofed.study.tables import TESTED, WEIGHTS, held
 
 MANY = 12
 """More clients than this are folded."""
@@ -18,14 +19,11 @@ MANY = 12
 def facts(group: Group) -> str:
     """What the numbers are, in short words."""
     config, summary = group.results[0].config, group.results[0].summary
-    held = ", ".join(f"{d} {n} × {config.samples[d]:g}" for d, n in config.clients.items() if n)
-    if any(r.config.clients != config.clients for r in group.results):
-        held = "drawn by each seed"
     seeds = ", ".join(map(str, group.seeds))
     words = {
         "Numbers": f"test accuracy in %, {SELECTION}; never the best round on test data",
         "Data": f"{config.task}: {summary.get('data', '')}",
-        "Clients × samples": held,
+        "Clients × samples": _held(group),
         "Seeds": seeds,
         "Training": _each(
             group,
@@ -45,14 +43,29 @@ def facts(group: Group) -> str:
         "Who is tested": _each(
             group, lambda r: TESTED.get(str(r.summary.get("evaluated")), "the global model")
         ),
-        "Weights of the average": _each(
-            group, lambda r: str(r.summary.get("weights", r.config.average))
-        ),
+        "Weights of the average": _each(group, _weights),
     }
     items = "".join(
         f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in words.items()
     )
     return f'<dl class="facts">{items}</dl>'
+
+
+def _held(group: Group) -> str:
+    by_seed: dict[int, set[str]] = {}
+    for run in group.results:
+        text = held(run.config.clients, run.config.samples)
+        by_seed.setdefault(run.config.seed, set()).add(text)
+    drawn = len(set.union(*by_seed.values())) > 1 and all(len(t) == 1 for t in by_seed.values())
+    if drawn:
+        return "drawn by each seed"
+    return _each(group, lambda r: held(r.config.clients, r.config.samples))
+
+
+def _weights(run: Result) -> str:
+    # a run of an earlier version says nothing of its weights
+    said = str(run.summary.get("weights", f"{run.config.average} unless the method has its own"))
+    return WEIGHTS.get(said, said)
 
 
 def _each(group: Group, of: Callable[..., str]) -> str:
@@ -63,11 +76,15 @@ def _each(group: Group, of: Callable[..., str]) -> str:
             names = found.setdefault(of(run), [])
             if method not in names:
                 names.append(method)
-    if len(found) == 1:
-        return next(iter(found))
-    if len(group.methods) > MANY:
+    most, *others = sorted(found, key=lambda text: -len(found[text]))
+    if not others:
+        return most
+    if len(group.methods) > MANY and len(others) > 2:
         return "differs between the methods: see the table and the configuration"
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in found.items())
+    named = "; ".join(f"{', '.join(found[text])}: {text}" for text in others)
+    if 2 * len(found[most]) > len(group.methods):
+        return f"{most} ({named})"
+    return f"{', '.join(found[most])}: {most}; {named}"
 
 
 def clients(group: Group) -> str:
@@ -90,21 +107,23 @@ def clients(group: Group) -> str:
     if len(table) <= MANY:
         return text
     count = Counter(str(row.get("domain")) for row in table)
-    held = ", ".join(f"{domain} {n}" for domain, n in count.items())
-    summary = f"{len(table)} clients: {held}"
+    each = ", ".join(f"{domain} {n}" for domain, n in count.items())
+    summary = f"{len(table)} clients: {each}"
     return f"<details><summary>{escape(summary)}</summary>{text}</details>"
 
 
 def configuration(group: Group) -> str:
     """Every run, and the settings of each method."""
-    header = ("method", "seed", "average, %", "rounds", "MB", "s", "engine", "folder")
+    unseen = group.results[0].config.leave_out
+    counts = f"{unseen} (unseen)" if unseen is not None else "average"
+    header = ("method", "seed", f"{counts}, %", "rounds", "MB", "s", "engine", "folder")
     lines = []
     folded = []
     for label, runs in group.methods.items():
         for run in runs:
             sent = (run.summary["bytes_up"] + run.summary["bytes_down"]) / 1e6
             cells = (
-                label, str(run.config.seed), f"{run.accuracy['average']:.2f}",
+                label, str(run.config.seed), f"{run.accuracy[unseen or 'average']:.2f}",
                 str(len(run.rounds)), f"{sent:.1f}", f"{run.summary['seconds']:.0f}",
                 str(run.summary.get("engine", "")), run.folder.name if run.folder else "",
             )  # fmt: skip

@@ -14,13 +14,16 @@ from typing import Any
 from rich.console import Console
 
 from protofed.config import Config
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, unknown
+from protofed.federation.keep import kept_rounds
 from protofed.federation.run import is_finished
+from protofed.methods import METHODS
 from protofed.study import folder as folders
 from protofed.study import plan
 from protofed.study.plan import Selection
 from protofed.study.runner import Job, run_all
 from protofed.study.spec import Study, parse
+from protofed.tensorboard import require_tensorboard
 
 
 def run_study(
@@ -29,32 +32,34 @@ def run_study(
     jobs: int | None,
     console: Console,
     selection: Selection = Selection(),  # noqa: B008 (frozen)
+    tensorboard: bool = False,
 ) -> tuple[list[str], list[Job]]:
     """Run what is not complete, ``jobs`` at a time; write tables and figures.
 
     Returns their names, and the runs that failed. Nothing is written before every configuration is
-    known to be good.
+    known to be good. With ``tensorboard`` each run also writes what that shows live.
     """
-    if study.missing:
-        raise ProtofedError(f"study '{study.name}' cannot run: {'; '.join(study.missing)}")
-    wanted = plan.cells(study, selection)
-    cells = [cell for cell in wanted if not cell.line.row.missing]
-    for label, why in study.missing_rows.items():
-        if any(cell.line.row.label == label for cell in wanted):
-            console.print(f"{label} {why}: its runs are left out", highlight=False)
-    if not cells:
-        raise ProtofedError(f"study '{study.name}': nothing of what was chosen can run")
+    if tensorboard:
+        require_tensorboard()
+    cells = plan.cells(study, selection)
+    for row in (cell.line.row for cell in cells):
+        if row.missing:  # a table of what is there shows such a row as missing
+            error = unknown(f"method of row {row.label}:", row.method, METHODS)
+            hint = f"{error.hint} --methods runs other rows alone"
+            raise ProtofedError(f"study '{study.name}': {error.message}", hint)
     configs = plan.configs(cells)
     known = folders.read_index(folder)
     work: dict[str, Job] = {}
     index: dict[str, Path] = {}
     for cell in cells:
         config = configs[cell.key]
-        done = folders.finished(known.get(cell.key, ())) or _elsewhere(folder, config)
+        usable = [run for run in known.get(cell.key, ()) if _serves(run, folder, config)]
+        done = folders.finished(usable) or _elsewhere(folder, config)
         index[cell.key] = done or folder / config.label
         if config.label not in work:  # one run may answer several cells
             state = "done" if done else "waiting"
-            work[config.label] = Job(_name(study, cell), config, index[cell.key], state)
+            name, place = _name(study, cell), index[cell.key]
+            work[config.label] = Job(name, config, place, state, tensorboard=tensorboard)
     folders.write_study(study, folder, index)
     at_once = jobs or default_jobs(any(c.device == "cuda" for c in configs.values()))
     failed = run_all(list(work.values()), at_once, console)
@@ -89,7 +94,16 @@ def _elsewhere(folder: Path, config: Config) -> Path | None:
         return folder / config.label
     beside = sorted(folder.parent.glob("*/study.toml"))
     runs = (file.parent / config.label for file in beside)
-    return next((run for run in runs if is_finished(run, config)), None)
+    found = (run for run in runs if is_finished(run, config))
+    return next((run for run in found if _serves(run, folder, config)), None)
+
+
+def _serves(run: Path, folder: Path, config: Config) -> bool:
+    """Whether a run of another study also kept the models of single rounds that are asked for."""
+    if run.parent == folder or not config.keep_rounds:
+        return True
+    snapshots = (run / "snapshots" / f"{round}.safetensors" for round in kept_rounds(config))
+    return all(file.is_file() for file in snapshots)
 
 
 GPU_JOBS, GPU_CORES, GPU_BYTES = 2, 4, 16 << 30

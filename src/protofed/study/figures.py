@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.figure import Figure
 
+from protofed.config import EACH
 from protofed.report.curves import COLOURS
 from protofed.report.plots import Key, Panel, Plot, ink
 from protofed.study.plan import AVERAGE
@@ -96,7 +97,7 @@ def _lines(
     for i, label in enumerate(swept.rows):
         found = dict(enumerate(rows[point_label(label, {name: v})] for v in values))
         colour = COLOURS[i % len(COLOURS)]
-        for column in table.columns if alone else (counts,):
+        for column in sorted(table.columns, key=lambda c: c != counts) if alone else (counts,):
             points = {x: s for x, r in found.items() if (s := r.at(column)) is not None}
             if not points:
                 continue
@@ -115,7 +116,7 @@ def _lines(
     for line in study.lines:
         if line.sweep is None and (level := rows[line.label].at(counts)) is not None:
             colour = COLOURS[-1 - sum(key.shape == "dash" for key in keys) % len(COLOURS)]
-            keys.append(Key(line.label, colour, "dash"))
+            keys.append(Key(f"{line.label}, {shown}", colour, "dash"))
             drawn.append(partial(_level, mean=level.mean, colour=colour))
 
     def draw(axis: Axes) -> None:
@@ -191,4 +192,7 @@ def _counting(table: TaskTable) -> tuple[str, str]:
     """The column that counts, and in words: the average, or a domain that nobody trained on."""
     found = {row.main for row in table.rows if row.accuracy}
     counts = found.pop() if len(found) == 1 else AVERAGE
-    return counts, counts if counts == AVERAGE else f"{counts} (unseen)"
+    if counts != AVERAGE:
+        return counts, f"{counts} (unseen)"
+    each = {row.unseen for row in table.rows if row.accuracy} == {EACH}
+    return counts, f"unseen {counts}" if each else counts

@@ -63,7 +63,9 @@ class TaskTable:
 def open_study(folder: Path) -> Study:
     """The study that a folder holds."""
     if not (folder / "study.toml").is_file():
-        raise ProtofedError(f"'{folder}' holds no study", "run one: protofed study run NAME")
+        tried = sorted(file.parent for file in folder.parent.glob(f"{folder.name}-on-*/study.toml"))
+        hint = f"there is {tried[0]}" if tried else "run one: protofed study run NAME"
+        raise ProtofedError(f"'{folder}' holds no study", hint)
     return load(str(folder / "study.toml"))
 
 
@@ -77,12 +79,12 @@ def write_study(study: Study, folder: Path, index: Mapping[str, Path]) -> None:
 
 
 def read_index(folder: Path) -> dict[str, list[Path]]:
-    """The runs of each cell's key, from all that ever planned here."""
+    """The runs of each cell's key, from all that ever planned here; its own before others'."""
     index: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("index-*.json")):
         for key, path in json.loads(file.read_text("utf-8")).items():
             index.setdefault(key, []).append(folder / path)
-    return index
+    return {key: sorted(paths, key=lambda p: p.parent != folder) for key, paths in index.items()}
 
 
 def finished(paths: Sequence[Path]) -> Path | None:
@@ -147,8 +149,12 @@ def _table(
     measured = dict.fromkeys(c for line in lines for c in line.columns)
     if measured and set(measured) != set(columns):
         columns = tuple(measured)
-    every = [m for runs in found.values() for m in runs.values()]
-    caption = tables.describe(every, base) if every else "No run is there yet."
+    every = [
+        replace(m, summary={**m.summary, "method": label})
+        for label, runs in found.items()
+        for m in runs.values()
+    ]
+    caption = tables.describe(every) if every else "No run is there yet."
     notes = (*study.notes, *task.notes) if "on" not in study.override else ()
     return TaskTable(task.name, columns, lines, base or "FedAvg", caption, notes)
 
@@ -265,18 +271,26 @@ def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]
 
 
 def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
-    """The runs as the curves need them: named after their rows, without models or images."""
+    """The runs as the curves need them: named after their rows, without models or images.
+
+    Only rows that left out the same domain, or none, can be drawn over each other: those like the
+    first one. Runs that left out each domain in turn are joined.
+    """
+    from protofed.report.curves import together
+
     found: dict[str, list[Result]] = {}
     for task, lines in run_folders(folder, study).items():
-        for label, paths in lines.items():
-            for path in paths:
-                settings = read_config(path / "config.toml")
-                if settings.get("leave_out") is not None:
-                    continue
-                summary = {**read_measure(path).summary, "method": label}
-                records = read_records(path / "rounds.jsonl")
-                light = SimpleNamespace(
-                    config=SimpleNamespace(**settings), rounds=records, summary=summary
-                )
-                found.setdefault(task, []).append(cast("Result", light))
+        runs = [_light_run(path, label) for label, paths in lines.items() for path in paths]
+        if len({c.unseen for c in plan.cells(study) if c.task == task and c.unseen}) > 1:
+            runs = together(runs)
+        if runs:
+            found[task] = [r for r in runs if r.config.leave_out == runs[0].config.leave_out]
     return found
+
+
+def _light_run(folder: Path, label: str) -> Result:
+    settings = {"leave_out": None, **read_config(folder / "config.toml")}
+    summary = {**read_measure(folder).summary, "method": label}
+    records = read_records(folder / "rounds.jsonl")
+    light = SimpleNamespace(config=SimpleNamespace(**settings), rounds=records, summary=summary)
+    return cast("Result", light)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 
 from rich.markup import escape
@@ -43,7 +44,7 @@ def to_markdown(header: Sequence[str], body: Grid, caption: str = "") -> str:
 
 
 def to_latex(header: Sequence[str], body: Grid, caption: str = "") -> str:
-    r"""A ``table`` for a paper; needs ``\usepackage{booktabs}``."""
+    r"""A ``table*`` for a paper, as wide as the page; needs ``\usepackage{booktabs}``."""
 
     def cell(c: Cell) -> str:
         text = latex_escape(c.text.strip())
@@ -54,8 +55,9 @@ def to_latex(header: Sequence[str], body: Grid, caption: str = "") -> str:
     lines = [" & ".join(cell(c) for c in line) + r" \\" for line in body]
     return "\n".join(
         [
-            r"\begin{table}",
-            r"\centering",
+            r"% needs \usepackage{booktabs}",
+            r"\begin{table*}",
+            r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
             rf"\caption{{{latex_escape(caption)}}}",
             rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
             r"\toprule",
@@ -64,7 +66,7 @@ def to_latex(header: Sequence[str], body: Grid, caption: str = "") -> str:
             *lines,
             r"\bottomrule",
             r"\end{tabular}",
-            r"\end{table}",
+            r"\end{table*}",
             "",
         ]
     )
@@ -74,7 +76,8 @@ _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "±": r"$\pm$", "×": r"$\times$", "Δ": r"$\Delta$", "−": r"$-$", "—": "---", "–": "--",
-    "τ": r"$\tau$", "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$",
+    "τ": r"$\tau$", "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$", "μ": r"$\mu$",
+    "η": r"$\eta$", "γ": r"$\gamma$", "σ": r"$\sigma$",
     "²": r"\textsuperscript{2}",
     "<": r"\textless{}", ">": r"\textgreater{}", "≥": r"$\geq$", "≤": r"$\leq$", "→": r"$\to$",
     "≈": r"$\approx$", "…": r"\ldots{}",
@@ -82,7 +85,8 @@ _LATEX = {
 
 
 def latex_escape(text: str) -> str:
-    """Text as LaTeX prints it."""
+    """Text as LaTeX prints it; a hyphen before a number is a minus."""
+    text = re.sub(r"(?<![^\s(])-(?=\d)", "−", text)
     return "".join(_LATEX.get(c, c) for c in text)
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from protofed.config import Config
 from protofed.errors import ProtofedError
+from protofed.federation.folder import begins_anew
 from protofed.federation.records import Records, read_records
 from protofed.federation.run import is_finished
 from protofed.progress import accuracies, duration
@@ -49,14 +50,19 @@ class Job:
     started: float = 0.0
     looked: float = float("-inf")
     before: int = 0
+    stale: int = -1
+    """When the rounds of a run that begins anew were written: they are not this run's."""
     records: Records = field(default_factory=Records)
     told: int = 0
     message: str = ""
+    tensorboard: bool = False
 
     def look(self) -> None:
         """Read the rounds that the run has by now."""
-        with contextlib.suppress(ProtofedError):
-            self.records = read_records(self.folder / "rounds.jsonl")
+        file = self.folder / "rounds.jsonl"
+        with contextlib.suppress(ProtofedError, OSError):
+            if file.stat().st_mtime_ns != self.stale:
+                self.records = read_records(file)
 
     @property
     def rounds(self) -> int:
@@ -127,7 +133,7 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
     ):
         try:
             while open_:
-                _start_some(open_, Path(scratch), at_once)
+                _start_some(open_, Path(scratch), at_once, console)
                 if any(job.state in ("running", "elsewhere", "waiting") for job in open_):
                     time.sleep(POLL_SECONDS)
                 for job in open_:
@@ -162,7 +168,7 @@ def _stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int) -> None:
+def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Console) -> None:
     """Fill the free places; what others have is only looked at now and then."""
     free = at_once - sum(job.state == "running" for job in jobs)
     for job in jobs:
@@ -178,8 +184,23 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int) -> None:
             job.state, job.message = "elsewhere", str(other)
             job.look()
             continue
+        if begins_anew(job.folder, job.config):
+            _forget(job, console)
         _start(job, scratch, at_once)
         free -= 1
+
+
+def _forget(job: Job, console: Console) -> None:
+    """Say that a run stopped before its first checkpoint, and take its rounds for no progress."""
+    with contextlib.suppress(OSError):
+        job.stale = (job.folder / "rounds.jsonl").stat().st_mtime_ns
+    job.records = Records()
+    console.print(
+        f"{job.name}: begins anew, there is no checkpoint in its folder to go on from",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _start(job: Job, scratch: Path, at_once: int) -> None:
@@ -188,6 +209,7 @@ def _start(job: Job, scratch: Path, at_once: int) -> None:
     command = [sys.executable, "-m", "protofed.study.worker"]
     if job.config.workers is None:  # runs side by side share the cores
         command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
+    command += ["--tensorboard"] * job.tensorboard
     job.look()
     job.started, job.before = time.perf_counter(), len(job.records)
     with _errors(job, scratch).open("wb") as file:
@@ -273,7 +295,7 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
 def _tell(jobs: Sequence[Job], console: Console) -> None:
     """A line for each new round, where there is no terminal."""
     for job in jobs:
-        if len(job.records) > job.told and job.state != "elsewhere":
+        if job.process is not None and len(job.records) > job.told:  # not one of another process
             left = job.seconds_left
             console.print(
                 f"{job.name}  round {len(job.records)}/{job.config.rounds}  "

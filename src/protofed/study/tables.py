@@ -29,6 +29,8 @@ TESTED = {
     "each on its own)",
 }
 """Who was tested, in words."""
+WEIGHTS = {"samples": "sample counts", NO_WEIGHTS: "no model is averaged"}
+"""What models are weighed by, in words; other rules are named by themselves."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Measure:
         """From a run in memory."""
         settings = {**asdict(result.config), "method": result.config.method.name}
         return cls.of({**result.summary, "accuracy": result.accuracy}, settings)
+
+    @property
+    def label(self) -> str:
+        """The row it belongs to: a study's label, else the method."""
+        return str(self.summary.get("method", self.settings["method"]))
 
     @property
     def unseen(self) -> str | None:
@@ -295,13 +302,14 @@ def caption(results: Sequence[Result]) -> str:
     return describe([Measure.of_result(r) for r in results])
 
 
-def describe(measures: Sequence[Measure], baseline: str = "FedAvg") -> str:
+def describe(measures: Sequence[Measure]) -> str:
     """The same from measures; what differs between them is said to differ."""
     first, summary = measures[0].settings, measures[0].summary
     seeds = sorted({m.seed for m in measures})
-    clients = ", ".join(
-        f"{d} {n} × {first['samples'][d]:g}" for d, n in first["clients"].items() if n
-    )
+    by_row: dict[str, set[int]] = {}
+    for m in measures:
+        by_row.setdefault(m.label, set()).add(m.seed)
+    clients = held(first["clients"], first["samples"])
     if any(m.settings["clients"] != first["clients"] for m in measures):
         clients = "differ between the runs"
 
@@ -316,9 +324,9 @@ def describe(measures: Sequence[Measure], baseline: str = "FedAvg") -> str:
     ) * (len(seeds) > 1)
     return (
         f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
-        f"task {first['task']} ({summary['data']}), protocol {one('protocol')}, "
+        f"task {first['task']} ({summary['data'].rstrip('.')}), protocol {one('protocol')}, "
         f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
-        f"seeds {', '.join(map(str, seeds))}{few(len(seeds))}; "
+        f"seeds {', '.join(map(str, seeds))}{few(len(seeds), min(map(len, by_row.values())))}; "
         f"{one('precision')} on {one('device')}; {_who(measures)}"
         f"BatchNorm: {_said(measures, 'batchnorm')}; {_averaged(measures)}. "
         f"MB: all that travelled, up and down; s: seconds of {runs}, "
@@ -341,7 +349,7 @@ def _averaged(measures: Sequence[Measure]) -> str:
     """How models are averaged, if any are."""
     if all(m.summary.get("weights") == NO_WEIGHTS for m in measures):
         return "no model is averaged"
-    return f"models averaged with weights by {_said(measures, 'weights')}"
+    return f"weights of the average: {_said(measures, 'weights', WEIGHTS)}"
 
 
 def _who(measures: Sequence[Measure]) -> str:
@@ -352,23 +360,33 @@ def _who(measures: Sequence[Measure]) -> str:
 
 
 def _said(measures: Sequence[Measure], key: str, words: Mapping[str, str] | None = None) -> str:
-    """What the runs' summaries say under a key; methods that differ from most are named."""
+    """What the runs' summaries say under a key; rows that differ from most are named."""
     said: dict[str, list[str]] = {}
     for m in measures:
         # a run of an earlier version says nothing of its weights
-        default = f"{m.settings.get('average')} unless the method has its own"
-        text = m.summary.get(key, default)
-        methods = said.setdefault((words or {}).get(text, text), [])
-        methods += [m.settings["method"]] * (m.settings["method"] not in methods)
+        text = m.summary.get(key, f"{m.settings.get('average')} unless the method has its own")
+        rows = said.setdefault((words or {}).get(text, text), [])
+        rows += [m.label] * (m.label not in rows)
     most, *others = sorted(said, key=lambda words: -len(said[words]))
     named = "; ".join(f"{', '.join(said[words])}: {words}" for words in others)
     return most + (f" ({named})" if named else "")
 
 
-def few(seeds: int) -> str:
-    """A warning where seeds are few."""
+def held(clients: Mapping[str, int], samples: Mapping[str, float]) -> str:
+    """Who holds how much, in words: ``mnist 6 × 600``, or ``webcam 1 × 20 %``."""
+
+    def amount(n: float) -> str:
+        return f"{100 * n:g} %" if isinstance(n, float) else f"{n}"
+
+    return ", ".join(f"{d} {n} × {amount(samples[d])}" for d, n in clients.items() if n)
+
+
+def few(seeds: int, fewest: int | None = None) -> str:
+    """A warning where seeds are few, or where ``fewest``, those of a row, are."""
     if seeds >= FEW:
-        return ""
+        if fewest is None or fewest >= FEW:
+            return ""
+        return f" (rows with fewer than {FEW} of them: intervals are wide and only rough)"
     if seeds == 1:
         return " (one seed: differences cannot be told from noise)"
     return f" (fewer than {FEW} seeds: intervals are wide and only rough)"

@@ -28,11 +28,11 @@ def failed_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.diverged")
 
 
-def work(config_file: Path, folder: Path, workers: int | None) -> int:
+def work(config_file: Path, folder: Path, workers: int | None, tensorboard: bool = False) -> int:
     """Claim and run; returns the exit code."""
     from protofed.config import merged_config
     from protofed.errors import Diverged
-    from protofed.federation.run import is_finished, run
+    from protofed.federation.run import Observer, is_finished, run
     from protofed.files import write_atomic
     from protofed.study.claims import Claim
 
@@ -44,7 +44,12 @@ def work(config_file: Path, folder: Path, workers: int | None) -> int:
     try:
         config = merged_config(config_file, None, None, None, {"workers": workers})
         if not is_finished(folder, config):  # somebody may have, before the claim
-            run(config=config, out=folder, resume=True)
+            observers: list[Observer] = []
+            if tensorboard:
+                from protofed.tensorboard import TensorBoard
+
+                observers.append(TensorBoard(folder))
+            run(config=config, out=folder, resume=True, observers=observers)
     except Diverged as error:
         write_atomic(failed_file(folder), f"{error}\n")
         raise
@@ -71,11 +76,12 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int)
+    parser.add_argument("--tensorboard", action="store_true")
     given = parser.parse_args()
     for number in _STOPS:
         signal.signal(number, _stop)
     try:
-        return work(given.config, given.out, given.workers)
+        return work(given.config, given.out, given.workers, given.tensorboard)
     except ProtofedError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
