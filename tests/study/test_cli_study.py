@@ -102,6 +102,38 @@ def test_runs_that_are_there_are_not_done_again(protofed, study, make_runs, monk
     assert "40.5" in out
 
 
+def test_runs_of_other_images_or_defaults_are_done_again(
+    protofed, study, make_runs, monkeypatch, digests
+):
+    """A run's hash says what it was of; that it answered the same question does not suffice."""
+    folder = Path("runs") / study.name
+    make_runs(study, folder, flat)
+    no_processes(monkeypatch)
+    first, second, *_ = sorted(folder.glob("*/"))
+    about = json.loads((first / "summary.json").read_text())
+    (first / "summary.json").write_text(json.dumps({**about, "hash": "0123456789"}))
+    stale = first.rename(folder / first.name.replace(about["hash"], "0123456789"))
+    for file in folder.glob("index-*.json"):
+        file.write_text(file.read_text().replace(first.name, stale.name))
+    # another machine's choice of device and precision is no reason
+    other = json.loads((second / "summary.json").read_text())
+    config = next(c.config() for c in plan.cells(study) if c.config().hash == other["hash"])
+    elsewhere = replace(config, device="cuda", precision="bf16")
+    other |= {"device": "cuda", "precision": "bf16", "hash": elsewhere.hash}
+    (second / "summary.json").write_text(json.dumps(other))
+    before = digests(stale)
+    asked = []
+    monkeypatch.setattr("protofed.study.compare.run_all", lambda jobs, *_: asked.extend(jobs) or [])
+    Path("own.toml").write_text(dumps(study.raw))
+    code, out, _ = protofed("study", "run", "own.toml", "--out", folder)
+    assert code == 0
+    assert "1 of the runs" in " ".join(out.split())
+    assert [job.folder.name for job in asked if job.state == "waiting"] == [first.name]
+    assert digests(stale) == before, "it stays"
+    index = folders.read_index(folder)
+    assert stale not in [run for runs in index.values() for run in runs]
+
+
 def test_a_t_sne_over_rounds_takes_no_run_that_kept_no_models(raw, make_runs, tmp_path):
     plain = parse(raw(seeds=1), "plain")
     make_runs(plain, tmp_path / "plain", flat)

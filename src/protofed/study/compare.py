@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ def run_study(
             hint = f"{error.hint} --methods runs other rows alone"
             raise ProtofedError(f"study '{study.name}': {error.message}", hint)
     configs = plan.configs(cells)
+    _drop_stale(folder, configs, console)
     known = folders.read_index(folder)
     work: dict[str, Job] = {}
     index: dict[str, Path] = {}
@@ -96,6 +98,32 @@ def _elsewhere(folder: Path, config: Config) -> Path | None:
     runs = (file.parent / config.label for file in beside)
     found = (run for run in runs if is_finished(run, config))
     return next((run for run in found if _serves(run, folder, config)), None)
+
+
+def _drop_stale(folder: Path, configs: Mapping[str, Config], console: Console) -> None:
+    """Runs that answered these cells before the images, or a version's defaults, were others."""
+    stale = {
+        key: [run for run in runs if folders.finished([run]) and not _is_of(run, configs[key])]
+        for key, runs in folders.read_index(folder).items()
+        if key in configs
+    }
+    count = len({run for runs in stale.values() for run in runs})
+    if count:
+        folders.drop(folder, stale)
+        console.print(
+            f"finished, but of other images or of another version's defaults: {count} of the runs; "
+            "they stay in the folder, are in no table any more, and are done again"
+        )
+
+
+def _is_of(run: Path, config: Config) -> bool:
+    """Whether a finished run is of this configuration, on whatever device it was done.
+
+    What was asked for of device and precision is in a cell's key; the rest is the machine's choice.
+    """
+    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    chosen = {k: summary[k] for k in ("device", "precision") if k in summary}
+    return bool(replace(config, **chosen).hash == summary.get("hash"))
 
 
 def _serves(run: Path, folder: Path, config: Config) -> bool:

@@ -87,6 +87,15 @@ def read_index(folder: Path) -> dict[str, list[Path]]:
     return {key: sorted(paths, key=lambda p: p.parent != folder) for key, paths in index.items()}
 
 
+def drop(folder: Path, stale: Mapping[str, Sequence[Path]]) -> None:
+    """Take these runs out of the index: the cells of these keys ask for something else by now."""
+    for file in folder.glob("index-*.json"):
+        index = json.loads(file.read_text("utf-8"))
+        left = {k: p for k, p in index.items() if folder / p not in stale.get(k, ())}
+        if left != index:
+            write_atomic(file, json.dumps(left, indent=0))
+
+
 def finished(paths: Sequence[Path]) -> Path | None:
     """The first of these runs that is complete."""
     return next((p for p in paths if (p / "summary.json").is_file()), None)
