@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -38,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
     if foreign := members.foreign(task):
         raise ProtofedError(foreign, "start it with: protofed deploy start")
     out = folder / "runs" / config.label
-    with one_thread(), tf32(config.precision == "tf32"), _logging(out):
+    with one_thread(), tf32(config.precision == "tf32"), _logging(out), _told_when_stopped():
         log.info("%s on %s: %s", config.method.name, config.task, out)
         try:
             coordinator = Coordinator(grid, members, config, task, out, public=public)
@@ -46,12 +51,31 @@ def main(grid: Grid, context: Context) -> None:
         except ProtofedError as error:
             log.error("the run ends: %s", error)
             raise
-        except SystemExit:  # how Flower ends this process after deploy stop
-            log.warning("the run ends: stopped; protofed deploy start ... --resume goes on with it")
-            raise
         except Exception:
             log.exception("the run ends")
             raise
+
+
+@contextmanager
+def _told_when_stopped() -> Iterator[None]:
+    """``deploy stop`` has Flower end this process by a signal, which is logged first.
+
+    Flower's own farewell may take the five seconds after which it ends the process for good.
+    """
+    flowers = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(flowers):
+        yield
+        return
+
+    def stopped(number: int, frame: FrameType | None) -> None:
+        log.warning("the run ends: stopped; protofed deploy start ... --resume goes on with it")
+        flowers(number, frame)
+
+    signal.signal(signal.SIGTERM, stopped)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, flowers)
 
 
 class _logging:
