@@ -14,25 +14,26 @@ import pytest
 from protofed.flower.server_app import _told_when_stopped
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_logged_before_flower_ends_the_process(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("protofed.flower"), "propagate", True)
     told: list[str] = []
 
-    def flowers(number: int, frame: FrameType | None) -> None:
+    def flowers(got: int, frame: FrameType | None) -> None:
         told.append(caplog.text)  # may take so long that nothing after it runs
         raise SystemExit(0)
 
-    before = signal.signal(signal.SIGTERM, flowers)
+    before = signal.signal(number, flowers)
     try:
         with pytest.raises(SystemExit), _told_when_stopped():
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
             time.sleep(5)
         assert len(told) == 1 and "the run ends: stopped" in told[0]
-        assert signal.getsignal(signal.SIGTERM) is flowers
+        assert signal.getsignal(number) is flowers
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
 
 
 def test_outside_the_main_thread_there_are_no_signals() -> None:

@@ -58,24 +58,29 @@ def main(grid: Grid, context: Context) -> None:
 
 @contextmanager
 def _told_when_stopped() -> Iterator[None]:
-    """``deploy stop`` has Flower end this process by a signal, which is logged first.
+    """After ``deploy stop`` Flower ends this process by a signal: log it first.
 
     Flower's own farewell may take the five seconds after which it ends the process for good.
     """
-    flowers = signal.getsignal(signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread() or not callable(flowers):
+    if threading.current_thread() is not threading.main_thread():  # as in tests
         yield
         return
+    flowers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stopped(number: int, frame: FrameType | None) -> None:
         log.warning("the run ends: stopped; protofed deploy start ... --resume goes on with it")
-        flowers(number, frame)
+        before = flowers[signal.Signals(number)]
+        if not callable(before):
+            raise SystemExit(128 + number)
+        before(number, frame)
 
-    signal.signal(signal.SIGTERM, stopped)
+    for number in flowers:
+        signal.signal(number, stopped)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, flowers)
+        for number, before in flowers.items():
+            signal.signal(number, before)
 
 
 class _logging:
