@@ -1,6 +1,6 @@
 """Lanes against plain eager PyTorch on a GPU: a round of FPL on Digits.
 
-    python benchmarks/lanes.py DATA [--rounds 5] [--long]
+    python benchmarks/lanes.py DATA [--rounds 5] [--long] [--only resnet18/16]
 
 20 clients 6/4/3/7 (600 / 72 / 732 / 100 samples), ResNet-10, batch 64, 10 epochs: 1,180 client
 steps a round, over the real mix of batch sizes. Three ways to do the same work in one process:
@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--long", action="store_true")
+    parser.add_argument("--only", help="one of the ways, as the output calls it")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     common = {"device": "cuda", "data": arguments.data, "rounds": 100, "protocol": "fpl"}
@@ -96,13 +97,15 @@ def main() -> None:
         "sample tf32": (FPLBySample(), {**loop, "precision": "tf32", "epochs": 1}, 1, 2),
         "resnet18/16": (
             FPL(),
-            {**lanes, "precision": "bf16", "model": "resnet18", "batch": 16, "epochs": 3},
+            {**lanes, "precision": "bf16", "model": "resnet18", "batch": 16},
             2,
             3,
         ),
     }
     per_step = {}
     for name, (method, settings, warm, rounds) in ways.items():
+        if arguments.only not in (None, name):
+            continue
         config = make_config("digits", method, **common, **settings)
         with tf32(config.precision == "tf32"):
             train, test, steps = seconds_a_round(Federation(config), warm, rounds)
@@ -115,9 +118,10 @@ def main() -> None:
             f"{tflops / CARD:.0%} of the card)",
             flush=True,
         )
-    best = per_step["lanes bf16"]
     for name in ("eager bf16", "eager tf32", "sample tf32"):
-        print(f"lanes bf16 is {per_step[name] / best:.1f} times {name}", flush=True)
+        if arguments.only is None:
+            ratio = per_step[name] / per_step["lanes bf16"]
+            print(f"lanes bf16 is {ratio:.1f} times {name}", flush=True)
     if arguments.long:
         config = make_config("digits", FPL(), **common, engine="lanes", precision="bf16")
         federation = Federation(config)

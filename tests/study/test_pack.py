@@ -15,6 +15,7 @@ from protofed import analysis
 from protofed.errors import ProtofedError
 from protofed.federation.run import load_run, run
 from protofed.report import kept, plots
+from protofed.report.findings import looked_at
 from protofed.report.gather import gather
 from protofed.report.page import write
 from protofed.study import folder as folders
@@ -140,6 +141,20 @@ def test_what_was_kept_reads_back(packed: tuple[Path, Path]) -> None:
     file = copy / of_fpl.name / kept.NAME
     parts = json.loads(gzip.decompress(file.read_bytes()))
     assert set(parts) >= {"confusion", "tsne", "gap", "clusters", "distances", "tested"}
+
+
+def test_the_first_seed_with_a_model_is_looked_at(
+    packed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Whose model, or what was kept of it, is there; without any it is the first."""
+    source, copy = packed
+    run = next(p.parent for p in source.glob("glyphs-fpl-*/config.toml"))
+    bare = tmp_path / "bare"
+    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("model.safetensors"))
+    without, whole, kept_of = (load_run(p, model=False) for p in (bare, run, copy / run.name))
+    assert looked_at([without, whole]) is whole
+    assert looked_at([without, kept_of, whole]) is kept_of
+    assert looked_at([without, without]) is without
 
 
 def test_a_run_without_its_model_says_so(packed: tuple[Path, Path]) -> None:

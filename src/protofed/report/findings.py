@@ -1,12 +1,13 @@
 """What a report needs of the models and prototypes of a group of runs, and why some is not there.
 
-Of each method the run with the first seed is looked at: its features, its mistakes, its clusters.
+Of each method one run is looked at, with the first seed that has its model: its features, its
+mistakes, its clusters.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -37,7 +38,7 @@ def find(group: Group, images: int, tell: Tell, task: Task | None = None) -> Fin
     todo: dict[str, Result] = {}
     swept = _swept(group)
     for label, runs in group.methods.items():
-        run = runs[0]
+        run = looked_at(runs)
         if label in swept:  # dozens of them, and what they are for is their table and its picture
             for part in ("confusion", "features", "clusters"):
                 found.miss(part, "Not shown for a sweep's points: make a report of single runs.")
@@ -76,6 +77,14 @@ def find(group: Group, images: int, tell: Tell, task: Task | None = None) -> Fin
         for own in pool.map(look, looked):
             found.add(own)
     return found
+
+
+def looked_at(runs: Sequence[Result]) -> Result:
+    """Of a method's runs the first that has its model or what was kept of it; else the first."""
+    for run in runs:
+        if not run.lean or has_model(run.folder) or kept.there(run.folder):
+            return run
+    return runs[0]
 
 
 def _swept(group: Group) -> set[str]:

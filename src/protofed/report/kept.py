@@ -85,11 +85,16 @@ def save(found: Findings, label: str, folder: Path) -> None:
         write_atomic(folder / NAME, gzip.compress(text.encode(), mtime=0))
 
 
+def there(folder: Path | None) -> bool:
+    """Whether something was kept of the run in this folder."""
+    return folder is not None and (folder / NAME).is_file()
+
+
 def load(found: Findings, label: str, folder: Path | None) -> bool:
     """Add what was kept of a method's run to what was found; False if there is no such file."""
-    file = (folder or Path()) / NAME
-    if folder is None or not file.is_file():
+    if folder is None or not there(folder):
         return False
+    file = folder / NAME
     try:
         parts = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, ValueError, EOFError, zlib.error) as error:

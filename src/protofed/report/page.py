@@ -360,7 +360,8 @@ def _looked_at(found: Findings) -> str:
     shown = ", ".join(
         f"{d} {n}" if n == of else f"{d} {n} of {of}" for d, (n, of) in found.tested.items()
     )
-    return f"Test images of the run with each method's first seed, at its end ({shown})."
+    runs = "each method's run with the first seed that has its model"
+    return f"Test images of {runs}, at its end ({shown})."
 
 
 def _features(found: Findings, writer: _Writer) -> list[str]:

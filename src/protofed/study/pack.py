@@ -2,8 +2,8 @@
 
     study.toml, index-*.json    as in the study's own folder
     <run>/                      config.toml, summary.json, clients.json, rounds.jsonl.gz, and of
-                                each row's first seed analysis.json.gz: what the report shows of
-                                the model, which is not there any more
+                                each row's first seed that had its model analysis.json.gz: what the
+                                report shows of it
     table.md .csv .tex          the tables
     report.html, figures/*.png  the report and its figures
 
@@ -115,11 +115,11 @@ def _anywhere(study: Study) -> Study:
 
 def _keep_analyses(folder: Path, to: Path, images: int, tell: Callable[[str], None]) -> None:
     from protofed.report import kept
-    from protofed.report.findings import find
+    from protofed.report.findings import find, looked_at
     from protofed.report.gather import gather
 
     for group in gather([folder]).groups:
         found = find(group, images, tell)
         for label, results in group.methods.items():
-            if (run := results[0].folder) is not None:
+            if (run := looked_at(results).folder) is not None:
                 kept.save(found, label, to / run.name)
