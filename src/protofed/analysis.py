@@ -38,7 +38,7 @@ from protofed.federation.result import Result, load_run
 from protofed.federation.server import ServerView
 from protofed.federation.tree import Slot, Tree
 from protofed.methods.base import Sizes
-from protofed.prototypes import finch
+from protofed.prototypes import finch, widened
 
 Run = Result | str | Path
 Floats = NDArray[np.floating[Any]]
@@ -455,4 +455,4 @@ def _rows(entries: Slot) -> tuple[Floats, Ints]:
     size = entries.get("count", entries.get("mask"))
     there = torch.ones(mean.shape[:-1], dtype=torch.bool) if size is None else size > 0
     where = there.nonzero()[:, 0]
-    return mean[there].numpy(), where.numpy()
+    return widened(mean[there]).numpy(), where.numpy()

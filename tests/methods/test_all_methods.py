@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from protofed import analysis
 from protofed.config import make_config
 from protofed.federation import tree
 from protofed.federation.records import read_records, without_times
@@ -282,6 +283,22 @@ def test_what_a_client_keeps_never_travels(whole):
             assert not private & set(message.get("model", {}))
             assert not {"previous", "history", "g", "h", "c_m", "m", "v", "ga"} & set(message)
     assert bool(private) == (name in TRAVELS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_sent_or_kept_in_bfloat16(name, tmp_path):
+    """Where the network computes in it: prototypes and weights are float32 all the same."""
+    recorder = Recorder()
+    run("glyphs", name, out=tmp_path, observers=[recorder], **SMALL, precision="bf16")
+    for received, replies in recorder.sent:
+        states = [t for r in replies.values() for t in (r.message, r.mine)]
+        for content in (received, *states):
+            for slot, entries in content.items():
+                for entry, value in entries.items():
+                    wide = value.dtype in (torch.float32, torch.float64)
+                    assert wide or not value.is_floating_point(), (slot, entry)
+    for round in analysis.prototype_rounds(tmp_path):
+        assert analysis.prototypes(tmp_path, round).sent
 
 
 def test_batchnorm_counters_are_never_averaged(whole):

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from protofed import keys
 from protofed.federation.tree import Slot, Tree
 from protofed.models import Network, Output
-from protofed.prototypes import class_means, class_sums
+from protofed.prototypes import class_means, class_sums, widened
 
 if TYPE_CHECKING:
     from protofed.methods.base import Method, Sizes
@@ -131,10 +131,13 @@ class Client:
         return class_means(self._sum_Kd, self._count_K), self._count_K
 
     def features(self) -> tuple[Tensor, Tensor]:
-        """Features [n, d] and labels [n] of all training samples: a clean pass, no gradient."""
+        """Features [n, d] and labels [n] of all training samples: a clean pass, no gradient.
+
+        In float32 also where the network computes in bfloat16: prototypes are made of them.
+        """
         zs, ys = [], []
         for x, y in self._batches("train"):
-            zs.append(self._evaluate(x).feature)
+            zs.append(widened(self._evaluate(x).feature))
             ys.append(y)
         return torch.cat(zs), torch.cat(ys)
 
@@ -145,14 +148,13 @@ class Client:
                 f"{type(self.method).__name__} asks for public images but has none: its "
                 "public_images must say which"
             )
-        logits = torch.cat([self._evaluate(x).logits for x, _ in self.public("train")])
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return torch.cat([widened(self._evaluate(x).logits) for x, _ in self.public("train")])
 
     def evaluate(self, model: Slot, part: str = "holdout") -> dict[str, float]:
         """Accuracy (0 to 1) and mean cross-entropy of a model on a part of the client's data."""
         right = loss = count = 0.0
         for x, y in self._batches(part):
-            logits = self.probe(x, model).logits
+            logits = widened(self.probe(x, model).logits)
             right += float((logits.argmax(1) == y).sum())
             loss += float(nn.functional.cross_entropy(logits, y, reduction="sum"))
             count += len(y)

@@ -13,6 +13,7 @@ from protofed.prototypes.means import (
     per_class_mean,
     reweighted_mean,
     smoothed,
+    widened,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "per_class_mean",
     "reweighted_mean",
     "smoothed",
+    "widened",
 ]

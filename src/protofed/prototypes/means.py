@@ -17,6 +17,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def widened(value: Tensor) -> Tensor:
+    """A floating tensor in float32 or wider; others as they are."""
+    if value.is_floating_point():
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value
+
+
 def full_precision(function: Callable[P, R]) -> Callable[P, R]:
     """Run ``function`` without autocast and with its floating tensors in float32 or wider.
 
@@ -25,9 +32,7 @@ def full_precision(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     def wide(value: object) -> object:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value.to(torch.promote_types(value.dtype, torch.float32))
-        return value
+        return widened(value) if isinstance(value, Tensor) else value
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
