@@ -158,7 +158,8 @@ def run_(
     """
     from dataclasses import replace
 
-    from protofed.study.compare import outside, run_study, with_seeds_of
+    from protofed.study.compare import outside, run_study
+    from protofed.study.folder import with_seeds_of
     from protofed.study.plan import Selection
     from protofed.study.spec import load
 

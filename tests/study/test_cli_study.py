@@ -168,6 +168,10 @@ def test_other_seeds_and_tasks_leave_the_tables_of_what_is_there(
     assert (code, err) == (0, "")
     assert "2 of 2 runs are already complete" in out
     assert folders.open_study(Path("out/mine")).seeds == (0, 1)
+    # nor does a process beside this one, whose --seeds were others
+    other = parse(raw(seeds=[0]), "mine")
+    folders.write_study(other, Path("out/mine"), {})
+    assert folders.open_study(Path("out/mine")).seeds == (0, 1)
     assert "asked for with other settings" not in out
     # the same runs, asked for in another way, are another question
     monkeypatch.setattr("protofed.study.compare.run_all", lambda *_: [])

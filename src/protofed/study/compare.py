@@ -65,21 +65,8 @@ def run_study(
     folders.write_study(study, folder, index)
     at_once = jobs or default_jobs(any(c.device == "cuda" for c in configs.values()))
     failed = run_all(list(work.values()), at_once, console)
-    return folders.write_outputs(study, folder), failed
-
-
-def with_seeds_of(folder: Path, study: Study) -> Study:
-    """The study with the seeds, too, that the folder already has runs of.
-
-    More seeds now, or fewer for another task, leave the tables of what is there as they are.
-    """
-    if not (folder / "study.toml").is_file():
-        return study
-    index = folders.read_index(folder)
-    before = Selection(seeds=folders.open_study(folder).seeds)
-    done = {c.seed for c in plan.cells(study, before) if folders.finished(index.get(c.key, ()))}
-    seeds = sorted({*study.seeds, *done})
-    return replace(study, seeds=tuple(seeds), raw={**study.raw, "seeds": seeds})
+    # what others have run in the same folder meanwhile belongs to its tables
+    return folders.write_outputs(folders.with_seeds_of(folder, study), folder), failed
 
 
 def outside(study: Study, folder: Path) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,12 +62,28 @@ class TaskTable:
 
 
 def open_study(folder: Path) -> Study:
-    """The study that a folder holds."""
+    """The study that a folder holds, with every seed that it has runs of."""
     if not (folder / "study.toml").is_file():
         tried = sorted(file.parent for file in folder.parent.glob(f"{folder.name}-on-*/study.toml"))
         hint = f"there is {tried[0]}" if tried else "run one: protofed study run NAME"
         raise ProtofedError(f"'{folder}' holds no study", hint)
-    return load(str(folder / "study.toml"))
+    return with_seeds_of(folder, load(str(folder / "study.toml")))
+
+
+def with_seeds_of(folder: Path, study: Study) -> Study:
+    """The study with the seeds, too, that the folder already has runs of.
+
+    More seeds now, fewer for another task, or other seeds in a process beside this one leave the
+    tables of what is there as they are.
+    """
+    index = read_index(folder)
+    ends = (re.search(r"-(\d+)-[0-9a-f]+$", run.name) for runs in index.values() for run in runs)
+    there = plan.Selection(seeds=tuple({int(end[1]) for end in ends if end}))
+    if not there.seeds:
+        return study
+    done = {c.seed for c in plan.cells(study, there) if finished(index.get(c.key, ()))}
+    seeds = sorted({*study.seeds, *done})
+    return replace(study, seeds=tuple(seeds), raw={**study.raw, "seeds": seeds})
 
 
 def write_study(study: Study, folder: Path, index: Mapping[str, Path]) -> None:
