@@ -15,6 +15,7 @@ import torch
 from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.allocator import keep_freed_memory
 from protofed.federation.local import Exam, Reply, Scores, Setup, Site
 from protofed.federation.tree import Tree
 from protofed.models import Network
@@ -65,6 +66,8 @@ def build_engine(
 
     ``make_networks`` gives a network to compute in for each of the clients' models.
     """
+    if device.type == "cpu":
+        keep_freed_memory()
     if name == "loop":
         return Loop(setup, make_networks())
     if name == "workers":

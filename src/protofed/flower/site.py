@@ -21,6 +21,7 @@ from protofed.data import Images, Share, Task, load_task
 from protofed.data.real import FOLDER, own_folder, site_images
 from protofed.errors import ProtofedError, unknown
 from protofed.federation import tree
+from protofed.federation.allocator import keep_freed_memory
 from protofed.federation.federation import initial_network, make_setup, make_shares
 from protofed.federation.local import Site, evaluate, local, one_thread
 from protofed.federation.public import Public, make_public, public_digest, told
@@ -231,6 +232,7 @@ def answer(home: Home, spec: str, content: RecordDict) -> RecordDict:
         raise Refused(foreign, f"server and sites need the same {FILE}")
     if request.run != config.hash:
         raise Refused(f"the message is of run {request.run}, but the run is {config.hash}")
+    keep_freed_memory()
     with one_thread(), tf32(config.precision == "tf32"):
         return _answer(home, config, task, request, read_tree(content))
 
