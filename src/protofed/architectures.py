@@ -29,7 +29,7 @@ def checked_models(value: object) -> Models:
         names = [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
         what = "model"
     for name in names:
-        if name not in MODELS:
+        if not isinstance(name, str) or name not in MODELS:
             raise unknown(what, name, MODELS)
     if not names:
         raise ProtofedError("the table of models is empty", 'write [model] and a-0 = "cnn3" in it')

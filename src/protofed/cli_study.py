@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -172,7 +172,7 @@ def run_(
     now = tuple(range(seeds)) if seeds is not None else study.seeds
     folder = out or _folder(study)
     study = with_seeds_of(folder, replace(study, seeds=now, raw={**study.raw, "seeds": list(now)}))
-    chosen = Selection(_names(tasks), _names(methods), now)
+    chosen = Selection(_names(tasks), _names(methods, [n.label for n in study.lines]), now)
     if others := outside(study, folder):
         console.print(
             f"[yellow]{others} finished runs in {escape(str(folder))} were asked for with other "
@@ -206,6 +206,7 @@ def table_(
     folder = out or _study_folder(name)
     study = open_study(folder)
     made = make_tables(study, folder, _names(tasks))
+    _tell_outside(study, folder)
     if form == "terminal":
         print_study(console, study, made)
     else:
@@ -224,10 +225,13 @@ def pack_(
     Models, checkpoints and images stay behind. The tables and the report, with what it shows of
     the models, can be made again from the copy.
     """
+    from protofed.study.folder import open_study
     from protofed.study.pack import pack
 
+    folder = out or _study_folder(name)
     with told(console) as tell:
-        packed = pack(out or _study_folder(name), to, images, tell)
+        packed = pack(folder, to, images, tell)
+    _tell_outside(open_study(folder), folder)
     console.print(
         f"{packed.runs} runs, their tables, figures and report.html "
         f"({packed.report / 1e6:.1f} MB) are in [bold]{escape(str(to))}[/bold], "
@@ -282,7 +286,9 @@ def sweep(
 
     task = task or "glyphs"
     at_least_one(seeds=seeds, jobs=jobs)
-    grid = dict(_values(text) for text in over)
+    grid: dict[str, list[Any]] = {}
+    for name, values in map(_values, over):
+        grid.setdefault(name, []).extend(values)
     own = method_class(method).name
     typed = settings(set_)
     options = {k: v for k, v in typed.items() if k in method_class(method).hypers()}
@@ -318,8 +324,29 @@ def _values(text: str) -> tuple[str, list[Any]]:
     return name.strip(), found
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(n.strip() for n in text.split(",") if n.strip()) if text else ()
+def _names(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names separated by commas; of the known ones some have commas of their own."""
+    parts = [n.strip() for n in (text or "").split(",") if n.strip()]
+    found = []
+    while parts:
+        joined = ((end, ", ".join(parts[:end])) for end in range(len(parts), 0, -1))
+        end, name = next(((e, n) for e, n in joined if n in known), (1, parts[0]))
+        found.append(name)
+        parts = parts[end:]
+    return tuple(found)
+
+
+def _tell_outside(study: Study, folder: Path) -> None:
+    """Say on stderr that runs are left out: a table may be read by a program."""
+    from protofed.study.compare import outside
+
+    if others := outside(study, folder):
+        Console(stderr=True).print(
+            f"[yellow]{others} finished runs in {escape(str(folder))} are left out:[/yellow] they "
+            "were asked for with other settings, or a method's file has changed since",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _study_folder(name: str) -> Path:

@@ -183,6 +183,11 @@ def make_config(
     **given: Any,
 ) -> Config:
     """A complete configuration from what is given; ``None`` values count as not given."""
+    if isinstance(method, type):
+        raise ProtofedError(
+            f"method is the class {method.__name__}, not a method",
+            f"write {method.__name__}(), with hyper-parameters if you like",
+        )
     if isinstance(method, Method):
         if options:
             raise ProtofedError("hyper-parameters belong into the method object here")
@@ -337,7 +342,7 @@ def _clients(values: Mapping[str, Any], base: Protocol, task: Task) -> dict[str,
             "a run leaves out one domain, not each in turn",
             f"protofed compare --methods {values['method'].name} --leave-out {EACH} does them all",
         )
-    if left_out is not None and left_out not in task.domains:
+    if left_out is not None and (not isinstance(left_out, str) or left_out not in task.domains):
         raise unknown(f"domain of {task.name}", left_out, task.domains)
     if clients is None:
         named = "one" if left_out is not None else base.distribution

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from protofed.errors import ProtofedError
 
@@ -25,6 +27,14 @@ class CannotWrite(ProtofedError, OSError):
         return f"{self.message} ({self.hint})"
 
 
+class Damaged(ProtofedError):
+    """A file of ours that does not hold what it should."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        what = "the run's folder" if path.parent.joinpath("config.toml").exists() else "it"
+        super().__init__(f"'{path}' is damaged: {why}", f"delete {what} and run it again")
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """What is done to write ``path``: an error of the file system names it."""
@@ -34,6 +44,21 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CannotWrite(path, error) from error
+
+
+def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """A JSON file that must hold an object with these keys; an error says that it is damaged."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
+    except ValueError as error:  # also what is no text at all
+        raise Damaged(path, str(error)) from None
+    if not isinstance(found, dict):
+        raise Damaged(path, f"it holds {type(found).__name__}, not an object")
+    if lacking := [key for key in keys if key not in found]:
+        raise Damaged(path, f"it lacks {', '.join(lacking)}")
+    return found
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from protofed.errors import ProtofedError
+
 
 @dataclass(frozen=True)
 class Images:
@@ -54,6 +56,9 @@ class Augment:
     grayscale: float = 0.0
 
 
+RESERVED = ("average", "seen average")
+
+
 @dataclass(frozen=True)
 class Task:
     """Domains + classes + image size, and what a comparison on it uses unless told otherwise.
@@ -81,6 +86,14 @@ class Task:
     digest: str = ""
     test_split: str | None = None
     skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in RESERVED:  # a column of every table
+            if name in self.domains:
+                raise ProtofedError(
+                    f"a domain cannot be called '{name}': tables have a column of that name",
+                    "rename its folder",
+                )
 
     @property
     def has_images(self) -> bool:

@@ -15,7 +15,7 @@ from protofed.architectures import client_models
 from protofed.config import DTYPES, Config, config_task
 from protofed.data import Images, Share, Task, split
 from protofed.engines import build_engine, choose
-from protofed.errors import ProtofedError
+from protofed.errors import Diverged, ProtofedError, unknown
 from protofed.federation import tree
 from protofed.federation.keep import Keeper
 from protofed.federation.local import Exam, Scores, Setup, Site, Training, entry_list
@@ -200,6 +200,7 @@ class Federation:
             for observer in observers:
                 observer.client(round, done, len(names))
         server.finish()
+        _require_finite(server.state.get("model", {}), round)
         self.store.accept()
         trained = time.perf_counter()
         scores = self.evaluate(observers)
@@ -320,8 +321,45 @@ def make_shares(config: Config, task: Task) -> list[Share]:
     )
 
 
+def _require_finite(model: Slot, round: int) -> None:
+    """An error if a round's average has made the model useless: losses show that a round later."""
+    floats = {name: t for name, t in model.items() if t.is_floating_point() and t.numel()}
+    if not floats or bool(torch.stack(torch._foreach_norm(list(floats.values()))).isfinite().all()):
+        return
+    odd = [name for name, t in floats.items() if not bool(t.isfinite().all())]
+    if odd:  # a norm overflows earlier than its entries
+        raise Diverged(
+            f"round {round}: {len(odd)} entries of the averaged model are not finite, "
+            f"'{odd[0]}' among them",
+            "a client's last step diverged (try a smaller --lr), or weights or aggregate of the "
+            "method gave numbers that are none",
+        )
+
+
+def _check_contract(method: Method, network: Network) -> None:
+    """An error for values of a method that would silently mean something else."""
+    for name, valid in CONTRACT.items():
+        if (value := getattr(method, name)) not in valid:
+            raise unknown(f"{name} of method {method.name}", value, valid)
+    if not 0 <= method.holdout < 1:
+        raise ProtofedError(
+            f"holdout of method {method.name} must be at least 0 and below 1, got {method.holdout}"
+        )
+    for entry in entry_list(network):
+        if (way := method.shared(entry)) not in TRAVELS:
+            raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
+
+
+CONTRACT = {
+    "evaluates": ("global", "clients", "everyone"),
+    "proto_pass": ("none", "last_epoch", "post"),
+}
+TRAVELS = ("both", "down", "no")
+
+
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
+    _check_contract(config.method, network)
     names = tuple(name for name, _ in network.named_parameters())
     return Setup(
         config.method,

@@ -18,7 +18,7 @@ from torch import Tensor
 from protofed import keys
 from protofed.data.augment import Choices, cropped, crops, normalised, padded
 from protofed.data.task import Augment, Images
-from protofed.errors import Diverged, ProtofedError
+from protofed.errors import Diverged, ProtofedError, unknown
 from protofed.federation import tree
 from protofed.federation.client import Clean, Client
 from protofed.federation.optimisers import SGD, Adam
@@ -243,7 +243,10 @@ def optimiser(training: Training, phase: Phase, parameters: list[torch.nn.Parame
     """The optimiser of a phase, with fresh state."""
     lr = training.lr if phase.lr is None else phase.lr
     decay = training.weight_decay
-    if (phase.optimiser or training.optimiser) == "adam":
+    name = phase.optimiser or training.optimiser
+    if name not in ("sgd", "adam"):
+        raise unknown("optimiser of a phase", name, ("sgd", "adam"))
+    if name == "adam":
         return Adam(parameters, lr=lr, weight_decay=decay, capturable=parameters[0].is_cuda)
     momentum = training.momentum if phase.momentum is None else phase.momentum
     return SGD(parameters, lr, momentum, decay)

@@ -7,10 +7,12 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from protofed.errors import ProtofedError
+from protofed.files import Damaged
 
 LAST = 5
 """The papers' metric: the mean over this many last rounds. Never the best round on test data."""
@@ -44,9 +46,11 @@ class Records(list[Record]):
         return [_flat(record) for record in self]
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{c}</th>" for c in self.columns)
+        head = "".join(f"<th>{escape(c)}</th>" for c in self.columns)
         body = "".join(
-            "<tr>" + "".join(f"<td>{_short(row.get(c, ''))}</td>" for c in self.columns) + "</tr>"
+            "<tr>"
+            + "".join(f"<td>{escape(_short(row.get(c, '')))}</td>" for c in self.columns)
+            + "</tr>"
             for row in self.rows()
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -134,14 +138,18 @@ def read_records(path: Path) -> Records:
         else:
             content = path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ProtofedError(f"'{packed}' is damaged: {error}") from None
+        raise Damaged(packed, str(error)) from None
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
     lines = content.split(b"\n")[:-1]  # what follows the last newline is not a complete line
     try:
-        return Records(json.loads(entry) for entry in lines)
+        found = Records(json.loads(entry) for entry in lines)
     except ValueError as error:
-        raise ProtofedError(f"'{path}' is damaged: {error}") from None
+        raise Damaged(path, str(error)) from None
+    for number, record in enumerate(found, start=1):
+        if not isinstance(record, dict) or not {"round", "accuracy", "average"} <= record.keys():
+            raise Damaged(path, f"line {number} is no round's")
+    return found
 
 
 def without_times(records: Iterable[Record]) -> list[Record]:

@@ -7,15 +7,17 @@ import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, config_task, make_config, read_config
+from protofed.config import Config, config_task, make_config
 from protofed.data import DataMissing, outline
 from protofed.errors import ProtofedError, unknown
 from protofed.federation import tree
 from protofed.federation.federation import initial_network
-from protofed.federation.records import SELECTION, Records, last_mean, read_records, shown
+from protofed.federation.finished import read_finished, read_settings, read_summary
+from protofed.federation.records import SELECTION, Records, last_mean, shown
 from protofed.federation.tree import Slot
 from protofed.models import Network
 
@@ -90,12 +92,12 @@ class Result:
         return shown(self.accuracy, self.config.leave_out)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{d}</th>" for d in self._shown())
+        head = "".join(f"<th>{escape(d)}</th>" for d in self._shown())
         body = "".join(f"<td>{a:.2f}</td>" for a in self._shown().values())
         picture = base64.b64encode(self.plot()).decode()
         return (
-            f"<p><b>{self.summary['method']}</b> on <b>{self.config.task}</b>, seed "
-            f"{self.config.seed}, {len(self.rounds)} rounds; {SELECTION}</p>"
+            f"<p><b>{escape(self.summary['method'])}</b> on <b>{escape(self.config.task)}</b>, "
+            f"seed {self.config.seed}, {len(self.rounds)} rounds; {SELECTION}</p>"
             f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
             f'<img alt="accuracy per domain over rounds" src="data:image/png;base64,{picture}">'
         )
@@ -109,7 +111,7 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
     folder = Path(folder)
     if not (folder / "summary.json").is_file():
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
-    settings = read_config(folder / "config.toml")
+    settings = read_settings(folder)
     # results can be read where there is no GPU, and where the images are not
     of_machine = {k: settings.pop(k) for k in ("device", "engine") if k in settings}
     settings["device"] = "cpu"
@@ -118,10 +120,10 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
     except DataMissing:
         config = _without_data(settings)
     config = replace(config, **of_machine)
-    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    summary = read_summary(folder)
     lean = not (model and has_model(folder))
     slots = {} if lean else tree.load(folder / "model.safetensors")[0]
-    records = read_records(folder / "rounds.jsonl")
+    records = read_finished(folder)
     clients: dict[str, Slot] = {}
     for name, t in slots.get(CLIENT, {}).items():
         client, _, entry = name.rpartition("/")

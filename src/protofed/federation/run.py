@@ -63,7 +63,7 @@ def run(
     after a crash.
     """
     if isinstance(config, Config):
-        if settings or options or method is not None:
+        if settings or options or method is not None or isinstance(task, str):
             raise ProtofedError("a ready Config takes no further settings", "use make_config")
     else:
         config = merged_config(config, task, method, options, settings)

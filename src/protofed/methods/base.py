@@ -19,6 +19,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
@@ -298,8 +299,11 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     hyper: Hyper = f.metadata.get("hyper", Hyper("", ""))
     where = f"hyper-parameter {f.name} of {method}"
     kind = type(f.default)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+    if not isinstance(value, bool):  # numbers of numpy, too
+        if kind is float and isinstance(value, Real):
+            value = float(value)
+        elif kind is int and isinstance(value, Integral):
+            value = int(value)
     if f.default is not dataclasses.MISSING and type(value) is not kind:
         raise ProtofedError(f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r}")
     if hyper.choices is not None and value not in hyper.choices:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, TYPE_CHECKING, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import matplotlib
 import numpy as np
@@ -35,7 +35,8 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
     panels = list(next(iter(values.values()))[0])
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False}):
+    plain: Any = {"font.size": 9, "axes.spines.top": False, "text.parse_math": False}
+    with matplotlib.rc_context(plain):
         figure = Figure(figsize=(3.4 * columns, 2.6 * rows + 0.5), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
         for axis, column in zip(axes, panels, strict=False):

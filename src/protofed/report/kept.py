@@ -99,6 +99,14 @@ def load(found: Findings, label: str, folder: Path | None) -> bool:
         parts = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, ValueError, EOFError, zlib.error) as error:
         raise ProtofedError(f"'{file}' is damaged: {error}") from None
+    try:
+        _add(found, label, parts)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProtofedError(f"'{file}' is damaged: {error!r}") from None
+    return True
+
+
+def _add(found: Findings, label: str, parts: dict[str, Any]) -> None:
     if "confusion" in parts:
         found.classes = tuple(parts["classes"])
         found.tested = {d: (n, of) for d, (n, of) in parts["tested"].items()}
@@ -128,7 +136,6 @@ def load(found: Findings, label: str, folder: Path | None) -> bool:
             tuple(apart["clients"]),
             np.array(apart["cosine"], dtype=float),  # null is nan
         )
-    return True
 
 
 def _embedding(found: Embedding) -> dict[str, Any]:

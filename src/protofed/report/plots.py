@@ -110,6 +110,7 @@ def _style(rc: dict[str, Any]) -> Iterator[None]:
     with matplotlib.rc_context():  # and nothing of a person's own matplotlibrc
         matplotlib.rcdefaults()
         settings.update(rc)
+        settings["text.parse_math"] = False  # a name with $ is a name
         yield
 
 

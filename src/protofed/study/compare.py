@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +15,10 @@ from rich.console import Console
 
 from protofed.config import Config
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.finished import read_summary
 from protofed.federation.keep import kept_rounds
 from protofed.federation.run import is_finished
+from protofed.files import Damaged
 from protofed.methods import METHODS
 from protofed.study import folder as folders
 from protofed.study import plan
@@ -108,7 +109,10 @@ def _is_of(run: Path, config: Config) -> bool:
 
     What was asked for of device and precision is in a cell's key; the rest is the machine's choice.
     """
-    summary = json.loads((run / "summary.json").read_text("utf-8"))
+    try:
+        summary = read_summary(run)
+    except Damaged:
+        return False
     chosen = {k: summary[k] for k in ("device", "precision") if k in summary}
     return bool(replace(config, **chosen).hash == summary.get("hash"))
 

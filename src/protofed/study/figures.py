@@ -24,7 +24,8 @@ from protofed.study.tables import Row, Spread
 if TYPE_CHECKING:
     from protofed.study.folder import TaskTable
 
-STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
+              "text.parse_math": False}  # fmt: skip
 
 
 def bars(table: TaskTable, file: Path, title: str) -> None:

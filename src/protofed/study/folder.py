@@ -23,10 +23,10 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from protofed.config import EACH, read_config
+from protofed.config import EACH
 from protofed.errors import ProtofedError
-from protofed.federation.records import read_records
-from protofed.files import write_atomic
+from protofed.federation.finished import read_finished, read_settings, read_summary
+from protofed.files import read_json, write_atomic
 from protofed.study import plan, render, tables
 from protofed.study.plan import AVERAGE, Cell
 from protofed.study.spec import Study, StudyTask, load
@@ -99,7 +99,7 @@ def read_index(folder: Path) -> dict[str, list[Path]]:
     """The runs of each cell's key, from all that ever planned here; its own before others'."""
     index: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("index-*.json")):
-        for key, path in json.loads(file.read_text("utf-8")).items():
+        for key, path in read_json(file).items():
             index.setdefault(key, []).append(folder / path)
     return {key: sorted(paths, key=lambda p: p.parent != folder) for key, paths in index.items()}
 
@@ -107,7 +107,7 @@ def read_index(folder: Path) -> dict[str, list[Path]]:
 def drop(folder: Path, stale: Mapping[str, Sequence[Path]]) -> None:
     """Take these runs out of the index: the cells of these keys ask for something else by now."""
     for file in folder.glob("index-*.json"):
-        index = json.loads(file.read_text("utf-8"))
+        index = read_json(file)
         left = {k: p for k, p in index.items() if folder / p not in stale.get(k, ())}
         if left != index:
             write_atomic(file, json.dumps(left, indent=0))
@@ -230,8 +230,7 @@ def _states(
 
 def read_measure(folder: Path) -> Measure:
     """What a table needs of a run's folder."""
-    summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    return Measure.of(summary, read_config(folder / "config.toml"))
+    return Measure.of(read_summary(folder), read_settings(folder))
 
 
 # ---- what is written ----------------------------------------------------------------------------
@@ -281,7 +280,7 @@ def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]
     for table in made:
         if not table.runs:
             continue
-        ending = "" if alone else f"-{table.task}"
+        ending = "" if alone else "-" + re.sub(r"[^\w.-]+", "-", table.task)
         for suffix in ("png", "pdf"):
             if results.get(table.task):
                 curves(results[table.task], folder / f"curves{ending}.{suffix}")
@@ -315,8 +314,8 @@ def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
 
 
 def _light_run(folder: Path, label: str) -> Result:
-    settings = {"leave_out": None, **read_config(folder / "config.toml")}
+    settings = {"leave_out": None, **read_settings(folder)}
     summary = {**read_measure(folder).summary, "method": label}
-    records = read_records(folder / "rounds.jsonl")
+    records = read_finished(folder)
     light = SimpleNamespace(config=SimpleNamespace(**settings), rounds=records, summary=summary)
     return cast("Result", light)

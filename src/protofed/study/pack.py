@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from protofed.errors import ProtofedError
-from protofed.federation.records import line, read_records
+from protofed.federation.finished import read_finished, read_settings, read_summary
+from protofed.federation.records import line
 from protofed.files import write_atomic
 from protofed.study import plan
 from protofed.study.folder import (
@@ -64,10 +65,14 @@ def pack(
             runs[cell.key] = run
     if not runs:
         raise ProtofedError(f"'{folder}' has no finished run to pack", "protofed study run NAME")
-    _clear(to)
+    packed = {}
     for run in dict.fromkeys(runs.values()):
         tell(f"packing {run.name}")
-        _pack_run(run, to / run.name)
+        packed[run.name] = _packed_run(run)
+    _clear(to)  # not before all could be read: what is there may be the only copy
+    for name, files in packed.items():
+        for file, content in files.items():
+            write_atomic(to / name / file, content)
     write_study(_anywhere(study), to, {key: to / run.name for key, run in runs.items()})
     _keep_analyses(folder, to, images, tell)
     kept = open_study(to)
@@ -92,16 +97,19 @@ def _clear(to: Path) -> None:
             path.unlink()
 
 
-def _pack_run(run: Path, to: Path) -> None:
+def _packed_run(run: Path) -> dict[str, str | bytes]:
+    """The files that are kept of a run."""
+    files: dict[str, str | bytes] = {}
     for name in ("config.toml", "summary.json", "clients.json"):
         if (run / name).is_file():
             text = (run / name).read_text("utf-8")
             if name == "config.toml":  # where the images lay on the machine that ran it
                 text = "".join(s for s in text.splitlines(True) if not s.startswith("data = "))
-            write_atomic(to / name, text)
-    text = "".join(map(line, read_records(run / "rounds.jsonl")))
-    packed = gzip.compress(text.encode(), mtime=0)  # the same bytes whenever it is done
-    write_atomic(to / "rounds.jsonl.gz", packed)
+            files[name] = text
+    read_summary(run), read_settings(run)  # errors, if they are damaged
+    text = "".join(map(line, read_finished(run)))
+    files["rounds.jsonl.gz"] = gzip.compress(text.encode(), mtime=0)  # the same bytes every time
+    return files
 
 
 def _anywhere(study: Study) -> Study:

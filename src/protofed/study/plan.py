@@ -120,9 +120,9 @@ def columns(study: Study, task: StudyTask) -> tuple[str, ...]:
 
 def cells(study: Study, selection: Selection = Selection()) -> list[Cell]:  # noqa: B008 (frozen)
     """Every run the study asks for, seed by seed, so that early results cover all rows."""
-    tasks = _chosen(study_tasks(study), selection.tasks, "task", lambda t: {t.name, t.task})
+    tasks = _chosen(study_tasks(study), selection.tasks, "task", lambda t: (t.name, t.task))
     lines = _chosen(
-        study.lines, selection.rows, "row", lambda r: {r.label, r.row.label, r.row.method}
+        study.lines, selection.rows, "row", lambda r: (r.label, r.row.label, r.row.method)
     )
     found = []
     for task in tasks:
@@ -183,13 +183,21 @@ def _moved(settings: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
 
 
 def _chosen(found: Sequence[Any], wanted: Iterable[str], what: str, names: Any) -> list[Any]:
-    wanted = list(wanted)
-    known = [n for f in found for n in names(f)]
+    """Those that a name means: the one called so before those of that row, task or method.
+
+    In any case of letters, where nothing is spelled exactly so. No name: all.
+    """
+    chosen: list[Any] = []
     for name in wanted:
-        if name not in known and name.casefold() not in {n.casefold() for n in known}:
-            raise unknown(f"{what} of this study", name, dict.fromkeys(known))
-    folded = {w.casefold() for w in wanted}
-    return [f for f in found if not folded or {n.casefold() for n in names(f)} & folded]
+        spelled = ((s, level) for s in (str, str.casefold) for level in range(len(names(found[0]))))
+        for spell, level in spelled:
+            if same := [f for f in found if spell(names(f)[level]) == spell(name)]:
+                chosen += same
+                break
+        else:
+            known = dict.fromkeys(n for f in found for n in names(f))
+            raise unknown(f"{what} of this study", name, known)
+    return [f for f in found if f in chosen] if chosen else list(found)
 
 
 def configs(cells: Sequence[Cell]) -> dict[str, Config]:

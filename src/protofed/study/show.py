@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +10,8 @@ from statistics import fmean
 from rich.markup import escape
 
 from protofed.architectures import model_names
-from protofed.config import read_config
 from protofed.errors import ProtofedError
+from protofed.federation.finished import read_settings, read_summary
 from protofed.federation.records import LAST, SELECTION, beside, last_mean, read_records, shown
 from protofed.progress import duration
 
@@ -39,7 +38,7 @@ def lines(folder: Path) -> list[str]:
         if (folder / "study.toml").is_file():
             raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
         raise ProtofedError(f"'{folder}' is not a run's folder")
-    config = read_config(folder / "config.toml")
+    config = read_settings(folder)
     records = read_records(folder / "rounds.jsonl")
     options = ", ".join(f"{k}={v}" for k, v in config.get("options", {}).items())
     text = [
@@ -86,7 +85,7 @@ def lines(folder: Path) -> list[str]:
         f"\n[dim]% correct, blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}[/dim]"
     )
     if (folder / "summary.json").is_file():
-        summary = json.loads((folder / "summary.json").read_text("utf-8"))
+        summary = read_summary(folder)
         clients = summary.get("clients", [])
         per: dict[str, list[int]] = {}
         for client in clients:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -204,10 +205,10 @@ def load(name: str) -> Study:
         where = name
     elif path.suffix == ".toml" or path.is_file():
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")  # some editors begin a file with a mark
         except (OSError, UnicodeDecodeError) as error:
             raise ProtofedError(f"cannot read study '{path}': {error}") from None
-        where = path.stem
+        where = path.resolve().parent.name if path.name == "study.toml" else path.stem
     else:
         raise unknown("study", name, builtin())
     try:
@@ -253,10 +254,12 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
     sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
     baseline = raw.get("baseline", next((r.label for r in rows.values() if _plain(r)), None))
-    if baseline is not None and baseline not in rows:
+    if baseline is not None and (not isinstance(baseline, str) or baseline not in rows):
         raise unknown("row as baseline", baseline, rows)
     override = _table(raw, "override")
     _only(override, ("on", "settings"), "key in [override]")
+    if "on" in override:
+        _text(override, "on")
     _only(_table(override, "settings"), SETTINGS, "setting")
     tsne = _table(raw, "tsne")
     _only(tsne, ("domains", "rounds"), "key in [tsne]")
@@ -280,6 +283,12 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     )
     printed, columns = {}, {}
     labels = {line.label for line in study.lines} | set(rows)
+    for label, count in Counter(line.label for line in study.lines).items():
+        if count > 1:  # they would be one line of the table
+            raise ProtofedError(
+                f"{count} lines are called '{label}'",
+                "name a value once, all values of a row in one [[sweep]], and rows otherwise",
+            )
     for task, table in _table(raw, "printed").items():
         if task not in tasks:
             raise unknown("task in [printed]", task, tasks)
@@ -293,7 +302,8 @@ def _task(name: str, raw: Any) -> StudyTask:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"task {name} must be a table", f"write {name} = {{}}")
     settings = dict(raw)
-    task = settings.pop("task", name)
+    task = _text(settings, "task", name)
+    settings.pop("task", None)
     notes = tuple(_list(settings, "notes", str))
     settings.pop("notes", None)
     _only(settings, SETTINGS, f"setting of task {name}")
@@ -329,7 +339,8 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
                 row = rows[label].with_value(name, value)
                 if not row.missing:
                     method_class(row.method).create(row.options)
-    return Sweep({k: tuple(v) for k, v in over.items()}, labels)
+    once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
+    return Sweep(once, labels)
 
 
 def _printed(
@@ -358,12 +369,17 @@ def _printed(
                 f"{label} in [printed.{task}] must be {len(columns)} numbers ({', '.join(columns)})"
                 f" or the average alone, got {entry!r}"
             )
+        if not (std is None or _number(std)):
+            raise ProtofedError(f"std of {label} in [printed.{task}] must be a number, got {std!r}")
         found[label] = Printed(values, None if std is None else float(std))
     return columns, found
 
 
+MOST_SEEDS = 10_000
+
+
 def _seeds(value: Any) -> tuple[int, ...]:
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_SEEDS:
         return tuple(range(value))
     if isinstance(value, list) and value and all(type(s) is int and s >= 0 for s in value):
         return tuple(dict.fromkeys(value))
@@ -390,7 +406,8 @@ def _table(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     value = raw.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, kind) for v in value):
-        raise ProtofedError(f"{key} must be a list, got {value!r}")
+        of = "texts" if kind is str else "tables"
+        raise ProtofedError(f"{key} must be a list of {of}, got {value!r}")
     return value
 
 

@@ -1,0 +1,128 @@
+"""Mistakes in studies, and files of theirs that are damaged: said in words, and nothing is lost."""
+
+import json
+
+import pytest
+
+from protofed.errors import ProtofedError
+from protofed.files import Damaged
+from protofed.study import folder as folders
+from protofed.study import plan
+from protofed.study.pack import pack
+from protofed.study.plan import Selection
+from protofed.study.spec import parse
+
+
+def flat(cell):
+    return dict.fromkeys(("scan", "print", "photo", "inverse", "average"), 50.0)
+
+
+@pytest.mark.parametrize("sweeps", [
+    [{"over": {"lr": [0.01, 0.02]}}, {"over": {"lr": [0.02, 0.03]}}],
+    [{"over": {"lr": [0.0100000001, 0.01]}}],
+])  # fmt: skip
+def test_two_lines_of_one_name_are_refused(raw, sweeps):
+    with pytest.raises(ProtofedError, match="2 lines are called 'FedAvg, lr="):
+        parse(raw(rows={"FedAvg": "fedavg"}, sweep=sweeps), "mine")
+
+
+def test_a_value_that_is_given_twice_counts_once(raw):
+    study = parse(raw(rows={"FedAvg": "fedavg"}, sweep=[{"over": {"lr": [0.01, 0.01]}}]), "mine")
+    assert [line.label for line in study.lines] == ["FedAvg, lr=0.01"]
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"baseline": []}, "baseline"),
+    ({"override": {"on": 3}}, "on must be a text"),
+    ({"tasks": {"glyphs": {"task": 3}}}, "task must be a text"),
+    ({"printed": {"glyphs": {"columns": [], "FedAvg": {"values": 1.0, "std": "x"}}}}, "std"),
+    ({"seeds": 10**11}, "seeds must be"),
+    ({"notes": [1]}, "list of texts"),
+])  # fmt: skip
+def test_wrong_types(raw, change, words):
+    with pytest.raises(ProtofedError, match=words):
+        parse(raw(**{"rows": {"FedAvg": "fedavg"}, **change}), "mine")
+
+
+@pytest.mark.parametrize("settings", [{"model": []}, {"leave_out": []}])
+def test_wrong_types_of_settings(raw, settings):
+    (cell,) = plan.cells(parse(raw(rows={"A": "fedavg"}, seeds=1, settings=settings), "mine"))
+    with pytest.raises(ProtofedError, match="unknown"):
+        cell.config()
+
+
+def test_an_exact_name_wins(raw):
+    rows = {"FPL": "fpl", "FPL, GroupNorm": {"method": "fpl", "settings": {"norm": "group"}}}
+    tasks = {"glyphs": {}, "more": {"task": "glyphs", "lr": 0.02}}
+    study = parse(raw(rows=rows, tasks=tasks, seeds=1), "mine")
+
+    def chosen(**names):
+        return [(c.task, c.line.label) for c in plan.cells(study, Selection(**names))]
+
+    assert chosen(rows=("FPL",), tasks=("glyphs",)) == [("glyphs", "FPL")]
+    assert chosen(rows=("FPL, GroupNorm",), tasks=("more",)) == [("more", "FPL, GroupNorm")]
+    assert len(chosen(rows=("fpl",), tasks=("glyphs",))) == 2  # the method
+    assert len(chosen(rows=("Fpl, groupnorm",))) == 2  # both tasks
+
+
+def test_names_with_commas_can_be_typed():
+    from protofed.cli_study import _names
+
+    known = ["FPL", "FPL, GroupNorm", "FedAvg"]
+    assert _names("FedAvg, FPL, GroupNorm", known) == ("FedAvg", "FPL, GroupNorm")
+    assert _names("FPL,fedavg", known) == ("FPL", "fedavg")
+    assert _names(None) == ()
+
+
+def test_a_task_name_with_a_slash_gives_files(raw, make_runs, tmp_path):
+    study = parse(raw(tasks={"a/b": {"task": "glyphs"}, "glyphs": {"lr": 0.02}}), "mine")
+    make_runs(study, tmp_path / "out", flat)
+    assert "curves-a-b.png" in folders.write_outputs(study, tmp_path / "out")
+
+
+DAMAGE = {
+    "summary.json": ["", "x", "[]", "{}"],
+    "config.toml": ["", "seed = 1"],
+    "rounds.jsonl": ["", "{}\n", "[1]\n"],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [(f, c) for f, contents in DAMAGE.items() for c in contents]
+)
+def test_damaged_files_are_named_and_a_packed_copy_survives(
+    raw, make_runs, tmp_path, monkeypatch, file, content
+):
+    monkeypatch.setattr("protofed.report.page.write", lambda *_, **__: None)
+    study = parse(raw(seeds=1), "mine")
+    make_runs(study, tmp_path / "out", flat)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "study.toml").write_text("a packed study")
+    run = folders.finished(folders.read_index(tmp_path / "out")[plan.cells(study)[0].key])
+    (run / file).write_text(content)
+    with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
+        folders.write_outputs(study, tmp_path / "out")
+    with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
+        pack(tmp_path / "out", copy, images=0)
+    assert (copy / "study.toml").read_text() == "a packed study"
+
+
+def test_a_damaged_index_is_named(raw, make_runs, tmp_path):
+    study = parse(raw(seeds=1), "mine")
+    make_runs(study, tmp_path / "out", flat)
+    for content in ("x", "[]", json.dumps(3)):
+        next((tmp_path / "out").glob("index-*.json")).write_text(content)
+        with pytest.raises(Damaged, match="index-"):
+            folders.open_study(tmp_path / "out")
+
+
+def test_runs_that_a_table_leaves_out_are_told(raw, make_runs, protofed, tmp_path):
+    study = parse(raw(seeds=1), "mine")
+    make_runs(study, tmp_path / "out", flat)
+    folders.write_study(
+        parse(raw(rows={"FedAvg": "fedavg"}, seeds=1), "mine"), tmp_path / "out", {}
+    )
+    code, out, err = protofed("study", "table", tmp_path / "out", "--format", "csv")
+    assert code == 0 and "FPL" not in out
+    assert "1 finished runs" in err and "left out" in err
