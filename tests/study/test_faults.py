@@ -1,16 +1,19 @@
 """Mistakes in studies, and files of theirs that are damaged: said in words, and nothing is lost."""
 
+import gzip
 import json
 
 import pytest
 
 from protofed.errors import ProtofedError
+from protofed.federation.run import is_finished
 from protofed.files import Damaged
+from protofed.report import kept
 from protofed.study import folder as folders
 from protofed.study import plan
 from protofed.study.pack import pack
 from protofed.study.plan import Selection
-from protofed.study.spec import parse
+from protofed.study.spec import dumps, load, parse
 
 
 def flat(cell):
@@ -99,13 +102,17 @@ def test_damaged_files_are_named_and_a_packed_copy_survives(
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / "study.toml").write_text("a packed study")
+    (copy / "report.html").write_text("its report")
     run = folders.finished(folders.read_index(tmp_path / "out")[plan.cells(study)[0].key])
     (run / file).write_text(content)
     with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
         folders.write_outputs(study, tmp_path / "out")
     with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
         pack(tmp_path / "out", copy, images=0)
+    if file == "summary.json":  # it is done again
+        assert not is_finished(run, plan.cells(study)[0].config())
     assert (copy / "study.toml").read_text() == "a packed study"
+    assert (copy / "report.html").is_file()
 
 
 def test_a_damaged_index_is_named(raw, make_runs, tmp_path):
@@ -126,3 +133,27 @@ def test_runs_that_a_table_leaves_out_are_told(raw, make_runs, protofed, tmp_pat
     code, out, err = protofed("study", "table", tmp_path / "out", "--format", "csv")
     assert code == 0 and "FPL" not in out
     assert "1 finished runs" in err and "left out" in err
+
+
+@pytest.mark.parametrize("content", [{"confusion": {}}, {"tsne": [1]}, {"clusters": {}}, []])
+def test_kept_analyses_that_are_incomplete_are_damaged(tmp_path, content):
+    file = tmp_path / kept.NAME
+    file.write_bytes(gzip.compress(json.dumps(content).encode()))
+    if content:
+        with pytest.raises(ProtofedError, match="damaged"):
+            kept.load(kept.Findings(), "FPL", tmp_path)
+    else:
+        assert kept.load(kept.Findings(), "FPL", tmp_path)
+
+
+def test_a_file_that_begins_with_a_mark_is_read(raw, tmp_path):
+    (tmp_path / "mine.toml").write_text(dumps(raw(seeds=1)), "utf-8-sig")
+    assert load(str(tmp_path / "mine.toml")).title == "Two methods"
+
+
+def test_values_of_one_name_given_in_two_options_are_one_list(protofed, monkeypatch):
+    found = []
+    monkeypatch.setattr("protofed.study.compare.run_study", lambda s, *_: (found.append(s), []))
+    monkeypatch.setattr("protofed.cli_study.print_outcome", lambda *_: None)
+    protofed("sweep", "--over", "lr=0.01,0.02", "--over", "lr=0.03")
+    assert [line.point["lr"] for line in found[0].lines] == [0.01, 0.02, 0.03]

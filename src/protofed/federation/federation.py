@@ -15,10 +15,18 @@ from protofed.architectures import client_models
 from protofed.config import DTYPES, Config, config_task
 from protofed.data import Images, Share, Task, split
 from protofed.engines import build_engine, choose
-from protofed.errors import Diverged, ProtofedError, unknown
+from protofed.errors import ProtofedError, unknown
 from protofed.federation import tree
 from protofed.federation.keep import Keeper
-from protofed.federation.local import Exam, Scores, Setup, Site, Training, entry_list
+from protofed.federation.local import (
+    Exam,
+    Scores,
+    Setup,
+    Site,
+    Training,
+    entry_list,
+    require_finite,
+)
 from protofed.federation.public import Public, make_public, told
 from protofed.federation.records import Record, Records
 from protofed.federation.server import Server
@@ -200,7 +208,7 @@ class Federation:
             for observer in observers:
                 observer.client(round, done, len(names))
         server.finish()
-        _require_finite(server.state.get("model", {}), round)
+        require_finite(server.state.get("model", {}), f"round {round}: the averaged model")
         self.store.accept()
         trained = time.perf_counter()
         scores = self.evaluate(observers)
@@ -321,19 +329,11 @@ def make_shares(config: Config, task: Task) -> list[Share]:
     )
 
 
-def _require_finite(model: Slot, round: int) -> None:
-    """An error if a round's average has made the model useless: losses show that a round later."""
-    floats = {name: t for name, t in model.items() if t.is_floating_point() and t.numel()}
-    if not floats or bool(torch.stack(torch._foreach_norm(list(floats.values()))).isfinite().all()):
-        return
-    odd = [name for name, t in floats.items() if not bool(t.isfinite().all())]
-    if odd:  # a norm overflows earlier than its entries
-        raise Diverged(
-            f"round {round}: {len(odd)} entries of the averaged model are not finite, "
-            f"'{odd[0]}' among them",
-            "a client's last step diverged (try a smaller --lr), or weights or aggregate of the "
-            "method gave numbers that are none",
-        )
+CONTRACT = {
+    "evaluates": ("global", "clients", "everyone"),
+    "proto_pass": ("none", "last_epoch", "post"),
+}
+TRAVELS = ("both", "down", "no")
 
 
 def _check_contract(method: Method, network: Network) -> None:
@@ -348,13 +348,6 @@ def _check_contract(method: Method, network: Network) -> None:
     for entry in entry_list(network):
         if (way := method.shared(entry)) not in TRAVELS:
             raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
-
-
-CONTRACT = {
-    "evaluates": ("global", "clients", "everyone"),
-    "proto_pass": ("none", "last_epoch", "post"),
-}
-TRAVELS = ("both", "down", "no")
 
 
 def make_setup(config: Config, task: Task, network: Network) -> Setup:

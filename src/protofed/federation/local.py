@@ -380,7 +380,7 @@ def evaluate(
                 client.begin_step(key)
                 said = setup.method.rules(client, normalised(x, setup.augment, setup.dtype))
                 if absent and not all(bool(s.isfinite().all()) for s in said.values()):
-                    _require_finite(client.start)
+                    require_finite(client.start, "the model")
                     raise ProtofedError(
                         f"{setup.method.name} predicts with entries that clients keep to "
                         f"themselves ({next(iter(absent))} ...), which the server does not have",
@@ -394,13 +394,18 @@ def evaluate(
     return accuracy
 
 
-def _require_finite(model: Slot) -> None:
-    for name, t in model.items():
-        if not bool(torch.isfinite(t).all()):
-            raise Diverged(
-                f"entry {name} of the model is not finite",
-                "try a smaller --lr, or check the method's hyper-parameters",
-            )
+def require_finite(model: Slot, what: str) -> None:
+    """An error if entries of a model are not finite: losses show that only a step later."""
+    floats = {name: t for name, t in model.items() if t.is_floating_point() and t.numel()}
+    if not floats or bool(torch.stack(torch._foreach_norm(list(floats.values()))).isfinite().all()):
+        return
+    odd = [name for name, t in floats.items() if not bool(t.isfinite().all())]
+    if odd:  # a norm overflows earlier than its entries
+        raise Diverged(
+            f"{what} is not finite: {len(odd)} of its entries, {odd[0]} among them",
+            "a client's last step diverged: try a smaller --lr, or check the method's "
+            "hyper-parameters; or its weights or aggregate gave numbers that are none",
+        )
 
 
 def _absent(network: Network, method: Method, model: Slot) -> Slot:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -161,7 +160,6 @@ def _without_data(settings: dict[str, Any]) -> Config:
 def is_finished(folder: Path, config: Config) -> bool:
     """Whether this very run is complete in that folder."""
     try:
-        summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        return bool(read_summary(folder)["hash"] == config.hash)
+    except ProtofedError:  # none, or a damaged one
         return False
-    return bool(summary.get("hash") == config.hash)
