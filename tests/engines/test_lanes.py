@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
 
 import pytest
 import torch
 
+from protofed.config import make_config
+from protofed.federation.federation import Federation
 from protofed.federation.run import Result, run
 from protofed.methods import METHODS, FedAvg, Method
 from protofed.methods.base import Batch, Terms
@@ -59,7 +62,9 @@ def test_every_method_agrees_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_first_steps_agree_in_float32(name: str) -> None:
-    loop, lanes = both(METHODS[name](), rounds=1, epochs=1, batch=5, precision="fp32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop, lanes = both(METHODS[name](), rounds=1, epochs=1, batch=5, precision="fp32")
     assert apart(loop, lanes) < 1e-4
 
 
@@ -124,3 +129,25 @@ def test_a_method_that_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
     with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph"):
         loop, lanes = both(LooksAtValues(), rounds=2, precision="fp64")
     assert apart(loop, lanes) < 1e-8
+
+
+def test_graphs_of_an_earlier_run_are_not_collected_while_others_are_recorded() -> None:
+    """Destroying a graph is forbidden during a recording, and would send it to eager lanes."""
+    task = tiny_task(samples=22, clients=3, spare=12)
+    common = {**TINY, "clients": CLIENTS, "samples": SAMPLES, "rounds": 2, "device": "cuda"}
+    thresholds = gc.get_threshold()
+    gc.disable()
+    try:
+        earlier = [Federation(make_config(task, FedAvg(), **common), task)]
+        earlier[0].run_round()
+        earlier.append(earlier)  # type: ignore[arg-type]  # only the collector frees it
+        del earlier
+        later = Federation(make_config(task, FedAvg(), **common), task)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            gc.set_threshold(1, 1, 1)  # at nearly every object from here on
+            gc.enable()
+            later.run_round()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()

@@ -6,6 +6,7 @@ or the client's is touched by a replay: only tensors change.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -275,3 +276,39 @@ def test_a_last_batch_of_one_image_is_told_in_words(kind: str) -> None:
         federation.engine = lanes
     with pytest.raises(ProtofedError, match=r"client left-\d: a batch of one image.*--batch"):
         federation.run_round()
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_nothing_is_collected_while_a_graph_is_recorded(
+    was_on: bool, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph collected during the recording of another spoils it."""
+    during = []
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        during.append(gc.isenabled())
+        yield
+        if breaks:
+            raise RuntimeError("spoilt")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(engine._Program, "record", RECORD)
+    task = tiny_task(samples=22, clients=3, spare=12)
+    federation = Federation(make_config(task, FedAvg(), **TINY), task)
+    lanes = Lanes(federation.setup, federation.make_networks, torch.device("cpu"), lanes=1)
+    federation.engine = lanes
+    monkeypatch.setattr(engine._Program, "run", nothing)
+    try:
+        if not was_on:
+            gc.disable()
+        if breaks:
+            with pytest.warns(UserWarning, match="runs eagerly.*spoilt"):
+                federation.run_round()
+        else:
+            federation.run_round()
+        assert during and not any(during)
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()

@@ -390,7 +390,10 @@ class _Program:
         torch.cuda.synchronize(self.lane.device)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.lane.pool, stream=self.lane.stream):
+            with (
+                _no_garbage_collection(),
+                torch.cuda.graph(graph, pool=self.lane.pool, stream=self.lane.stream),
+            ):
                 self._epoch(range(self.steps))
             self.graph = graph
             self.descent.recorded()
@@ -445,6 +448,18 @@ class _Program:
     def _loss(self, batch: Batch) -> Terms:
         with self.setup.autocast(self.lane.device):
             return self.descent.compute(lambda: loss_terms(self.phase, self.client, batch))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An earlier run's graph that is collected while another is recorded spoils the recording."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextmanager
