@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pytest
+from rich.console import Console
 
 from protofed.errors import ProtofedError
 from protofed.federation.run import is_finished
@@ -11,9 +12,10 @@ from protofed.files import Damaged
 from protofed.report import kept
 from protofed.study import folder as folders
 from protofed.study import plan
+from protofed.study.compare import run_study
 from protofed.study.pack import pack
 from protofed.study.plan import Selection
-from protofed.study.spec import dumps, load, parse
+from protofed.study.spec import builtin, dumps, load, parse
 
 
 def flat(cell):
@@ -41,10 +43,35 @@ def test_a_value_that_is_given_twice_counts_once(raw):
     ({"printed": {"glyphs": {"columns": [], "FedAvg": {"values": 1.0, "std": "x"}}}}, "std"),
     ({"seeds": 10**11}, "seeds must be"),
     ({"notes": [1]}, "list of texts"),
+    ({"tsne": {"domains": "scan"}}, "list of texts"),
+    ({"tsne": {"rounds": [0]}}, "rounds in .tsne. must be"),
+    ({"tsne": {"rounds": ["last"]}}, "rounds in .tsne. must be"),
 ])  # fmt: skip
 def test_wrong_types(raw, change, words):
     with pytest.raises(ProtofedError, match=words):
         parse(raw(**{"rows": {"FedAvg": "fedavg"}, **change}), "mine")
+
+
+COLUMNS = {"glyphs": {"columns": ["scam", "average"], "FedAvg": [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"printed": COLUMNS}, r"study 'mine': unknown column in \[printed.glyphs\] 'scam'"),
+    ({"tsne": {"domains": ["scan", "pront"]}}, r"study 'mine': unknown domain in \[tsne\] 'pront'"),
+])  # fmt: skip
+def test_domains_that_the_task_has_not_are_said_before_any_run(raw, change, words, tmp_path):
+    study = parse(raw(rows={"FedAvg": "fedavg"}, **change), "mine")
+    with pytest.raises(ProtofedError, match=words):
+        run_study(study, tmp_path / "out", 1, Console())
+    assert not (tmp_path / "out").exists()
+    moved = study.overridden(on="digits")  # its domains are others
+    plan.check_domains(moved, plan.cells(moved))
+
+
+@pytest.mark.parametrize("name", builtin())
+def test_built_in_studies_name_domains_of_their_tasks(name):
+    study = load(name)
+    plan.check_domains(study, plan.cells(study))
 
 
 @pytest.mark.parametrize("settings", [{"model": []}, {"leave_out": []}])

@@ -50,6 +50,7 @@ def run_study(
             hint = f"{error.hint} --methods runs other rows alone"
             raise ProtofedError(f"study '{study.name}': {error.message}", hint)
     configs = plan.configs(cells)
+    plan.check_domains(study, cells)
     _drop_stale(folder, configs, console)
     known = folders.read_index(folder)
     work: dict[str, Job] = {}

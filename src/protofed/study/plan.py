@@ -118,6 +118,26 @@ def columns(study: Study, task: StudyTask) -> tuple[str, ...]:
         return (AVERAGE,)
 
 
+def check_domains(study: Study, cells: Sequence[Cell]) -> None:
+    """Domains that [printed] and [tsne] name are the tasks' own; otherwise nothing would show."""
+    if "on" in study.override:  # they name those of the study's own tasks
+        return
+    chosen = [task for task in study.tasks.values() if task.name in {c.task for c in cells}]
+    known = {task.name: domains(task.task, _settings(study, task)) for task in chosen}
+    asked = [
+        (f"column in [printed.{name}]", column, (*found, AVERAGE))
+        for name, found in known.items()
+        for column in study.columns.get(name, ())
+    ]
+    if len(chosen) == len(study.tasks):
+        every = tuple(dict.fromkeys(d for found in known.values() for d in found))
+        asked += [("domain in [tsne]", d, every) for d in study.tsne.get("domains", ())]
+    for what, name, valid in asked:
+        if name not in valid:
+            error = unknown(what, name, valid)
+            raise ProtofedError(f"study '{study.name}': {error.message}", error.hint)
+
+
 def cells(study: Study, selection: Selection = Selection()) -> list[Cell]:  # noqa: B008 (frozen)
     """Every run the study asks for, seed by seed, so that early results cover all rows."""
     tasks = _chosen(study_tasks(study), selection.tasks, "task", lambda t: (t.name, t.task))

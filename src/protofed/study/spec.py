@@ -263,6 +263,10 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     _only(_table(override, "settings"), SETTINGS, "setting")
     tsne = _table(raw, "tsne")
     _only(tsne, ("domains", "rounds"), "key in [tsne]")
+    _list(tsne, "domains", str)
+    kept = tsne.get("rounds", [])
+    if not isinstance(kept, list) or not all(type(r) is int and r > 0 for r in kept):
+        raise ProtofedError(f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r}")
     study = Study(
         name=name,
         title=_text(raw, "title", name),
