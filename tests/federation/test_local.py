@@ -626,6 +626,42 @@ def test_round_progress_and_draws() -> None:
     assert first[2] == tuple(keys.uniform(key, 1, (5,)).tolist())
 
 
+def test_an_error_in_a_loss_tells_whose_it_was() -> None:
+    @dataclass(frozen=True)
+    class Breaks(Method):
+        name: ClassVar[str] = "breaks"
+
+        def loss(self, client: Client, batch: Batch) -> Terms:
+            return {"ce": batch.x @ batch.y}
+
+    with pytest.raises(RuntimeError) as error:
+        train(setup(Breaks()), site(10))
+    note = "in the loss of breaks, client left-0, batch x [10, 3, 8, 8]"
+    assert error.value.__notes__ == [note]
+
+
+def test_scores_that_are_no_numbers_are_an_error() -> None:
+    """``argmax`` would take them for the largest, and count their images as of that class."""
+
+    @dataclass(frozen=True)
+    class Undecided(Method):
+        name: ClassVar[str] = "undecided"
+
+        def predict(self, client: Client, x: Tensor) -> Tensor:
+            scores = client.forward(x).logits.clone()
+            scores[0, 1] = math.nan
+            return scores
+
+    net, images = network(), site(10).images
+    tests = {"left": images}
+    words = "undecided predicts scores that are no numbers for 4 of 10 test images of left"
+    with pytest.raises(ProtofedError, match=words):
+        module.evaluate(setup(Undecided()), net, start(net), {}, tests, batch=3)
+    broken = {"model": {n: t * math.nan for n, t in start(net)["model"].items()}}
+    with pytest.raises(Diverged, match="the model is not finite"):
+        module.evaluate(setup(), net, broken, {}, tests)
+
+
 def test_losses_are_sums_over_the_steps_and_the_objective_their_sum() -> None:
     @dataclass(frozen=True)
     class Halves(Method):

@@ -88,6 +88,24 @@ def test_a_number_for_a_word_is_refused():
         FPL(finch_level=1)
 
 
+@pytest.mark.parametrize(("default", "words"), [
+    ({"default": None}, "has the default None"),
+    ({"default": (1, 2)}, r"has the default \(1, 2\)"),
+    ({"default_factory": list}, "has no default"),
+    ({}, "has no default"),
+])  # fmt: skip
+def test_a_default_that_no_configuration_could_say_is_refused(default, words):
+    @dataclass(frozen=True)
+    class Odd(Method):
+        name: ClassVar[str] = "odd"
+        widths: object = dataclasses.field(**default)
+
+    with pytest.raises(ProtofedError, match=f"hyper-parameter widths of odd {words}"):
+        Odd.create({})
+    with pytest.raises(ProtofedError, match=words):
+        Odd(widths=1)
+
+
 def test_whole_numbers_and_booleans_are_kept_apart():
     @dataclass(frozen=True)
     class Kinds(Method):

@@ -210,11 +210,15 @@ def _train(
 
 
 def loss_terms(phase: Phase, client: Client, batch: Batch) -> Terms:
-    """The phase's loss; an error in words if the batch is one image and BatchNorm needs more."""
+    """The phase's loss; errors tell whose, and in words if BatchNorm needs more than one image."""
     try:
         return phase.loss(client, batch)
-    except ValueError as error:
+    except ProtofedError:
+        raise
+    except Exception as error:
         if len(batch.y) != 1 or "more than 1 value per channel" not in str(error):
+            where = f"{client.method.name}, client {client.name}"  # its round may lie on a GPU
+            error.add_note(f"in the loss of {where}, batch x {list(batch.x.shape)}")
             raise
         raise ProtofedError(
             f"client {client.name}: a batch of one image, of which BatchNorm has no statistics",
@@ -375,6 +379,7 @@ def evaluate(
     with torch.no_grad(), setup.autocast(device):
         for name, images in tests.items():
             right: dict[str, Tensor] = {}
+            undecided: dict[str, Tensor] = {}
             for x, y in zip(images.x.split(batch), images.y.split(batch), strict=True):
                 # the same draws for every batch: however the images are cut, so are the scores
                 client.begin_step(key)
@@ -387,9 +392,17 @@ def evaluate(
                         "such a method is evaluated by its clients: evaluates = 'clients'",
                     )
                 for rule, scores in said.items():
-                    hits = (scores.argmax(1) == y).sum()
-                    right[rule] = right[rule] + hits if rule in right else hits
+                    zero = torch.zeros((), dtype=torch.int64, device=device)
+                    right[rule] = right.get(rule, zero) + (scores.argmax(1) == y).sum()
+                    undecided[rule] = undecided.get(rule, zero) + scores.isnan().any(1).sum()
             for rule, hits in right.items():
+                if none := int(undecided[rule]):  # argmax would take such a score for the largest
+                    require_finite(client.start, "the model")
+                    raise ProtofedError(
+                        f"{setup.method.name} predicts scores that are no numbers for {none} of "
+                        f"{len(images)} test images of {name}",
+                        "look at the method's predict",
+                    )
                 accuracy.setdefault(rule, {})[name] = 100 * int(hits) / len(images)
     return accuracy
 

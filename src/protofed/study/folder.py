@@ -248,7 +248,7 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
         head = f"## {t.task}\n\n" if len(made) > 1 else ""
         notes = "".join(f"- {note}\n" for note in t.notes)
         parts.append(head + render.to_markdown(*t.grid(), t.caption) + ("\n" + notes) * bool(notes))
-    head = f"# {study.title}\n\n{study.paper}\n\n" if study.paper else ""
+    head = f"# {study.title}\n\n" + f"{study.paper}\n\n" * bool(study.paper)
     return head + "\n".join(parts)
 
 
