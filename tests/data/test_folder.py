@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,19 @@ def test_names_in_any_script(tmp_path: Path, pictures: Any) -> None:
     assert set(task.domains) == {"写真", "фото"}
     assert set(task.classes) == {"собака", "גמל", "ñandú"}
     assert load_task(f"folder:{root}").digest == task.digest  # from the cache
+
+
+def test_a_name_composed_and_decomposed_is_one_class(tmp_path: Path, pictures: Any) -> None:
+    """As a Mac and other systems write it; in folders and in archives."""
+    composed, decomposed = (unicodedata.normalize(f, "bébé") for f in ("NFC", "NFD"))
+    assert composed != decomposed
+    listed = names(("a",), (composed, "chat")) + names(("b",), (decomposed, "chat"))
+    root = pictures.tree(tmp_path / "pets", listed)
+    packed = shutil.make_archive(str(tmp_path / "packed"), "zip", root)
+    for where in (root, packed):
+        task = load_task(f"folder:{where}")
+        assert task.classes == (composed, "chat")
+        assert labels(task.domains["a"].train) == labels(task.domains["b"].train)
 
 
 def test_a_name_that_is_no_text(tmp_path: Path, pictures: Any) -> None:

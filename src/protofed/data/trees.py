@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import tarfile
+import unicodedata
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -110,11 +111,12 @@ def files(path: Path) -> tuple[list[File], set[Parts]]:
     """The files and the folders of a tree.
 
     A folder's own name is the first part of its files' paths; an archive has the paths inside it.
+    Names are composed (NFC): a Mac writes é as two characters, and it is the same class.
     """
     if path.is_dir():
         listed, folders = [], set()
         for parts, entry in walk(path):
-            own = (path.name, *parts)
+            own = _composed((path.name, *parts))
             if entry.is_dir():
                 folders.add(own)
             else:
@@ -133,7 +135,11 @@ def _read(path: str) -> bytes:
 
 
 def _parts(name: str) -> Parts:
-    return tuple(p for p in name.split("/") if p not in ("", "."))
+    return _composed(p for p in name.split("/") if p not in ("", "."))
+
+
+def _composed(parts: Iterable[str]) -> Parts:
+    return tuple(unicodedata.normalize("NFC", p) for p in parts)
 
 
 def _tar(path: Path) -> tuple[list[File], set[Parts]]:
