@@ -434,7 +434,7 @@ def clusters(run: Run) -> list[Clusters]:
 
     With the method's own ``finch_level``, if it has one, else the last partition: for FPL these
     are the very clusters that its server made, for others what FINCH would find. A client that
-    sent several prototypes of a class may be in several clusters.
+    sent several prototypes of a class may be in several clusters. Empty for a run that kept none.
     """
     run = _loaded(run)
     level = 0 if run.config.method.options().get("finch_level") == "first" else -1

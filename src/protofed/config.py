@@ -118,7 +118,8 @@ class Config:
         return f"{short_task(self.task)}-{self.method.name}-{self.seed}-{self.hash}"
 
     def toml(self) -> str:
-        """The configuration as TOML."""
+        """The configuration as TOML, from which it can be read again."""
+        self.method.require_plain()
         tables = {
             "method": {"name": reference(self.method), **self.method.options()},
             "clients": self.clients,

@@ -102,8 +102,10 @@ def test_a_default_that_no_configuration_could_say_is_refused(default, words):
 
     with pytest.raises(ProtofedError, match=f"hyper-parameter widths of odd {words}"):
         Odd.create({})
+    given = {"widths": 1} if not default else {}
+    config = make_config(tiny_task(), Odd(**given), **TINY)  # a run without a folder may have it
     with pytest.raises(ProtofedError, match=words):
-        Odd(widths=1)
+        config.toml()
 
 
 def test_whole_numbers_and_booleans_are_kept_apart():

@@ -269,8 +269,23 @@ class Method:
         }
 
     @classmethod
+    def require_plain(cls) -> None:
+        """An error if config.toml and --set could not say one of the hyper-parameters."""
+        for f in dataclasses.fields(cls):
+            if type(f.default) not in _KINDS:
+                has = f"the default {f.default!r}"
+                if f.default is dataclasses.MISSING:
+                    has = "no default"
+                raise ProtofedError(
+                    f"hyper-parameter {f.name} of {cls.name} has {has}",
+                    f"it must be {' or '.join(_KINDS.values())}; several values are several "
+                    "hyper-parameters, or a word like '1,2' that the method takes apart",
+                )
+
+    @classmethod
     def create(cls, options: Mapping[str, Any], task: str = "") -> Self:
         """The method with these hyper-parameters, the others as its paper has them on the task."""
+        cls.require_plain()
         for name in options:
             if name not in cls.hypers():
                 if not cls.hypers():
@@ -299,20 +314,13 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     hyper: Hyper = f.metadata.get("hyper", Hyper("", ""))
     where = f"hyper-parameter {f.name} of {method}"
     kind = type(f.default)
-    if kind not in _KINDS:  # config.toml and --set could not say it
-        has = "no default" if f.default is dataclasses.MISSING else f"the default {f.default!r}"
-        raise ProtofedError(
-            f"{where} has {has}",
-            f"it must be {' or '.join(_KINDS.values())}; several values are several "
-            "hyper-parameters, or a word like '1,2' that the method takes apart",
-        )
     if not isinstance(value, bool):  # numbers of numpy, too
         if kind is float and isinstance(value, Real):
             value = float(value)
         elif kind is int and isinstance(value, Integral):
             value = int(value)
-    if type(value) is not kind:
-        raise ProtofedError(f"{where} must be {_KINDS[kind]}, got {value!r}")
+    if f.default is not dataclasses.MISSING and type(value) is not kind:
+        raise ProtofedError(f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r}")
     if hyper.choices is not None and value not in hyper.choices:
         raise unknown(f"value for {where}", value, hyper.choices)
     limits = [
