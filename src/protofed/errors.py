@@ -23,6 +23,14 @@ class Diverged(ProtofedError):
     exit_code = 3
 
 
+class NoSecondDerivative(NotImplementedError):
+    """A gradient of a gradient was asked for, of an operation whose own gradient is written down.
+
+    Said outright: PyTorch's ``once_differentiable`` passes such a gradient off as a constant where
+    ``torch.autograd.grad`` asks for it.
+    """
+
+
 def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
     """The error for a name that does not exist, with the nearest names that do."""
     names = sorted(valid)

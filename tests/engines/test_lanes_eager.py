@@ -23,7 +23,7 @@ from protofed.config import make_config
 from protofed.engines import lanes as engine
 from protofed.engines.lanes import Lanes
 from protofed.engines.static import told_apart
-from protofed.errors import ProtofedError
+from protofed.errors import NoSecondDerivative, ProtofedError
 from protofed.federation.federation import Federation
 from protofed.methods import METHODS, FedAvg, FedProto, FedSR, Method
 from protofed.methods.base import Batch, Phase, Terms
@@ -134,6 +134,150 @@ def test_a_method_that_cannot_be_recorded_runs_eagerly(monkeypatch: pytest.Monke
         assert apart(*both(METHODS["fedproto"](), rounds=2)) < 1e-8
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("not while capturing\nmore"), "slower: not while capturing$"),
+        (NotImplementedError(), "slower: NotImplementedError$"),
+    ],
+)
+def test_the_reason_is_the_first_error_of_a_recording(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that the end of a spoilt recording raises."""
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        steps.append(0)
+        try:
+            yield
+        finally:
+            steps.clear()
+            raise RuntimeError("a previous error during capture")
+
+    steps: list[int] = []
+    inner = engine._Program._epoch
+
+    def epoch(self: Any, *args: Any) -> None:
+        if steps:
+            raise error
+        inner(self, *args)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(engine._Program, "record", RECORD)
+    monkeypatch.setattr(engine._Program, "_epoch", epoch)
+    with pytest.warns(UserWarning, match=words):
+        assert apart(*both(FedAvg(), rounds=1)) < 1e-8
+
+
+def test_memory_that_ends_while_recording_is_not_a_method_s_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("a previous error during capture")
+
+    inner = engine._Program._epoch
+
+    def epoch(self: Any, steps: Any) -> None:
+        if isinstance(steps, range):  # the whole epoch, not the warm-up
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        inner(self, steps)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(engine._Program, "record", RECORD)
+    monkeypatch.setattr(engine._Program, "_epoch", epoch)
+    with (
+        pytest.warns(UserWarning, match="going on with 1 lanes"),
+        pytest.raises(ProtofedError, match="too little memory for one client"),
+    ):
+        both(FedAvg(), rounds=1)
+
+
+class Once(torch.autograd.Function):
+    """As the kernels are: differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
+        return gradient
+
+
+@dataclass(frozen=True)
+class Penalty(FedAvg):
+    """A method with a gradient in its loss."""
+
+    name = "penalty"
+
+    def loss(self, client: Any, batch: Batch) -> Terms:
+        x = batch.x.detach().requires_grad_()
+        ce = torch.nn.functional.cross_entropy(client.forward(x).logits, batch.y)
+        (slope,) = torch.autograd.grad(ce, x, create_graph=True)
+        return {"ce": ce, "slope": 0.1 * slope.square().sum()}
+
+
+def test_a_gradient_in_the_loss_goes_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fuse(network: Any) -> None:
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                plain = type(module).forward
+                module.forward = lambda x, m=module, f=plain: Once.apply(f(m, x))  # type: ignore
+
+    monkeypatch.setattr(engine, "_fuse", fuse)
+    monkeypatch.setattr(engine._Program, "record", RECORD)
+    with pytest.warns(UserWarning, match="penalty has a gradient in its loss: BatchNorm runs"):
+        assert apart(*both(Penalty(), rounds=2)) < 1e-8
+
+
+@dataclass(frozen=True)
+class ByDefaults(FedAvg):
+    """The rounds' losses differ in nothing but the values of default arguments."""
+
+    name = "defaults"
+    named: bool = False
+
+    def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
+        scale = 1.0 if round == 0 else 0.1
+
+        def positional(client: Any, batch: Batch, s: float = scale) -> Terms:
+            return {"ce": s * self.loss(client, batch)["ce"]}
+
+        def keyword(client: Any, batch: Batch, *, s: float = scale) -> Terms:
+            return {"ce": s * self.loss(client, batch)["ce"]}
+
+        return (Phase(keyword if self.named else positional),)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_default_arguments_tell_losses_apart(named: bool) -> None:
+    assert apart(*both(ByDefaults(named=named), rounds=2)) < 1e-8
+
+
+@dataclass(frozen=True)
+class AllBatches(FedAvg):
+    """Its BatchNorm averages over all batches so far."""
+
+    name = "all_batches"
+
+    def network(self, network: Any, sizes: Any) -> Any:
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = None
+        return network
+
+
+def test_batchnorm_without_momentum_counts_all_batches() -> None:
+    assert apart(*both(AllBatches(), rounds=2)) < 1e-8
+
+
 def test_half_precision_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss with the weights' halves, without the kernel (which a machine with a GPU has)."""
     monkeypatch.setattr("protofed.engines.descent.kernels", None)
@@ -214,20 +358,21 @@ def test_short_of_memory_it_goes_on_with_fewer_lanes(
 ) -> None:
     """And nothing of the lanes that were too many stays in memory while others are made."""
     alive: list[ref[Any]] = []
-    told: list[int] = []
+    made: list[int] = []
     inner = getattr(engine._Lane, where)
 
+    def living() -> int:
+        return sum(r() is not None for r in alive)
+
     def short(self: Any, *args: Any) -> Any:
-        if sum(r() is not None for r in alive) > 1 and len(told) == 0:
-            told.append(0)
+        if living() > 1:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return inner(self, *args)
 
     start = engine._Lane.__init__
 
     def counted(self: Any, *args: Any) -> None:
-        if told:
-            told[0] = max(told[0], sum(r() is not None for r in alive))
+        made.append(living())
         start(self, *args)
         alive.append(ref(self))
 
@@ -235,7 +380,39 @@ def test_short_of_memory_it_goes_on_with_fewer_lanes(
     monkeypatch.setattr(engine._Lane, "__init__", counted)
     with pytest.warns(UserWarning, match="going on with 1 lanes"):
         assert apart(*both(FedAvg(), rounds=2)) < 1e-8
-    assert told == [0], "lanes that were given up are gone before others are made"
+    assert made == [0, 1, 0, 1, 0], "two, two anew, and then one"
+
+
+@pytest.mark.parametrize("where", ["train", "evaluate"])
+def test_memory_that_an_earlier_run_left_is_freed_first(
+    where: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Nothing is given up for what the garbage collector has not come to yet."""
+    task = tiny_task()
+    earlier, later = (Federation(make_config(task, FedAvg(), **TINY), task) for _ in range(2))
+    for federation in (earlier, later):
+        cpu = torch.device("cpu")
+        federation.engine = Lanes(federation.setup, federation.make_networks, cpu, lanes=1)
+    circle = [earlier]
+    circle.append(circle)  # type: ignore[arg-type]
+    living = ref(earlier)
+    module, name = (engine._Lane, "prepare") if where == "train" else (engine, "examine")
+    inner = getattr(module, name)
+
+    def short(*args: Any) -> Any:
+        if living() is not None:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return inner(*args)
+
+    monkeypatch.setattr(module, name, short)
+    gc.disable()
+    try:
+        del earlier, federation, circle
+        later.run_round()
+    finally:
+        gc.enable()
+    assert not [str(w.message) for w in recwarn], "with all its lanes"
+    assert later.engine._at_once == engine.EVALUATION_BATCH  # type: ignore[attr-defined]
 
 
 def test_too_little_memory_for_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +439,7 @@ def test_short_of_memory_it_tests_fewer_images_at_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(engine, "examine", short)
     both(FedAvg(), rounds=2)
-    assert asked == [2048, 1024, 512, 512], "and it remembers"
+    assert asked == [2048, 2048, 1024, 512, 512], "and it remembers"
 
 
 @pytest.mark.parametrize("kind", ["loop", "lanes"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import ref
 
 import pytest
 import torch
@@ -102,3 +105,20 @@ def test_of_several_errors_the_same_one_is_told(workers: int) -> None:
     settings = {**SETTINGS, "clients": clients, "engine": "workers", "workers": workers}
     with pytest.raises(ProtofedError, match="left-0 fails"):
         run(tiny_task(samples=22, clients=3), Breaks(), **settings)
+
+
+def test_a_finished_run_leaves_neither_threads_nor_networks() -> None:
+    """A notebook does many runs in one process."""
+    task = tiny_task()
+    settings = {**TINY, "engine": "workers", "workers": 2}
+    before = set(threading.enumerate())
+    federation = Federation(make_config(task, METHODS["fedavg"](), **settings), task)
+    federation.run_round()
+    engine, threads = ref(federation.engine), set(threading.enumerate()) - before
+    assert len(threads) == 2
+    del federation
+    gc.collect()
+    assert engine() is None
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -654,9 +654,12 @@ def test_scores_that_are_no_numbers_are_an_error() -> None:
 
     net, images = network(), site(10).images
     tests = {"left": images}
-    words = "undecided predicts scores that are no numbers for 4 of 10 test images of left"
-    with pytest.raises(ProtofedError, match=words):
+    words = "undecided gives scores that are no numbers for test images of left.*predict"
+    with pytest.raises(Diverged, match=words):
         module.evaluate(setup(Undecided()), net, start(net), {}, tests, batch=3)
+    huge = {"model": {n: t * 1e306 for n, t in start(net)["model"].items()}}
+    with pytest.raises(Diverged, match=r"no numbers.*too large.*smaller --lr"):
+        module.evaluate(setup(), net, huge, {}, tests)
     broken = {"model": {n: t * math.nan for n, t in start(net)["model"].items()}}
     with pytest.raises(Diverged, match="the model is not finite"):
         module.evaluate(setup(), net, broken, {}, tests)

@@ -10,7 +10,7 @@ from torch import nn
 
 from protofed.config import make_config
 from protofed.data.task import Domain, Images
-from protofed.errors import ProtofedError
+from protofed.errors import Diverged, ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.local import load, local
@@ -711,6 +711,17 @@ def test_a_prediction_that_needs_private_modules_is_found_out():
     assert federation().evaluate()["accuracy"].keys() == {"left", "right"}
     with pytest.raises(ProtofedError, match="predicts with entries that clients keep"):
         federation(Wrong()).evaluate()
+
+
+def test_a_model_that_diverged_is_not_taken_for_one_that_needs_private_modules():
+    """Its entries are numbers, but the scores are none, whatever the private entries are."""
+    diverged = federation()
+    model = diverged.server.state["model"]
+    diverged.server.state["model"] = {
+        n: t * 1e30 if t.is_floating_point() else t for n, t in model.items()
+    }
+    with pytest.raises(Diverged, match="no numbers"):
+        diverged.evaluate()
 
 
 # ---- prototypes ---------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from protofed.engines import kernels
+from protofed.errors import NoSecondDerivative
 from protofed.models.resnet import BasicBlock
 
 TILE = 64  # rows a program has in registers at a time
@@ -150,8 +150,9 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # asked with create_graph
+            raise NoSecondDerivative("BatchNorm's kernels have no second derivative")
         x, weight, bias, mean_C, scale_C, *output = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=torch.channels_last)
         shape, parts, grid, sizes = _grid(x)

@@ -30,7 +30,7 @@ from protofed.engines.casts import Halves
 from protofed.engines.descent import Descent, HalfDescent
 from protofed.engines.static import copy_into, padded, shapes_of, told_apart, trainable_of
 from protofed.engines.tables import Tables
-from protofed.errors import ProtofedError
+from protofed.errors import NoSecondDerivative, ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.local import (
@@ -81,13 +81,17 @@ class Lanes:
     ) -> Iterator[tuple[str, Reply]]:
         """Train these clients; their replies come together, in their order."""
         received = padded(tree.to(received, self.device))
+        anew = False
         while True:
             try:
                 replies = self._train(sites, received, mine, round)
                 break
             except torch.cuda.OutOfMemoryError:
                 pass  # until here the error's traceback keeps alive what was being made
-            self._fewer_lanes(len(sites))
+            if anew:
+                self._fewer_lanes(len(sites))
+            self._forget_lanes()  # at first, without what earlier rounds and runs have left
+            anew = True
         for site in sites:
             yield site.name, replies[site.name]
 
@@ -103,14 +107,18 @@ class Lanes:
         self, exam: Exam, received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Scores:
         """The scores of an exam, with fewer images at once where memory is short."""
+        anew = False
         while True:
             try:
                 return examine(self.setup, self._judges, exam, received, mine, round, self._at_once)
             except torch.cuda.OutOfMemoryError:
-                if self._at_once == 1:
+                if anew and self._at_once == 1:
                     raise
-            self._at_once //= 2
+            if anew:
+                self._at_once //= 2
+            gc.collect()  # an earlier run's engine is garbage in a circle
             torch.cuda.empty_cache()
+            anew = True
 
     def _train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
@@ -170,11 +178,14 @@ class Lanes:
                 "the GPU has too little memory for one client", "use a smaller --batch or --model"
             )
         self._count = tried // 2
-        torch.cuda.synchronize(self.device)  # what other lanes were given may still be running
+        warnings.warn(f"GPU memory is short: going on with {self._count} lanes", stacklevel=2)
+
+    def _forget_lanes(self) -> None:
+        """Give up every lane, its graphs, and whatever else only the garbage collector frees."""
+        torch.cuda.synchronize(self.device)  # what they were given may still be running
         self._lanes.clear()
         gc.collect()  # an error that came from a thread is in a circle with what it keeps
         torch.cuda.empty_cache()
-        warnings.warn(f"GPU memory is short: going on with {self._count} lanes", stacklevel=2)
 
 
 class _Pending:
@@ -381,32 +392,47 @@ class _Program:
         client = self.client
         load(self.lane.network, client.start)
         self.lane.network.train()
-        for _ in range(2):  # kernels are chosen and workspaces made outside the recording
-            self._reset()
-            self._epoch(sorted({0, self.steps - 1}))
+        try:
+            self._warm_up()
+        except NoSecondDerivative:
+            _unfuse(self.lane.network)
+            self._tell("has a gradient in its loss: BatchNorm runs in PyTorch's own kernels")
+            self._warm_up()
         if isinstance(self.optimiser, Adam):
             self.optimiser.count_in(self.setup.dtype)
         self._reset()
         torch.cuda.synchronize(self.lane.device)
         graph = torch.cuda.CUDAGraph()
+        cause: Exception | None = None
         try:
             with (
                 _no_garbage_collection(),
                 torch.cuda.graph(graph, pool=self.lane.pool, stream=self.lane.stream),
             ):
-                self._epoch(range(self.steps))
+                try:
+                    self._epoch(range(self.steps))
+                except Exception as error:  # the end of a spoilt recording raises another one
+                    cause = error
+                    raise
             self.graph = graph
             self.descent.recorded()
-        except torch.cuda.OutOfMemoryError:
-            raise
         except Exception as error:  # the reason is told; the lane goes on without a graph
+            cause = cause or error
+            if isinstance(cause, torch.cuda.OutOfMemoryError):
+                raise cause from None
             torch.cuda.synchronize(self.lane.device)
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(
-                f"{self.setup.method.name} cannot be recorded as a CUDA graph and runs eagerly, "
-                f"several times slower: {reason}",
-                stacklevel=2,
-            )
+            reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+            how = "runs eagerly, several times slower"
+            self._tell(f"cannot be recorded as a CUDA graph and {how}: {reason}")
+
+    def _warm_up(self) -> None:
+        """Kernels are chosen and workspaces made outside the recording."""
+        for _ in range(2):
+            self._reset()
+            self._epoch(sorted({0, self.steps - 1}))
+
+    def _tell(self, what: str) -> None:
+        warnings.warn(f"{self.setup.method.name} {what}", stacklevel=3)
 
     def _epoch(self, steps: Sequence[int]) -> None:
         """The steps of an epoch as tensor operations on static memory."""
@@ -472,7 +498,9 @@ def _counting_on_the_host(network: Network) -> Iterator[None]:
     norms = [
         (m, m.num_batches_tracked, torch.zeros((), dtype=torch.int64))
         for m in network.modules()
-        if isinstance(m, _BatchNorm) and m.num_batches_tracked is not None
+        if isinstance(m, _BatchNorm)
+        and m.num_batches_tracked is not None
+        and m.momentum is not None  # without one it averages over all batches and needs their count
     ]
     for norm, _, count in norms:
         norm.num_batches_tracked = count
@@ -493,3 +521,9 @@ def _fuse(network: Network) -> None:
         warnings.warn(text, stacklevel=2)
     else:
         fuse(network)
+
+
+def _unfuse(network: Network) -> None:
+    """Back to the modules' own forward passes, which can be differentiated twice."""
+    for module in network.modules():
+        module.__dict__.pop("forward", None)

@@ -48,7 +48,13 @@ def _made_of(loss: Any) -> tuple[Any, Any]:
         return code, (made_of, loss.args, tuple(sorted(loss.keywords.items())))
     function = getattr(loss, "__func__", loss)
     cells = getattr(function, "__closure__", None) or ()
-    made_of = (getattr(loss, "__self__", None), *(cell.cell_contents for cell in cells))
+    named = getattr(function, "__kwdefaults__", None) or {}
+    made_of = (
+        getattr(loss, "__self__", None),
+        getattr(function, "__defaults__", None),
+        tuple(sorted(named.items())),
+        *(cell.cell_contents for cell in cells),
+    )
     return getattr(function, "__code__", function), made_of
 
 

@@ -25,12 +25,12 @@ class Workers:
 
     def __init__(self, setup: Setup, networks: Sequence[Mapping[str, Network]]) -> None:
         self.setup, self._count = setup, len(networks)
-        self._own = threading.local()
+        self._own = own = threading.local()
         waiting = list(networks)
 
-        def begin() -> None:
+        def begin() -> None:  # without self: each thread keeps it for as long as the pool lives
             torch.set_num_threads(1)  # a setting of the thread that calls it
-            self._own.networks = waiting.pop()
+            own.networks = waiting.pop()
 
         self._pool = ThreadPoolExecutor(len(networks), "protofed", initializer=begin)
 

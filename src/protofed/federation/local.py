@@ -383,9 +383,13 @@ def evaluate(
             for x, y in zip(images.x.split(batch), images.y.split(batch), strict=True):
                 # the same draws for every batch: however the images are cut, so are the scores
                 client.begin_step(key)
-                said = setup.method.rules(client, normalised(x, setup.augment, setup.dtype))
-                if absent and not all(bool(s.isfinite().all()) for s in said.values()):
-                    require_finite(client.start, "the model")
+                batch_x = normalised(x, setup.augment, setup.dtype)
+                said = setup.method.rules(client, batch_x)
+                if absent and not _all_decide(said):
+                    load(network, client.start | {n: t.zero_() for n, t in absent.items()})
+                    client.begin_step(key)
+                    if not _all_decide(setup.method.rules(client, batch_x)):
+                        raise _diverged(setup.method, client.start, name)
                     raise ProtofedError(
                         f"{setup.method.name} predicts with entries that clients keep to "
                         f"themselves ({next(iter(absent))} ...), which the server does not have",
@@ -394,17 +398,31 @@ def evaluate(
                 for rule, scores in said.items():
                     zero = torch.zeros((), dtype=torch.int64, device=device)
                     right[rule] = right.get(rule, zero) + (scores.argmax(1) == y).sum()
-                    undecided[rule] = undecided.get(rule, zero) + scores.isnan().any(1).sum()
+                    undecided[rule] = undecided.get(rule, zero) + (~_decides(scores)).sum()
             for rule, hits in right.items():
-                if none := int(undecided[rule]):  # argmax would take such a score for the largest
-                    require_finite(client.start, "the model")
-                    raise ProtofedError(
-                        f"{setup.method.name} predicts scores that are no numbers for {none} of "
-                        f"{len(images)} test images of {name}",
-                        "look at the method's predict",
-                    )
+                if int(undecided[rule]):  # argmax would take such a score for the largest
+                    raise _diverged(setup.method, client.start, name)
                 accuracy.setdefault(rule, {})[name] = 100 * int(hits) / len(images)
     return accuracy
+
+
+def _decides(scores: Tensor) -> Tensor:
+    """Which scores are numbers; −inf is one, and says that it is never this class."""
+    return scores < math.inf
+
+
+def _all_decide(said: Mapping[str, Tensor]) -> bool:
+    return all(bool(_decides(scores).all()) for scores in said.values())
+
+
+def _diverged(method: Method, model: Slot, domain: str) -> Diverged:
+    """The error for scores that are no numbers, unless entries of the model are none either."""
+    require_finite(model, "the model")
+    return Diverged(
+        f"{method.name} gives scores that are no numbers for test images of {domain}",
+        "the model's entries are numbers, but may be too large for its activations: try a smaller "
+        "--lr; or look at the method's predict",
+    )
 
 
 def require_finite(model: Slot, what: str) -> None:
