@@ -97,10 +97,11 @@ def print_table(console: Console, header: Sequence[str], body: Any, caption: str
     """A table with its caption below."""
     from protofed.study.render import to_terminal
 
-    console.print()
     # where there is no terminal there is no width to keep to either
     wide = console if console.is_terminal else Console(file=console.file, width=400)
-    wide.print(to_terminal(header, body))
+    for part in to_terminal(header, body, wide):
+        console.print()
+        wide.print(part)
     console.print(f"[dim]{escape(caption)}[/dim]")
 
 

@@ -1,5 +1,6 @@
 """``protofed study``, ``sweep`` and ``show``: with few real runs, and many made-up ones."""
 
+import io
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from rich.console import Console
 
 from protofed.study import folder as folders
 from protofed.study import plan
@@ -411,11 +413,30 @@ def test_the_display_counts_and_estimates(study, make_runs, tmp_path):
         {"accuracy": {"scan": 1.0}, "average": 1.0, "seconds": {"train": 3.0, "evaluate": 1.0}}
     )
     assert time_left(jobs, 2) == 3 * 4 / 2  # three runs of one round, two at a time
-    table = display(jobs, time.perf_counter(), 2)
+    table = display(jobs, time.perf_counter(), 2, Console(width=120))
     rows = list(zip(*(c.cells for c in table.columns), strict=True))
-    assert rows[1][3] == "on far, process 7"
-    assert rows[-1][0] == "1 of 4 done, 1 elsewhere"
-    assert rows[-1][3] == "6 s left"
+    assert rows[0][3] == "scan 1.0  average 1.0"
+    assert rows[1][2] == "on far, process 7"
+    assert rows[-1][0] == "1 of 4 done, 1 elsewhere, 0 s so far"
+    assert rows[-1][2] == "6 s left"
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40])
+def test_the_display_of_a_narrow_terminal_keeps_what_matters(study, width, tmp_path):
+    (config, *_) = plan.configs(plan.cells(study)).values()
+    job = Job("glyphs  FPL, a=1.0, b=2.0  seed 0", config, tmp_path, "running")
+    accuracy = dict.fromkeys(("scan", "print", "photo", "inverse"), 50.0)
+    job.records.append({"accuracy": accuracy, "average": 50.0, "seconds": {"train": 3.0}})
+    job.started = time.perf_counter() - 600
+    job.config = replace(config, rounds=100)
+    file = io.StringIO()
+    console = Console(width=width, file=file)
+    console.print(display([job], time.perf_counter() - 600, 2, console))
+    said = file.getvalue()
+    assert "1/100" in said and " h" in said and "…" not in said
+    assert ("inverse 50.0" in said) == (width == 200)
+    assert ("50.0" in said) == (width >= 80)
+    assert "a=1.0," in said and "b=2.0" in said
 
 
 def test_sparklines():

@@ -1,14 +1,18 @@
 """Tables of runs: means, deviations and paired differences, by hand."""
 
+import io
 import math
 
 import pytest
+from rich.console import Console
 
 from protofed.config import make_config
 from protofed.federation.records import Records
 from protofed.federation.run import Result
 from protofed.methods import METHODS
+from protofed.study.render import to_terminal
 from protofed.study.tables import (
+    Cell,
     Measure,
     Row,
     Spread,
@@ -231,3 +235,27 @@ def test_who_holds_how_much():
 
 def test_a_row_without_runs_has_no_seeds():
     assert Row("a", {}, None, None, None).seeds == 0
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 132, 400])
+def test_a_narrow_terminal_gets_the_table_in_parts(width):
+    """Whole columns, every cell complete; a paper's line only where it has numbers."""
+    header = ["method", "scan", "print", "average", "Δ FedAvg", "MB", "s"]
+    numbers = ["59.6 ± 3.0", "72.7 ± 3.1", "53.2 ± 3.0", "+5.5 ± 1.5 (±4.2, noise)", "39272", "64"]
+    paper = ["60.15 (-0.6)", "75 (1.0)", "54", "", "", ""]
+    body = [
+        [Cell("FedAvg"), *map(Cell, numbers)],
+        [Cell("  paper (ours − paper)"), *map(Cell, paper)],
+    ]
+    file = io.StringIO()
+    console = Console(width=width, file=file)
+    for part in to_terminal(header, body, console):
+        console.print(part)
+    said = file.getvalue()
+    assert "…" not in said
+    for text in (*header, *numbers, "60.15 (-0.6)"):
+        assert text in said
+    assert max(map(len, said.splitlines())) <= width
+    heads = said.count("method")
+    assert (heads == 1) == (width >= 100)
+    assert said.count("ours − paper") < heads or heads == 1

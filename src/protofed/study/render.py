@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,17 +17,41 @@ FORMATS = ("terminal", "markdown", "csv", "latex")
 Grid = Sequence[Sequence[Cell]]
 
 
-def to_terminal(header: Sequence[str], body: Grid) -> Table:
-    """Best bold, second underlined, the paper's lines dim."""
+def to_terminal(header: Sequence[str], body: Grid, console: Console) -> list[Table]:
+    """Best bold, second underlined, the paper's lines dim.
+
+    A table that is wider than the terminal comes in parts of whole columns, one below the other.
+    """
+    parts: list[list[int]] = [[]]
+    for column in range(1, len(header)):
+        longer = _terminal(header, body, [*parts[-1], column])
+        if parts[-1] and natural_width(longer) > console.width:
+            parts.append([column])
+        else:
+            parts[-1].append(column)
+    return [_terminal(header, body, columns) for columns in parts]
+
+
+def natural_width(table: Table) -> int:
+    """The characters that a table takes where nothing is cut."""
+    return Console(width=10_000).measure(table).maximum
+
+
+def _terminal(header: Sequence[str], body: Grid, columns: Sequence[int]) -> Table:
     table = Table(box=None, header_style="bold")
-    for i, column in enumerate(header):
-        table.add_column(escape(column), justify="left" if i == 0 else "right", no_wrap=True)
+    table.add_column(escape(header[0]), overflow="fold")
+    for i in columns:
+        table.add_column(escape(header[i]), justify="right", no_wrap=True)
     styles = {"best": "bold", "second": "underline"}
     for line in body:
+        paper = line[0].text.startswith(" ")
+        cells = [line[0], *(line[i] for i in columns)]
+        if paper and not any(c.text for c in cells[1:]):
+            continue
         texts = [
-            f"[{styles[c.mark]}]{escape(c.text)}[/]" if c.mark else escape(c.text) for c in line
+            f"[{styles[c.mark]}]{escape(c.text)}[/]" if c.mark else escape(c.text) for c in cells
         ]
-        table.add_row(*texts, style="dim" if line[0].text.startswith(" ") else None)
+        table.add_row(*texts, style="dim" if paper else None)
     return table
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from protofed.config import Config
@@ -30,6 +31,7 @@ from protofed.federation.records import Records, read_records
 from protofed.federation.run import is_finished
 from protofed.progress import accuracies, duration
 from protofed.study.claims import holder
+from protofed.study.render import natural_width
 from protofed.study.worker import BUSY, claim_file, failed_file
 
 POLL_SECONDS = 0.3
@@ -141,7 +143,7 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
                         job.look()
                         _poll(job, Path(scratch))
                 if console.is_terminal:
-                    live.update(display(jobs, began, at_once))
+                    live.update(display(jobs, began, at_once, console))
                 else:
                     _tell(open_, console)
                 open_ = [job for job in open_ if job.state not in ("done", "failed")]
@@ -243,10 +245,20 @@ def _poll(job: Job, scratch: Path) -> None:
 # ---- what a person sees -------------------------------------------------------------------------
 
 
-def display(jobs: Sequence[Job], began: float, at_once: int) -> Table:
-    """The runs (all, or those under way if they are many), and how long all will take."""
+def display(jobs: Sequence[Job], began: float, at_once: int, console: Console) -> Table:
+    """The runs (all, or those under way if they are many), and how long all will take.
+
+    In a narrow terminal the accuracies are first the average's alone, then none at all.
+    """
+    full, average, none = (_display(jobs, began, at_once, kind) for kind in ("full", "average", ""))
+    fits = (t for t in (full, average) if natural_width(t) <= console.width)
+    return next(fits, none)
+
+
+def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> Table:
     table = Table(box=None, header_style="bold")
-    for column in ("run", "round", "accuracy, %", "left"):
+    table.add_column("run", overflow="fold")
+    for column in ("round", "left", *(("accuracy, %",) if accuracy else ())):
         table.add_column(column, no_wrap=True)
     shown = list(jobs)
     if len(jobs) > SHOWN:
@@ -255,21 +267,22 @@ def display(jobs: Sequence[Job], began: float, at_once: int) -> Table:
         left = job.seconds_left
         state = {"running": duration(left) if left is not None else "starting"}
         state["elsewhere"] = f"on {job.message}"
+        average = f"{job.records[-1]['average']:.1f}" if job.records else ""
         table.add_row(
-            job.name,
+            escape(job.name),
             f"{job.rounds}/{job.config.rounds}",
-            job.accuracies,
-            state.get(job.state, job.state),
+            escape(state.get(job.state, job.state)),
+            *({"full": (job.accuracies,), "average": (average,)}.get(accuracy, ())),
         )
     count = Counter(job.state for job in jobs)
     words = [f"{count['done']} of {len(jobs)} done"]
     words += [f"{count[s]} {s}" for s in ("running", "elsewhere", "failed") if count[s]]
     left_all = time_left(jobs, at_once)
     table.add_row(
-        ", ".join(words),
+        f"{', '.join(words)}, {duration(time.perf_counter() - began)} so far",
         f"{sum(j.rounds for j in jobs)}/{sum(j.config.rounds for j in jobs)}",
-        f"{duration(time.perf_counter() - began)} so far",
         f"{duration(left_all)} left" if left_all is not None else "",
+        *[""] * bool(accuracy),
         style="dim",
     )
     return table
