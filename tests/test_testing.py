@@ -207,7 +207,7 @@ def test_a_missing_class_that_gives_nan(verdict):
             table = {"mean": sums / owners[:, None], "mask": (owners > 0).float()}
             return {"model": mean, "prototypes": table}
 
-    fails(verdict(Dividing, "missing class"), "left-0, round 1", "nan")
+    fails(verdict(Dividing, "missing class"), "left-0, round 2", "nan")
     assert not verdict(Dividing, "one client").failed  # it is the class, not the clients
 
 

@@ -258,9 +258,10 @@ def _kept(run: Result, kind: str, round: int) -> Path:
     rounds = _rounds(folder)
     if folder is None or round not in rounds:
         there = f"rounds {', '.join(map(str, rounds))}" if rounds else "nothing"
+        sends = " (if its method sends any)" if kind == "prototypes" else ""
         raise ProtofedError(
             f"the run kept no {kind} of round {round}; it kept {there}",
-            f"run it with --keep-rounds {round}",
+            f"run it with --keep-rounds {round}{sends}",
         )
     return folder / f"{round}.safetensors"
 

@@ -24,7 +24,7 @@ ONE = {**TINY, "rounds": 1}
 def test_a_last_round_that_diverged_is_no_result() -> None:
     """Its losses are those from before the last step: one step, and they are finite."""
     task = tiny_task()
-    with pytest.raises(Diverged, match="round 0: the averaged model is not finite"):
+    with pytest.raises(Diverged, match="round 1: the averaged model is not finite"):
         run(task, "fedavg", **{**ONE, "lr": 1e40, "batch": 64, "epochs": 1})
 
 

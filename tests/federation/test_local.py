@@ -703,7 +703,7 @@ def test_divergence_says_where(value: float) -> None:
     with pytest.raises(Diverged) as error:
         train(setup(Bad()), site(name="right-3"), round=2)
     text = str(error.value)
-    for part in ("client right-3", "round 2", "phase 1", "'bad'", str(value), "--lr"):
+    for part in ("client right-3", "round 3", "phase 1", "'bad'", str(value), "--lr"):
         assert part in text
     assert error.value.exit_code == 3
 

@@ -419,9 +419,13 @@ def test_load_run_equals_the_result(glyphs_run: Result) -> None:
 
 
 def test_load_run_of_what_is_no_finished_run(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ProtofedError, match="no finished run"):
-            load_run(folder)
+    with pytest.raises(ProtofedError, match=r"no finished run.*--resume"):
+        load_run(tmp_path)
+    with pytest.raises(ProtofedError, match="there is no folder"):
+        load_run(tmp_path / "nowhere")
+    (tmp_path / "study.toml").touch()
+    with pytest.raises(ProtofedError, match=r"is a study's folder.*one of the runs"):
+        load_run(tmp_path)
 
 
 def test_a_method_that_shares_nothing_can_be_run(tmp_path: Path) -> None:
@@ -580,7 +584,7 @@ def test_interrupted_while_evaluating(
 
 def test_a_diverging_run_keeps_what_is_complete(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with pytest.raises(Diverged, match=r"right-0, round 2, phase 0"):
+    with pytest.raises(Diverged, match=r"right-0, round 3, phase 0"):
         run(tiny_task(), Diary(fails_in=2), **QUICK, out=out)
     assert tree.load(out / "checkpoint.safetensors")[1]["round"] == 2
     assert len(read_records(out / "rounds.jsonl")) == 2

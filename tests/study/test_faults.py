@@ -52,6 +52,20 @@ def test_wrong_types(raw, change, words):
         parse(raw(**{"rows": {"FedAvg": "fedavg"}, **change}), "mine")
 
 
+@pytest.mark.parametrize(("change", "words"), [
+    ({"printed": {"glyphs": {"FedAvg": [1.0, 2.0]}}}, r"\[printed.glyphs\] has no columns \(write"),
+    ({"lick": "fpl-table2"}, r"unknown key 'lick' \(did you mean like"),
+])  # fmt: skip
+def test_what_is_missing_or_misspelt_is_named(raw, change, words):
+    with pytest.raises(ProtofedError, match=words):
+        parse(raw(**{"rows": {"FedAvg": "fedavg"}, **change}), "mine")
+
+
+def test_a_name_that_is_like_no_other_is_answered_with_all(raw):
+    with pytest.raises(ProtofedError, match=r"unknown kind 'banana' .valid: bars, curves, sweep"):
+        parse(raw(kind="banana"), "mine")
+
+
 COLUMNS = {"glyphs": {"columns": ["scam", "average"], "FedAvg": [1.0, 2.0]}}
 
 

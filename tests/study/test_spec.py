@@ -193,3 +193,25 @@ def test_a_study_like_another_takes_what_it_does_not_give(tmp_path):
     file.write_text('like = "fpl-tabel2"\n')
     with pytest.raises(ProtofedError, match=r"like of study 'mine': 'fpl-tabel2'.*fpl-table2"):
         load(str(file))
+
+
+@pytest.mark.parametrize(("like", "text"), [
+    ("fpl-table2", "[tasks.glyphs]\n"),
+    ("fpl-table2", '[rows]\nFedAvg = "fedavg"\nMine = "fpl"\n'),
+    ("fpl-fig4", '[[sweep]]\nrows = ["FPL"]\nover = {tau = [0.3]}\n'),
+    ("fpl-fig4", '[rows]\nFedAvg = "fedavg"\n'),
+    ("i2pfl-fig4", "[tasks.glyphs]\n"),
+    ("i2pfl-table4", '[rows]\nPlain = "fedavg"\n'),
+])  # fmt: skip
+def test_a_study_like_another_may_have_other_rows_and_tasks(like, text, tmp_path):
+    """What the other says of rows and tasks that are not there is left out."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f'like = "{like}"\n{text}')
+    study, other = load(str(path)), load(like)
+    labels = {line.label for line in study.lines} | set(study.rows)
+    for task, printed in study.printed.items():
+        assert task in study.tasks and printed.keys() <= labels
+        assert all(printed[label] == other.printed[task][label] for label in printed)
+    plan.check_domains(study, plan.cells(study))
+    again = parse(tomllib.loads(study.toml()), "mine")
+    assert (again.lines, again.printed, again.tsne) == (study.lines, study.printed, study.tsne)

@@ -208,7 +208,7 @@ class Federation:
             for observer in observers:
                 observer.client(round, done, len(names))
         server.finish()
-        require_finite(server.state.get("model", {}), f"round {round}: the averaged model")
+        require_finite(server.state.get("model", {}), f"round {round + 1}: the averaged model")
         self.store.accept()
         trained = time.perf_counter()
         scores = self.evaluate(observers)

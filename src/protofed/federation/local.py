@@ -231,7 +231,7 @@ def require_finite_losses(client: str, round: int, phase: int, losses: Mapping[s
     odd = [f"'{name}' is {value}" for name, value in losses.items() if not math.isfinite(value)]
     if odd:  # one term that breaks soon breaks the others, so all are named
         raise Diverged(
-            f"client {client}, round {round}, phase {phase}: loss term {', '.join(odd)}",
+            f"client {client}, round {round + 1}, phase {phase}: loss term {', '.join(odd)}",
             "try a smaller --lr, or check the method's hyper-parameters",
         )
 

@@ -109,6 +109,10 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
     """
     folder = Path(folder)
     if not (folder / "summary.json").is_file():
+        if not folder.is_dir():
+            raise ProtofedError(f"there is no folder '{folder}'")
+        if (folder / "study.toml").is_file():
+            raise ProtofedError(f"'{folder}' is a study's folder", "name one of the runs in it")
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
     settings = read_settings(folder)
     # results can be read where there is no GPU, and where the images are not

@@ -165,6 +165,9 @@ def _images(
     ]:
         text = f"no model of round {', '.join(lost)} was kept (delete the run to do it again)."
         found.miss("features", text, label)
+    if beyond := [str(r) for r in asked.get("rounds", ()) if r > run.config.rounds]:
+        text = f"round {', '.join(beyond)}: the run has {run.config.rounds}."
+        found.miss("features", text, label)
     for round in analysis.model_rounds(run) if rounds else ():
         if round != run.config.rounds:
             then = {

@@ -304,8 +304,9 @@ def result_table(
     for line in body:
         if line[0].text.startswith(" "):
             below = ["paper", *(cell.text for cell in line[1:])]
-            delta = next(i for i, name in enumerate(header) if name.startswith("Δ"))
-            below[delta] = below[delta] and f"paper {below[delta]}"
+            for i, name in enumerate(header):
+                if name.startswith("Δ") and below[i]:
+                    below[i] = f"paper {below[i]}"
             lines[-1] = [
                 (text, mark, " · ".join(filter(None, (small, more))))
                 for (text, mark, small), more in zip(lines[-1], below, strict=True)
@@ -361,16 +362,19 @@ def _looked_at(found: Findings) -> str:
         f"{d} {n}" if n == of else f"{d} {n} of {of}" for d, (n, of) in found.tested.items()
     )
     runs = "each method's run with the first seed that has its model"
-    return f"Test images of {runs}, at its end ({shown})."
+    return f"Test images of {runs} ({shown}), at its end"
 
 
 def _features(found: Findings, writer: _Writer) -> list[str]:
     parts = []
     if found.embeddings:
+        rounds = any(e.title for every in found.embeddings.values() for e in every)
+        when = " and after the rounds named below." if rounds else "."
+        model = "that round's" if rounds else "the final"
         text = (
-            f"{_looked_at(found)} t-SNE of unit-length features, prototypes embedded with them. "
-            "Prototypes come from the clients' own models while these train, the images pass the "
-            "final model: they need not coincide."
+            f"{_looked_at(found)}{when} t-SNE of unit-length features, prototypes embedded with "
+            "them. Prototypes come from the clients' own models while these train, the images pass "
+            f"{model} model: they need not coincide."
         )
         parts.append(f'<p class="note">{escape(text)}</p>')
     for label, embeddings in found.embeddings.items():
@@ -402,7 +406,7 @@ def _features(found: Findings, writer: _Writer) -> list[str]:
 def _confusions(found: Findings, writer: _Writer) -> list[str]:
     parts = []
     if found.confusions:
-        text = f"Percent of each true class. {_looked_at(found)}"
+        text = f"Percent of each true class. {_looked_at(found)}."
         parts.append(f'<p class="note">{escape(text)}</p>')
     for label, confusion in found.confusions.items():
         plot = figures.confusions(label, confusion, found.classes)

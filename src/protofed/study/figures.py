@@ -186,7 +186,7 @@ def _heat(study: Study, number: int, label: str, rows: Mapping[str, Row], counts
         f"Accuracy ({counts}) of {label} over {first} and {second}: {low:.1f} to {high:.1f} %{at}."
     )
     size = (1.6 + 0.62 * len(xs), 1.1 + 0.42 * len(ys))
-    return Panel(label, alt, draw, max(2.6, size[0]), max(2.0, size[1]))
+    return Panel(f"{label}: {counts} accuracy, %", alt, draw, max(2.6, size[0]), max(2.0, size[1]))
 
 
 def _counting(table: TaskTable) -> tuple[str, str]:

@@ -225,7 +225,26 @@ def _completed(raw: dict[str, Any], name: str) -> dict[str, Any]:
     like = raw.pop("like")
     if like not in builtin() or like == name:
         raise unknown(f"built-in study in like of study '{name}':", like, builtin())
-    return {**load(like).raw, **raw}
+    base = load(like).raw
+    whole = {**base, **raw}
+    # Rows and tasks may be others here: of what speaks of them, only what still fits is taken over.
+    rows, tasks = (_table(whole, key) for key in ("rows", "tasks"))
+    if "baseline" not in raw and whole.get("baseline") not in rows:
+        whole.pop("baseline", None)
+    if "sweep" not in raw:
+        sweeps = [s for s in base.get("sweep", []) if set(s.get("rows", ())) <= rows.keys()]
+        whole["sweep"] = sweeps
+    if "tsne" not in raw and "tasks" in raw:
+        whole["tsne"] = {k: v for k, v in base.get("tsne", {}).items() if k != "domains"}
+    if "printed" not in raw:
+        lines = parse({**whole, "printed": {}}, name).lines
+        labels = {"columns", *rows, *(line.label for line in lines)}
+        whole["printed"] = {
+            task: {label: entry for label, entry in table.items() if label in labels}
+            for task, table in base.get("printed", {}).items()
+            if task in tasks
+        }
+    return whole
 
 
 def parse(raw: Mapping[str, Any], name: str) -> Study:
@@ -239,7 +258,9 @@ def parse(raw: Mapping[str, Any], name: str) -> Study:
 
 
 def _parse(raw: Mapping[str, Any], name: str) -> Study:
-    _only(raw, _KEYS, "key")
+    for key in raw:
+        if key not in _KEYS:
+            raise unknown("key", key, (*_KEYS, "like"))
     kind = raw.get("kind", "table")
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
@@ -368,6 +389,10 @@ def _printed(
             values = {"average": float(entry)}
         elif isinstance(entry, list) and len(entry) == len(columns) and all(map(_number, entry)):
             values = {c: float(v) for c, v in zip(columns, entry, strict=True)}
+        elif isinstance(entry, list) and not columns:
+            raise ProtofedError(
+                f"[printed.{task}] has no columns", 'write columns = ["DOMAIN", ..., "average"]'
+            )
         else:
             raise ProtofedError(
                 f"{label} in [printed.{task}] must be {len(columns)} numbers ({', '.join(columns)})"

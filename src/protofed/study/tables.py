@@ -256,6 +256,10 @@ def grid(
         body.append(cells)
         if r.paper:
             body.append(_paper(r, columns, own, len(header)))
+    if own is None and not any(r.differences for r in table):  # there is nothing to compare with
+        del header[1 + len(columns)]
+        for line in body:
+            del line[1 + len(columns)]
     return header, body
 
 
