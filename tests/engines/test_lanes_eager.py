@@ -29,7 +29,7 @@ from protofed.methods import METHODS, FedAvg, FedProto, FedSR, Method
 from protofed.methods.base import Batch, Phase, Terms
 from protofed.testing import TINY, tiny_task
 
-RECORD = engine._Program.record
+RECORD = engine.Program.record
 
 
 class Stream:
@@ -89,7 +89,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, single_thread: None) -> None:
     monkeypatch.setattr(
         engine, "ThreadPoolExecutor", partial(ThreadPoolExecutor, initializer=begin)
     )
-    monkeypatch.setattr(engine._Program, "record", record)
+    monkeypatch.setattr(engine.Program, "record", record)
     monkeypatch.setattr(engine, "_fuse", nothing)  # its kernels are tested by themselves
 
 
@@ -129,7 +129,7 @@ def test_methods_agree_with_the_loop(name: str) -> None:
 
 
 def test_a_method_that_cannot_be_recorded_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine._Program, "record", RECORD)
+    monkeypatch.setattr(engine.Program, "record", RECORD)
     with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph.*there is no GPU"):
         assert apart(*both(METHODS["fedproto"](), rounds=2)) < 1e-8
 
@@ -156,7 +156,7 @@ def test_the_reason_is_the_first_error_of_a_recording(
             raise RuntimeError("a previous error during capture")
 
     steps: list[int] = []
-    inner = engine._Program._epoch
+    inner = engine.Program._epoch
 
     def epoch(self: Any, *args: Any) -> None:
         if steps:
@@ -164,8 +164,8 @@ def test_the_reason_is_the_first_error_of_a_recording(
         inner(self, *args)
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(engine._Program, "record", RECORD)
-    monkeypatch.setattr(engine._Program, "_epoch", epoch)
+    monkeypatch.setattr(engine.Program, "record", RECORD)
+    monkeypatch.setattr(engine.Program, "_epoch", epoch)
     with pytest.warns(UserWarning, match=words):
         assert apart(*both(FedAvg(), rounds=1)) < 1e-8
 
@@ -180,7 +180,7 @@ def test_memory_that_ends_while_recording_is_not_a_method_s_fault(
         finally:
             raise RuntimeError("a previous error during capture")
 
-    inner = engine._Program._epoch
+    inner = engine.Program._epoch
 
     def epoch(self: Any, steps: Any) -> None:
         if isinstance(steps, range):  # the whole epoch, not the warm-up
@@ -188,8 +188,8 @@ def test_memory_that_ends_while_recording_is_not_a_method_s_fault(
         inner(self, steps)
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(engine._Program, "record", RECORD)
-    monkeypatch.setattr(engine._Program, "_epoch", epoch)
+    monkeypatch.setattr(engine.Program, "record", RECORD)
+    monkeypatch.setattr(engine.Program, "_epoch", epoch)
     with (
         pytest.warns(UserWarning, match="going on with 1 lanes"),
         pytest.raises(ProtofedError, match="too little memory for one client"),
@@ -232,7 +232,7 @@ def test_a_gradient_in_the_loss_goes_without_the_kernels(monkeypatch: pytest.Mon
                 module.forward = lambda x, m=module, f=plain: Once.apply(f(m, x))  # type: ignore
 
     monkeypatch.setattr(engine, "_fuse", fuse)
-    monkeypatch.setattr(engine._Program, "record", RECORD)
+    monkeypatch.setattr(engine.Program, "record", RECORD)
     with pytest.warns(UserWarning, match="penalty has a gradient in its loss: BatchNorm runs"):
         assert apart(*both(Penalty(), rounds=2)) < 1e-8
 
@@ -359,7 +359,7 @@ def test_short_of_memory_it_goes_on_with_fewer_lanes(
     """And nothing of the lanes that were too many stays in memory while others are made."""
     alive: list[ref[Any]] = []
     made: list[int] = []
-    inner = getattr(engine._Lane, where)
+    inner = getattr(engine.Lane, where)
 
     def living() -> int:
         return sum(r() is not None for r in alive)
@@ -369,15 +369,15 @@ def test_short_of_memory_it_goes_on_with_fewer_lanes(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return inner(self, *args)
 
-    start = engine._Lane.__init__
+    start = engine.Lane.__init__
 
     def counted(self: Any, *args: Any) -> None:
         made.append(living())
         start(self, *args)
         alive.append(ref(self))
 
-    monkeypatch.setattr(engine._Lane, where, short)
-    monkeypatch.setattr(engine._Lane, "__init__", counted)
+    monkeypatch.setattr(engine.Lane, where, short)
+    monkeypatch.setattr(engine.Lane, "__init__", counted)
     with pytest.warns(UserWarning, match="going on with 1 lanes"):
         assert apart(*both(FedAvg(), rounds=2)) < 1e-8
     assert made == [0, 1, 0, 1, 0], "two, two anew, and then one"
@@ -396,7 +396,7 @@ def test_memory_that_an_earlier_run_left_is_freed_first(
     circle = [earlier]
     circle.append(circle)  # type: ignore[arg-type]
     living = ref(earlier)
-    module, name = (engine._Lane, "prepare") if where == "train" else (engine, "examine")
+    module, name = (engine.Lane, "prepare") if where == "train" else (engine, "examine")
     inner = getattr(module, name)
 
     def short(*args: Any) -> Any:
@@ -419,7 +419,7 @@ def test_too_little_memory_for_one_client(monkeypatch: pytest.MonkeyPatch) -> No
     def short(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(engine._Lane, "prepare", short)
+    monkeypatch.setattr(engine.Lane, "prepare", short)
     with (
         pytest.warns(UserWarning, match="going on with 1 lanes"),
         pytest.raises(ProtofedError, match="too little memory for one client"),
@@ -471,12 +471,12 @@ def test_nothing_is_collected_while_a_graph_is_recorded(
             raise RuntimeError("spoilt")
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(engine._Program, "record", RECORD)
+    monkeypatch.setattr(engine.Program, "record", RECORD)
     task = tiny_task(samples=22, clients=3, spare=12)
     federation = Federation(make_config(task, FedAvg(), **TINY), task)
     lanes = Lanes(federation.setup, federation.make_networks, torch.device("cpu"), lanes=1)
     federation.engine = lanes
-    monkeypatch.setattr(engine._Program, "run", nothing)
+    monkeypatch.setattr(engine.Program, "run", nothing)
     try:
         if not was_on:
             gc.disable()

@@ -17,24 +17,20 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
-from protofed.data.augment import Choices, cropped, crops, normalised
 from protofed.engines.casts import Halves
-from protofed.engines.descent import Descent, HalfDescent
+from protofed.engines.program import Program
 from protofed.engines.static import copy_into, padded, shapes_of, told_apart, trainable_of
 from protofed.engines.tables import Tables
-from protofed.errors import NoSecondDerivative, ProtofedError
+from protofed.errors import ProtofedError
 from protofed.federation import tree
 from protofed.federation.client import Client
 from protofed.federation.local import (
-    Data,
     Exam,
     Reply,
     Scores,
@@ -43,16 +39,12 @@ from protofed.federation.local import (
     examine,
     finish,
     load,
-    loss_terms,
     next_public,
-    optimiser,
     require_finite_losses,
 )
-from protofed.federation.optimisers import Adam
 from protofed.federation.tree import Tree
-from protofed.methods.base import Batch, Phase, Terms
+from protofed.methods.base import Phase
 from protofed.models import Network
-from protofed.prototypes import class_sums
 
 LANES = 6  # on an H200 5 and 8 are slower by a twentieth, 3 and 12 by a tenth or more
 EVALUATION_BATCH = 2048
@@ -72,7 +64,7 @@ class Lanes:
         self.setup, self.device = setup, device
         self._make_networks, self._count = make_networks, lanes or LANES
         self._tables = Tables(setup)
-        self._lanes: list[dict[str, _Lane]] = []  # a place for each model, on one stream
+        self._lanes: list[dict[str, Lane]] = []  # a place for each model, on one stream
         self._judges = make_networks()
         self._at_once = EVALUATION_BATCH
 
@@ -127,7 +119,7 @@ class Lanes:
             stream = torch.cuda.Stream(self.device)
             self._lanes.append(
                 {
-                    model: _Lane(self.setup, network, self.device, self._tables, stream)
+                    model: Lane(self.setup, network, self.device, self._tables, stream)
                     for model, network in self._make_networks().items()
                 }
             )
@@ -140,7 +132,7 @@ class Lanes:
         }
         torch.cuda.synchronize(self.device)
 
-        def drive(lane: Mapping[str, _Lane], queue: Sequence[Site]) -> dict[str, _Pending]:
+        def drive(lane: Mapping[str, Lane], queue: Sequence[Site]) -> dict[str, _Pending]:
             return {
                 site.name: lane[site.model].train(
                     site, received, states[site.name], round, programs[site.name]
@@ -210,7 +202,7 @@ class _Pending:
         return self._reply
 
 
-class _Lane:
+class Lane:
     """A stream, a network, and the graphs recorded on them."""
 
     def __init__(
@@ -227,13 +219,13 @@ class _Lane:
         self.stream = stream
         self.pool = torch.cuda.graph_pool_handle()
         self._clients: dict[Any, Client] = {}
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[Any, Program] = {}
 
     def knows(self, site: Site) -> bool:
         """Whether a client of this size has been here."""
         return any(key[0] == len(site.images) for key in self._programs)
 
-    def prepare(self, site: Site, received: Tree, mine: Tree, round: int) -> list[_Program]:
+    def prepare(self, site: Site, received: Tree, mine: Tree, round: int) -> list[Program]:
         """What this client runs; recorded where the lane does not have it yet."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -250,7 +242,7 @@ class _Lane:
             ]  # fmt: skip
 
     def train(
-        self, site: Site, received: Tree, mine: Tree, round: int, programs: Sequence[_Program]
+        self, site: Site, received: Tree, mine: Tree, round: int, programs: Sequence[Program]
     ) -> _Pending:
         """Queue a client's whole local training, and what follows it."""
         setup = self.setup
@@ -295,7 +287,7 @@ class _Lane:
 
     def _program(
         self, site: Site, client: Client, number: int, phase: Phase, last: bool
-    ) -> _Program:
+    ) -> Program:
         """The program of a phase; a round's phases may be others than the round's before."""
         trainable = trainable_of(self.network, phase)
         settings = (phase.epochs, phase.batch, phase.lr, phase.momentum, phase.clip)
@@ -308,209 +300,10 @@ class _Lane:
         )
         key = (len(site.images), id(client), number, settings, kind)
         if key not in self._programs:
-            program = _Program(self, site, client, number, phase, trainable, last)
+            program = Program(self, site, client, number, phase, trainable, last)
             program.record()
             self._programs[key] = program
         return self._programs[key]
-
-
-class _Program:
-    """One epoch of a phase for clients of one size: static tensors, and a graph over them."""
-
-    def __init__(
-        self,
-        lane: _Lane,
-        site: Site,
-        client: Client,
-        number: int,
-        phase: Phase,
-        trainable: Mapping[str, bool],
-        last: bool,
-    ) -> None:
-        setup, device = lane.setup, lane.device
-        training, method = setup.training, setup.method
-        self.lane, self.client = lane, client
-        self.number, self.phase = number, phase
-        self.epochs = training.epochs if phase.epochs is None else phase.epochs
-        self.batch = phase.batch or training.batch
-        self.lr = training.lr if phase.lr is None else phase.lr
-        data = lane.tables.data(site)
-        self.setup = data.setup  # public images are not augmented
-        self.steps = -(-len(data.parts["train"]) // self.batch)
-        self.collects = method.proto_pass == "last_epoch" and last
-        self.trainable = trainable
-        self.parameters = [p for n, p in lane.network.named_parameters() if trainable[n]]
-        self.optimiser = optimiser(training, phase, self.parameters)
-        parts = (self.parameters, self.optimiser, phase.clip)
-        self.descent = (
-            Descent(*parts) if lane.halves is None else HalfDescent(*parts, lane.halves, self.steps)
-        )
-        # what a replay reads
-        ready = data.ready()
-        self.padded = ready is not None
-        self.x = (site.images.x if ready is None else ready).clone()
-        self.y = site.images.y.clone()
-        drawn = lane.tables.draw(site, 0, number, self.epochs, self.steps)
-        self.tables = {name: t.to(device) for name, t in drawn.items()}
-        self.epoch = torch.zeros(1, dtype=torch.int64, device=device)
-        # what it writes, beside the network
-        self.names: list[str] = []
-        self.sums = torch.zeros(0, device=device)
-        sizes = setup.sizes
-        kinds: dict[str, Any] = {"dtype": setup.dtype, "device": device}
-        self.features = torch.zeros(len(data.parts["train"]), sizes.features, **kinds)
-        self.class_sums = torch.zeros(sizes.classes, sizes.features, **kinds)
-        self.class_counts = torch.zeros(sizes.classes, **kinds)
-        self.draws = client.draws
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def run(self, site: Site, data: Data, round: int) -> None:
-        """Queue all epochs for a client."""
-        ready = data.ready()
-        self.x.copy_(site.images.x if ready is None else ready)
-        self.y.copy_(site.images.y)
-        drawn = self.lane.tables.take(site, round, self.number, self.epochs, self.steps)
-        for name, table in drawn.items():
-            self.tables[name].copy_(table, non_blocking=True)
-        self._reset()
-        for _ in range(self.epochs):
-            if self.graph is None:
-                self._epoch(range(self.steps))
-            else:
-                self.graph.replay()
-        self.client.draws = self.draws
-
-    def _reset(self) -> None:
-        self.epoch.zero_()
-        self.sums.zero_()
-        if self.collects:
-            self.client.use_sums(self.class_sums, self.class_counts)
-        self.optimiser.reset()
-
-    def record(self) -> None:
-        """Warm up, then record an epoch; a method that cannot be recorded runs eagerly."""
-        client = self.client
-        load(self.lane.network, client.start)
-        self.lane.network.train()
-        try:
-            self._warm_up()
-        except NoSecondDerivative:
-            _unfuse(self.lane.network)
-            self._tell("has a gradient in its loss: BatchNorm runs in PyTorch's own kernels")
-            self._warm_up()
-        if isinstance(self.optimiser, Adam):
-            self.optimiser.count_in(self.setup.dtype)
-        self._reset()
-        torch.cuda.synchronize(self.lane.device)
-        graph = torch.cuda.CUDAGraph()
-        cause: Exception | None = None
-        try:
-            with (
-                _no_garbage_collection(),
-                torch.cuda.graph(graph, pool=self.lane.pool, stream=self.lane.stream),
-            ):
-                try:
-                    self._epoch(range(self.steps))
-                except Exception as error:  # the end of a spoilt recording raises another one
-                    cause = error
-                    raise
-            self.graph = graph
-            self.descent.recorded()
-        except Exception as error:  # the reason is told; the lane goes on without a graph
-            cause = cause or error
-            if isinstance(cause, torch.cuda.OutOfMemoryError):
-                raise cause from None
-            torch.cuda.synchronize(self.lane.device)
-            reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-            how = "runs eagerly, several times slower"
-            self._tell(f"cannot be recorded as a CUDA graph and {how}: {reason}")
-
-    def _warm_up(self) -> None:
-        """Kernels are chosen and workspaces made outside the recording."""
-        for _ in range(2):
-            self._reset()
-            self._epoch(sorted({0, self.steps - 1}))
-
-    def _tell(self, what: str) -> None:
-        warnings.warn(f"{self.setup.method.name} {what}", stacklevel=3)
-
-    def _epoch(self, steps: Sequence[int]) -> None:
-        """The steps of an epoch as tensor operations on static memory."""
-        setup, client, tables = self.setup, self.client, self.tables
-        now = {name: t.index_select(0, self.epoch)[0] for name, t in tables.items()}
-        order = now["order"]
-        choices = Choices(*(now.get(f"choice.{n}") for n in Choices._fields))  # type: ignore[arg-type]
-        if self.padded:
-            images = crops(self.x, order, choices, setup.augment)
-        else:
-            images = cropped(self.x[order], choices, setup.augment)
-        images = normalised(images, setup.augment, setup.dtype)
-        labels = self.y[order]
-        drawn = {n.removeprefix("drawn."): t for n, t in now.items() if n.startswith("drawn.")}
-        for name, parameter in self.lane.network.named_parameters():
-            parameter.requires_grad_(self.trainable[name])
-        self.descent.begin()
-        with _counting_on_the_host(self.lane.network):
-            for i in steps:
-                part = slice(i * self.batch, (i + 1) * self.batch)
-                client.begin_step(now["key"][i])
-                client.drawn = {n: t[i] for n, t in drawn.items()}
-                terms = self._loss(Batch(images[part], labels[part], order[part]))
-                values = torch.stack([t.to(setup.dtype) for t in terms.values()])
-                self.descent.step(values.sum(), i)
-                if not self.names:
-                    self.names = list(terms)
-                    self.sums = torch.zeros_like(values, requires_grad=False)
-                self.sums += values.detach()
-                if self.collects:
-                    self.features[part] = client.main_feature()
-        if self.collects:  # in every epoch; those of the last one stay
-            sums, counts = class_sums(self.features, labels, client.classes)
-            self.class_sums.copy_(sums)
-            self.class_counts.copy_(counts)
-        self.epoch += 1
-        self.draws = client.draws
-
-    def _loss(self, batch: Batch) -> Terms:
-        with self.setup.autocast(self.lane.device):
-            return self.descent.compute(lambda: loss_terms(self.phase, self.client, batch))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """An earlier run's graph that is collected while another is recorded spoils the recording."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextmanager
-def _counting_on_the_host(network: Network) -> Iterator[None]:
-    """BatchNorm's counters of batches lie on the host while an epoch is recorded.
-
-    On the GPU each would be a kernel of its own in every step; so the epoch adds its number of
-    batches at once.
-    """
-    norms = [
-        (m, m.num_batches_tracked, torch.zeros((), dtype=torch.int64))
-        for m in network.modules()
-        if isinstance(m, _BatchNorm)
-        and m.num_batches_tracked is not None
-        and m.momentum is not None  # without one it averages over all batches and needs their count
-    ]
-    for norm, _, count in norms:
-        norm.num_batches_tracked = count
-    try:
-        yield
-    finally:
-        for norm, counter, _ in norms:
-            norm.num_batches_tracked = counter
-    for _, counter, count in norms:
-        counter.add_(int(count))
 
 
 def _fuse(network: Network) -> None:
@@ -521,9 +314,3 @@ def _fuse(network: Network) -> None:
         warnings.warn(text, stacklevel=2)
     else:
         fuse(network)
-
-
-def _unfuse(network: Network) -> None:
-    """Back to the modules' own forward passes, which can be differentiated twice."""
-    for module in network.modules():
-        module.__dict__.pop("forward", None)
