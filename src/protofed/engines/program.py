@@ -135,6 +135,8 @@ class Program:
             reason = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             how = "runs eagerly, several times slower"
             self._tell(f"cannot be recorded as a CUDA graph and {how}: {reason}")
+        finally:
+            cause = None  # its traceback has this frame: a circle that would keep the program
 
     def _warm_up(self) -> None:
         """Kernels are chosen and workspaces made outside the recording."""
