@@ -27,6 +27,7 @@ from protofed.cli_options import (
     EpochsOption,
     EveryOption,
     FlipOption,
+    FollowOption,
     KeepOption,
     LeaveOutOption,
     LeftoverOption,
@@ -257,6 +258,7 @@ def compare(
     test_split: TestSplitOption = None,
     skip_bad: SkipBadOption = None,
     keep_rounds: KeepOption = None,
+    tensorboard: FollowOption = False,
 ) -> None:
     """Run several methods on the same clients and put them into one table and one figure.
 
@@ -290,7 +292,8 @@ def compare(
     title = f"Methods on {task}{on}"
     study = adhoc("compare", title, task, table, range(seed, seed + seeds), given)
     folder = out or Path("runs") / f"compare-{short_task(task)}{without}"
-    print_outcome(console, study, folder, *run_study(study, folder, jobs, console))
+    names, failed = run_study(study, folder, jobs, console, tensorboard=tensorboard)
+    print_outcome(console, study, folder, names, failed)
 
 
 @app.command()

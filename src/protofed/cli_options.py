@@ -153,3 +153,7 @@ ImagesOption = Annotated[
 EveryOption = Annotated[
     int | None, typer.Option("--checkpoint-every", help="Rounds between checkpoints.")
 ]
+FollowOption = Annotated[
+    bool,
+    typer.Option("--tensorboard", help="Follow the runs live: tensorboard --logdir FOLDER."),
+]

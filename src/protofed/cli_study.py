@@ -14,6 +14,7 @@ from rich.table import Table
 from protofed.cli_options import (
     DataOption,
     DeviceOption,
+    FollowOption,
     ImagesOption,
     PrecisionOption,
     RoundsOption,
@@ -145,10 +146,7 @@ def run_(
     data: DataOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = None,
-    tensorboard: Annotated[
-        bool,
-        typer.Option("--tensorboard", help="Follow live: tensorboard --logdir runs/NAME."),
-    ] = False,
+    tensorboard: FollowOption = False,
 ) -> None:
     """Run a study, or what is left of it, and write its tables and figures.
 
@@ -275,8 +273,11 @@ def sweep(
     data: DataOption = None,
     device: DeviceOption = None,
     precision: PrecisionOption = None,
+    tensorboard: FollowOption = False,
 ) -> None:
     """Run a method over values of a parameter (a line), or of two (a heat map), with a table.
+
+    Of three parameters and more there is the table alone.
 
     [bold]protofed sweep --task glyphs --method fpl --over tau=0.02,0.05,0.1[/bold]
     """
@@ -303,7 +304,8 @@ def sweep(
     swept = [{"over": grid, "rows": [own]}]
     study = adhoc("sweep", title, task, rows, range(seeds), shared, swept)
     folder = out or Path("runs") / f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}"
-    print_outcome(console, study, folder, *run_study(study, folder, jobs, console))
+    names, failed = run_study(study, folder, jobs, console, tensorboard=tensorboard)
+    print_outcome(console, study, folder, names, failed)
 
 
 def show(

@@ -79,10 +79,15 @@ def test_with_the_real_one(tmp_path):
     assert found == [(i + 1, pytest.approx(r["average"])) for i, r in enumerate(result.rounds)]
 
 
-def test_a_study_asks_for_it_before_anything_runs(monkeypatch, protofed, raw):
+@pytest.mark.parametrize("command", [
+    ("study", "run", "mine.toml"),
+    ("compare", "--methods", "fedavg"),
+    ("sweep", "--method", "fpl", "--over", "tau=0.1"),
+])  # fmt: skip
+def test_a_study_asks_for_it_before_anything_runs(command, monkeypatch, protofed, raw):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     Path("mine.toml").write_text(dumps(raw()))
-    code, _, err = protofed("study", "run", "mine.toml", "--tensorboard")
+    code, _, err = protofed(*command, "--tensorboard")
     assert code == 2
     assert "protofed[tensorboard]" in err
     assert not Path("runs").exists()
