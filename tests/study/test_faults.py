@@ -194,7 +194,9 @@ def test_a_file_that_begins_with_a_mark_is_read(raw, tmp_path):
 
 def test_values_of_one_name_given_in_two_options_are_one_list(protofed, monkeypatch):
     found = []
-    monkeypatch.setattr("protofed.study.compare.run_study", lambda s, *_: (found.append(s), []))
+    monkeypatch.setattr(
+        "protofed.study.compare.run_study", lambda s, *_, **__: (found.append(s), [])
+    )
     monkeypatch.setattr("protofed.cli_study.print_outcome", lambda *_: None)
     protofed("sweep", "--over", "lr=0.01,0.02", "--over", "lr=0.03")
     assert [line.point["lr"] for line in found[0].lines] == [0.01, 0.02, 0.03]
