@@ -665,6 +665,24 @@ def test_scores_that_are_no_numbers_are_an_error() -> None:
         module.evaluate(setup(), net, broken, {}, tests)
 
 
+@pytest.mark.parametrize("score", [-math.inf, math.inf])
+def test_a_class_may_be_ruled_out_but_not_be_beyond_all_numbers(score: float) -> None:
+    @dataclass(frozen=True)
+    class Sure(Method):
+        name: ClassVar[str] = "sure"
+
+        def predict(self, client: Client, x: Tensor) -> Tensor:
+            return client.forward(x).logits.index_fill(1, torch.tensor([1]), score)
+
+    net, images = network(), site(10).images
+    given = (setup(Sure()), net, start(net), {}, {"left": images})
+    if score < 0:
+        assert module.evaluate(*given)["accuracy"].keys() == {"left"}
+    else:
+        with pytest.raises(Diverged, match="no numbers"):
+            module.evaluate(*given)
+
+
 def test_losses_are_sums_over_the_steps_and_the_objective_their_sum() -> None:
     @dataclass(frozen=True)
     class Halves(Method):

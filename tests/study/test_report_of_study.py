@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from protofed.report import plots
 from protofed.report.gather import gather
 from protofed.report.page import write
+from protofed.study.compare import run_study
 from protofed.study.spec import parse
 
 PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
@@ -177,3 +179,16 @@ def test_the_main_result_says_how_few_seeds_its_own_row_has(raw, make_runs, tmp_
         lead = page(tmp_path / name, tmp_path / "r.html").split('class="lead">')[1].split("</p>")[0]
         assert "<b>FPL</b> is best" in lead
         assert ("Fewer than 5 seeds" in lead) == said
+
+
+def test_features_over_rounds_say_so_and_which_rounds_are_not_there(raw, tmp_path):
+    small = {"rounds": 2, "epochs": 1, "clients": 1, "samples": 10, "model": "cnn2", "width": 4}
+    given = {"rows": {"FedAvg": "fedavg"}, "seeds": 1, "kind": "tsne", "tsne": {"rounds": [1, 7]}}
+    settings = {**small, "device": "cpu"}
+    run_study(parse(raw(**given, settings=settings), "mine"), tmp_path / "s", 1, Console())
+    write(gather([tmp_path / "s"]), tmp_path / "r.html", images=10)
+    text = (tmp_path / "r.html").read_text("utf-8")
+    assert "FedAvg · round 1<" in text and "FedAvg · round 2<" in text
+    assert "at its end and after the rounds named below. t-SNE" in text
+    assert "that round&#x27;s model" in text and "the final model" not in text
+    assert "round 7: the run has 2." in text
