@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from protofed.config import make_config
+from protofed.engines import lanes as engine
 from protofed.federation.federation import Federation
 from protofed.federation.run import Result, run
 from protofed.methods import METHODS, FedAvg, Method
@@ -168,3 +169,60 @@ def test_graphs_of_an_earlier_run_are_not_collected_while_others_are_recorded() 
         assert RECORDED
     finally:
         gc.set_threshold(*thresholds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Penalty(FedAvg):
+    """A method with a gradient in its loss."""
+
+    name = "penalty"
+
+    def loss(self, client, batch: Batch) -> Terms:  # type: ignore[no-untyped-def]
+        x = batch.x.detach().requires_grad_()
+        ce = torch.nn.functional.cross_entropy(client.forward(x).logits, batch.y)
+        (slope,) = torch.autograd.grad(ce, x, create_graph=True)
+        return {"ce": ce, "slope": 0.1 * slope.square().sum()}
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+def test_a_gradient_in_the_loss_is_differentiated(precision: str) -> None:
+    """BatchNorm's kernels cannot be differentiated twice; the method is recorded without them."""
+    settings = {"model": "resnet10", "width": 8, "rounds": 2, "lr": 0.01, "precision": precision}
+    with pytest.warns(UserWarning) as told:
+        loop, lanes = both(Penalty(), **settings)
+    words = {str(w.message) for w in told if issubclass(w.category, UserWarning)}
+    assert len(words) == 1 and "penalty has a gradient in its loss" in words.pop()
+    if precision == "fp64":
+        assert apart(loop, lanes) < 1e-8
+    else:  # a batch of 8 and a penalty on it multiply bfloat16's rounding
+        pairs = [(r.rounds[0]["loss"][k] for r in (loop, lanes)) for k in ("ce", "slope")]
+        assert all(abs(a - b) < 0.3 * a for a, b in pairs)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.2])  # training fits and the server's average does not
+def test_with_little_memory_there_are_fewer_lanes(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = tiny_task(samples=22, clients=3, spare=12)
+    settings = {**TINY, "clients": CLIENTS, "samples": SAMPLES, "rounds": 1, "epochs": 1}
+    settings |= {"model": "resnet10", "width": 64, "device": "cuda", "engine": "lanes"}
+
+    def peak(lanes: int) -> tuple[Result, int]:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        monkeypatch.setattr(engine, "LANES", lanes)
+        result = run(task, FedAvg(), **settings, precision="fp32")
+        return result, torch.cuda.max_memory_reserved()
+
+    five, two = peak(5), peak(2)[1]  # in this order: streams keep their workspaces
+    assert two < five[1]
+    memory = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((two + share * (five[1] - two)) / memory)
+    try:
+        with pytest.warns(UserWarning, match="GPU memory is short: going on with 2 lanes"):
+            fewer, most = peak(5)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert most < five[1]
+    assert apart(five[0], fewer) < 1e-4

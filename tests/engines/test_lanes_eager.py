@@ -24,6 +24,7 @@ from protofed.engines import lanes as engine
 from protofed.engines.lanes import Lanes
 from protofed.engines.static import told_apart
 from protofed.errors import NoSecondDerivative, ProtofedError
+from protofed.federation import server as server_module
 from protofed.federation.federation import Federation
 from protofed.methods import METHODS, FedAvg, FedProto, FedSR, Method
 from protofed.methods.base import Batch, Phase, Terms
@@ -440,6 +441,72 @@ def test_short_of_memory_it_tests_fewer_images_at_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "examine", short)
     both(FedAvg(), rounds=2)
     assert asked == [2048, 2048, 1024, 512, 512], "and it remembers"
+
+
+def test_testing_takes_the_lanes_memory_before_it_tests_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    inner = engine.examine
+
+    def short(*args: Any) -> Any:
+        asked.append(args[-1])
+        if lanes and lanes[0]._lanes:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return inner(*args)
+
+    start, lanes = Lanes.__init__, list[Lanes]()
+
+    def begun(self: Lanes, *args: Any, **more: Any) -> None:
+        start(self, *args, **more)
+        lanes.append(self)
+
+    monkeypatch.setattr(Lanes, "__init__", begun)
+    monkeypatch.setattr(engine, "examine", short)
+    with pytest.warns(UserWarning, match="going on with 1 lanes"):
+        assert apart(*both(FedAvg(), rounds=2)) < 1e-8
+    first = [2048, 2048, 1024, 512, 256, 128, 128]
+    assert asked == [*first, 128, 128, 128], "then once more for the second round's one lane"
+
+
+def test_too_little_memory_to_test_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*args: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(engine, "examine", short)
+    with (
+        pytest.warns(UserWarning, match="going on with 1 lanes"),
+        pytest.raises(torch.cuda.OutOfMemoryError),
+    ):
+        both(FedAvg(), rounds=1)
+
+
+def test_the_server_takes_the_lanes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its average is on the GPU too; what failed is done again, and the next round has room."""
+    fits: list[int] = []
+    inner = server_module.mean
+
+    def short(*args: Any) -> Any:
+        fits.append(len(lanes._lanes) if (lanes := engines[-1]) else 0)
+        if fits[-1] > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return inner(*args)
+
+    start, engines = Lanes.train, list[Any]([None])
+
+    def train(self: Lanes, *args: Any) -> Any:
+        engines.append(self)
+        yield from start(self, *args)
+        # the loop's round comes before the lanes'
+        monkeypatch.setattr(server_module, "mean", short)
+
+    monkeypatch.setattr(Lanes, "train", train)
+    with pytest.warns(UserWarning, match="going on with 1 lanes"):
+        loop, lanes = both(FedAvg(), rounds=1)
+        assert apart(loop, lanes) < 1e-8
+    assert fits == [2, 0]
+    lanes.run_round()
+    assert fits == [2, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["loop", "lanes"])

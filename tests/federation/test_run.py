@@ -813,3 +813,15 @@ def test_a_run_without_a_folder_writes_nothing(
     monkeypatch.chdir(tmp_path)
     run(tiny_task(), Diary(), **{**QUICK, "rounds": 1})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_ends_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 8 GiB "
+            "of which 1 MiB is free. Including non-PyTorch memory, this process has 1 GiB"
+        )
+
+    monkeypatch.setattr(Federation, "run_round", short)
+    with pytest.raises(ProtofedError, match=r"memory is too short: .* 1 MiB is free \(use a small"):
+        run(tiny_task(), FedAvg(), **TINY)

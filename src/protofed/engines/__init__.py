@@ -36,6 +36,9 @@ class Engine(Protocol):
     ) -> Iterator[Scores]:
         """The scores of each exam, in their order."""
 
+    def make_room(self) -> None:
+        """Give up memory of the device that the next round can do without."""
+
 
 def choose(engine: str, device: str, workers: int | None = None) -> tuple[str, str]:
     """The engine to use, and why."""

@@ -24,6 +24,7 @@ from protofed.errors import NoSecondDerivative
 from protofed.models.resnet import BasicBlock
 
 TILE = 64  # rows a program has in registers at a time
+WARPS = 4
 CHANNELS = 32  # channels a program works on: 64 bytes of bfloat16
 PROGRAMS = 256  # about two for each multiprocessor of an H200; other lanes fill the rest
 WIDE = 8  # input channels from which on a convolution has a kernel for bfloat16
@@ -183,5 +184,5 @@ def _grid(x: Tensor) -> tuple[tuple[int, int, int], int, tuple[int, int], dict[s
     tiles = triton.cdiv(rows, TILE)
     each = triton.cdiv(tiles, max(1, min(PARTS, PROGRAMS // blocks)))
     parts = triton.cdiv(tiles, each)
-    sizes = {"TILE": TILE, "BLOCK": block, "num_warps": 4}
+    sizes = {"TILE": TILE, "BLOCK": block, "num_warps": WARPS}
     return (rows, channels, each), parts, (parts, blocks), sizes

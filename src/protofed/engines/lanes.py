@@ -17,6 +17,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ from protofed.models import Network
 
 LANES = 6  # on an H200 5 and 8 are slower by a twentieth, 3 and 12 by a tenth or more
 EVALUATION_BATCH = 2048
+FEW = 128  # images at once below which testing would rather have the lanes' memory
 NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
 
 
@@ -72,7 +74,6 @@ class Lanes:
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
         """Train these clients; their replies come together, in their order."""
-        received = padded(tree.to(received, self.device))
         anew = False
         while True:
             try:
@@ -98,25 +99,33 @@ class Lanes:
     def _examine(
         self, exam: Exam, received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Scores:
-        """The scores of an exam, with fewer images at once where memory is short."""
+        """The scores of an exam, with fewer images at once or fewer lanes if memory is short."""
         anew = False
         while True:
             try:
                 return examine(self.setup, self._judges, exam, received, mine, round, self._at_once)
             except torch.cuda.OutOfMemoryError:
-                if anew and self._at_once == 1:
+                if anew and self._at_once == 1 and not self._lanes:
                     raise
-            if anew:
+            if anew and self._lanes and self._at_once <= FEW:
+                self.make_room()
+            elif anew:
                 self._at_once //= 2
-            gc.collect()  # an earlier run's engine is garbage in a circle
-            torch.cuda.empty_cache()
+            _collect()  # an earlier run's engine is garbage in a circle
             anew = True
+
+    def make_room(self) -> None:
+        """Give up the lanes and have fewer from the next round on."""
+        if len(self._lanes) > 1:
+            self._fewer_lanes(len(self._lanes))
+        self._forget_lanes()
 
     def _train(
         self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> dict[str, Reply]:
+        received = padded(tree.to(received, self.device))
         while len(self._lanes) < min(self._count, len(sites)):
-            stream = torch.cuda.Stream(self.device)
+            stream = _stream(self.device, len(self._lanes))
             self._lanes.append(
                 {
                     model: Lane(self.setup, network, self.device, self._tables, stream)
@@ -176,8 +185,22 @@ class Lanes:
         """Give up every lane, its graphs, and whatever else only the garbage collector frees."""
         torch.cuda.synchronize(self.device)  # what they were given may still be running
         self._lanes.clear()
-        gc.collect()  # an error that came from a thread is in a circle with what it keeps
-        torch.cuda.empty_cache()
+        _collect()  # an error that came from a thread is in a circle with what it keeps
+
+
+def _collect() -> None:
+    """Memory that nothing uses is the GPU's again."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@cache
+def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    """The stream of every lane of this number, in all runs of the process.
+
+    PyTorch keeps a workspace of cuBLAS (32 MiB on a large GPU) for each stream there ever was.
+    """
+    return torch.cuda.Stream(device)
 
 
 class _Pending:

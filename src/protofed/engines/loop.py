@@ -29,3 +29,6 @@ class Loop:
         """The scores of each exam, as they come."""
         for exam in exams:
             yield examine(self.setup, self.networks, exam, received, mine, round)
+
+    def make_room(self) -> None:
+        """It keeps one network for each model, which it needs."""

@@ -76,6 +76,9 @@ class Workers:
                     whole.setdefault(rule, {}).update(found)
             yield whole
 
+    def make_room(self) -> None:
+        """Workers have no memory of a GPU."""
+
 
 def _first_error(running: Iterable[Future[Reply]]) -> BaseException:
     """The error of the first of these, in the order they were submitted, that has one.

@@ -207,7 +207,7 @@ class Federation:
             told[name] = reply.losses
             for observer in observers:
                 observer.client(round, done, len(names))
-        server.finish()
+        self._aggregate()
         require_finite(server.state.get("model", {}), f"round {round + 1}: the averaged model")
         self.store.accept()
         trained = time.perf_counter()
@@ -229,6 +229,16 @@ class Federation:
                 "evaluate": round_to(time.perf_counter() - trained, 3),
             },
         }
+
+    def _aggregate(self) -> None:
+        """Close the round; if the GPU's memory is short, with what the engine can give up."""
+        try:
+            self.server.finish()
+            return
+        except torch.cuda.OutOfMemoryError:
+            pass  # until here the error's traceback keeps alive what was being computed
+        self.engine.make_room()
+        self.server.finish()
 
     def evaluate(self, observers: Sequence[Observer] = ()) -> Scores:
         """Accuracy per domain: of the global model, or of the clients' own models.

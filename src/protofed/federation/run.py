@@ -69,7 +69,7 @@ def run(
         config = merged_config(config, task, method, options, settings)
     folder = Path(out) if out is not None else None
     given_task = task if isinstance(task, Task) else None
-    with one_thread(), tf32(config.precision == "tf32"):
+    with one_thread(), tf32(config.precision == "tf32"), memory_errors_in_words():
         return _run(config, given_task, folder, resume, overwrite, observers)
 
 
@@ -137,6 +137,17 @@ def _rounds(
     for observer in observers:
         observer.end(result)
     return result
+
+
+@contextmanager
+def memory_errors_in_words() -> Iterator[None]:
+    """A GPU that is too small, or that others use, is something a user can mend."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        text = str(error).partition(" Including")[0].splitlines()[0].rstrip(".")
+        hint = "use a smaller --batch or --model, --device cpu, or a GPU that has more of it free"
+        raise ProtofedError(f"the GPU's memory is too short: {text}", hint) from error
 
 
 @contextmanager
