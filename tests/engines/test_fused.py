@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -103,6 +104,35 @@ def test_the_first_convolution_in_bfloat16() -> None:
     weight = torch.randn_like(theirs)
     grads = [torch.autograd.grad((y * weight).sum(), conv.weight)[0] for y in (ours, theirs)]
     torch.testing.assert_close(*grads, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize(("stride", "side"), [((2, 2), 8), ((3, 2), 7)])
+def test_a_strided_convolution_of_single_pixels(stride: tuple[int, int], side: int) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 5, 1, stride).double().to(DEVICE, memory_format=torch.channels_last)
+    found = []
+    for way in (conv, partial(fused._thinned, conv)):
+        x = torch.linspace(-1, 2, 3 * 8 * side * side, dtype=torch.float64, device=DEVICE)
+        x = x.reshape(3, 8, side, side).requires_grad_()
+        y = way(x)
+        (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        second = torch.autograd.grad(dx.square().sum(), [x, conv.weight], retain_graph=True)
+        grads = torch.autograd.grad(y.square().sum(), [x, conv.weight, conv.bias])
+        found.append([y, dx, *second, *grads])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_strided_convolutions_of_a_resnet_take_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = build("resnet10", 5, 8, 8).to(DEVICE, memory_format=torch.channels_last)
+    fused.fuse(network)
+    thinned: list[tuple[int, ...]] = []
+    inner = fused._Thin.apply
+    monkeypatch.setattr(
+        fused._Thin, "apply", lambda x, *s: (thinned.append(tuple(x.shape)), inner(x, *s))[1]
+    )
+    network(torch.randn(2, 3, 8, 8, device=DEVICE))
+    assert thinned == [(2, 8, 8, 8), (2, 16, 4, 4), (2, 32, 2, 2)]
 
 
 @pytest.mark.parametrize("added", [False, True])

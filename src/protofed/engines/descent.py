@@ -22,7 +22,6 @@ except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewher
     kernels = None  # type: ignore[assignment]
 
 R = TypeVar("R")
-WARPS = 4
 BLOCK = 1024  # entries a program moves: eight for each thread
 
 
@@ -161,7 +160,7 @@ class _Kernel:
             float(self.sgd.weight_decay),
             MOMENTUM=self.sgd.momentum != 0,
             BLOCK=BLOCK,
-            num_warps=WARPS,
+            num_warps=4,
         )
 
     def recorded(self) -> None:

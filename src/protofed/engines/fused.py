@@ -24,7 +24,6 @@ from protofed.errors import NoSecondDerivative
 from protofed.models.resnet import BasicBlock
 
 TILE = 64  # rows a program has in registers at a time
-WARPS = 4
 CHANNELS = 32  # channels a program works on: 64 bytes of bfloat16
 PROGRAMS = 256  # about two for each multiprocessor of an H200; other lanes fill the rest
 WIDE = 8  # input channels from which on a convolution has a kernel for bfloat16
@@ -41,8 +40,11 @@ def fuse(network: nn.Module) -> None:
     for module in network.modules():
         if type(module) is nn.BatchNorm2d:
             module.forward = partial(_normalised, module)  # type: ignore[method-assign]
-        if type(module) is nn.Conv2d and module.in_channels < WIDE and _is_plain(module):
-            module.forward = partial(_convolved, module)  # type: ignore[method-assign]
+        if type(module) is nn.Conv2d and _is_plain(module):
+            if module.in_channels < WIDE:
+                module.forward = partial(_convolved, module)  # type: ignore[method-assign]
+            elif module.kernel_size == (1, 1) != module.stride and module.padding == (0, 0):
+                module.forward = partial(_thinned, module)  # type: ignore[method-assign]
     for module in network.modules():
         if type(module) is nn.Sequential:
             for norm, relu in pairwise(module):
@@ -82,6 +84,32 @@ def _convolved(conv: nn.Conv2d, x: Tensor) -> Tensor:
     wide[:, : x.shape[1]] = x
     weight = F.pad(weight, (0, 0, 0, 0, 0, more))
     return F.conv2d(wide, weight, conv.bias, conv.stride, conv.padding)
+
+
+def _thinned(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """A strided 1×1 convolution, by itself on the pixels that it looks at.
+
+    For some sizes cuDNN takes a kernel without tensor cores, in another memory layout.
+    """
+    thin: Tensor = _Thin.apply(x, *conv.stride)
+    return F.conv2d(thin, conv.weight, conv.bias)
+
+
+class _Thin(torch.autograd.Function):
+    """``x[:, :, ::rows, ::columns]``; autograd would fill zeros in twice, once for each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: int, columns: int) -> Tensor:
+        ctx.shape, ctx.steps = x.shape, (rows, columns)
+        return x[:, :, ::rows, ::columns].contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        kinds: dict[str, Any] = {"dtype": grads[0].dtype, "device": grads[0].device}
+        dx = torch.empty(ctx.shape, memory_format=torch.channels_last, **kinds).zero_()
+        rows, columns = ctx.steps
+        dx[:, :, ::rows, ::columns] = grads[0]
+        return dx, None, None
 
 
 def _normalised(
@@ -184,5 +212,5 @@ def _grid(x: Tensor) -> tuple[tuple[int, int, int], int, tuple[int, int], dict[s
     tiles = triton.cdiv(rows, TILE)
     each = triton.cdiv(tiles, max(1, min(PARTS, PROGRAMS // blocks)))
     parts = triton.cdiv(tiles, each)
-    sizes = {"TILE": TILE, "BLOCK": block, "num_warps": WARPS}
+    sizes = {"TILE": TILE, "BLOCK": block, "num_warps": 4}
     return (rows, channels, each), parts, (parts, blocks), sizes

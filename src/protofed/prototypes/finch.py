@@ -107,5 +107,7 @@ def cluster_means(rows_Nd: Tensor, level: str = "last") -> Tensor:
     """Plain means [J, d] of the clusters of the first or the last kept partition."""
     if level not in ("first", "last"):
         raise unknown("FINCH level", level, ("first", "last"))
-    label_N = finch(rows_Nd)[0 if level == "first" else -1]
-    return _means(rows_Nd.double(), label_N).to(rows_Nd.dtype)
+    # Of few rows on the host: these are hundreds of tiny operations, and a GPU's are waited for.
+    near_Nd = rows_Nd.detach().cpu() if len(rows_Nd) <= BLOCK else rows_Nd.detach()
+    label_N = finch(near_Nd)[0 if level == "first" else -1]
+    return _means(near_Nd.double(), label_N).to(rows_Nd)
