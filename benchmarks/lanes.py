@@ -24,6 +24,7 @@ import time
 import torch
 
 from protofed.config import make_config
+from protofed.federation.local import one_thread
 from protofed.federation.run import Federation, tf32
 from protofed.methods import FPL
 from protofed.methods.base import Batch, Terms
@@ -107,7 +108,7 @@ def main() -> None:
         if arguments.only not in (None, name):
             continue
         config = make_config("digits", method, **common, **settings)
-        with tf32(config.precision == "tf32"):
+        with one_thread(), tf32(config.precision == "tf32"):
             train, test, steps = seconds_a_round(Federation(config), warm, rounds)
         per_step[name] = 1e3 * statistics.median(train) / steps
         tflops = 1e-3 * GFLOP[str(config.model)] * IMAGES * config.epochs / statistics.median(train)
@@ -126,8 +127,9 @@ def main() -> None:
         config = make_config("digits", FPL(), **common, engine="lanes", precision="bf16")
         federation = Federation(config)
         began = time.perf_counter()
-        for _ in range(100):
-            record = federation.run_round()
+        with one_thread():
+            for _ in range(100):
+                record = federation.run_round()
         torch.cuda.synchronize()
         print(f"100 rounds with evaluation: {time.perf_counter() - began:.1f} s; {record}")
 

@@ -215,7 +215,8 @@ def test_with_little_memory_there_are_fewer_lanes(
         result = run(task, FedAvg(), **settings, precision="fp32")
         return result, torch.cuda.max_memory_reserved()
 
-    five, two = peak(5), peak(2)[1]  # in this order: streams keep their workspaces
+    peak(5)  # after it every stream has its workspace, which it keeps
+    five, two = peak(5), peak(2)[1]
     assert two < five[1]
     memory = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((two + share * (five[1] - two)) / memory)

@@ -14,6 +14,9 @@ from protofed.prototypes.means import class_means, class_sums
 BLOCK = 2048
 """Rows whose cosines with as many others are in memory at a time: 32 MB."""
 
+FEW = 128
+"""Rows clustered on the host: a hundred tiny operations, many of which a GPU's host waits for."""
+
 PART = 256
 """Clusters whose means are taken at a time: their table of members is [N, PART], not [N, C]."""
 
@@ -107,7 +110,6 @@ def cluster_means(rows_Nd: Tensor, level: str = "last") -> Tensor:
     """Plain means [J, d] of the clusters of the first or the last kept partition."""
     if level not in ("first", "last"):
         raise unknown("FINCH level", level, ("first", "last"))
-    # Of few rows on the host: these are hundreds of tiny operations, and a GPU's are waited for.
-    near_Nd = rows_Nd.detach().cpu() if len(rows_Nd) <= BLOCK else rows_Nd.detach()
+    near_Nd = rows_Nd.detach().cpu() if len(rows_Nd) <= FEW else rows_Nd.detach()
     label_N = finch(near_Nd)[0 if level == "first" else -1]
     return _means(near_Nd.double(), label_N).to(rows_Nd)
