@@ -207,23 +207,29 @@ def test_with_little_memory_there_are_fewer_lanes(
     settings = {**TINY, "clients": CLIENTS, "samples": SAMPLES, "rounds": 1, "epochs": 1}
     settings |= {"model": "resnet10", "width": 64, "device": "cuda", "engine": "lanes"}
 
-    def peak(lanes: int) -> tuple[Result, int]:
-        gc.collect()
-        torch.cuda.empty_cache()
+    def needs(lanes: int) -> tuple[Result, int]:
+        """A run, and the memory it takes above what the process has before."""
+        before = held()
         torch.cuda.reset_peak_memory_stats()
         monkeypatch.setattr(engine, "LANES", lanes)
         result = run(task, FedAvg(), **settings, precision="fp32")
-        return result, torch.cuda.max_memory_reserved()
+        return result, torch.cuda.max_memory_reserved() - before
 
-    peak(5)  # after it every stream has its workspace, which it keeps
-    five, two = peak(5), peak(2)[1]
-    assert two < five[1]
-    memory = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((two + share * (five[1] - two)) / memory)
+    def held() -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    needs(5)  # after it every stream has its workspaces, which it keeps
+    (unlimited, five), (_, two) = needs(5), needs(2)
+    assert two < five
+    limit = held() + two + share * (five - two)
+    torch.cuda.set_per_process_memory_fraction(
+        limit / torch.cuda.get_device_properties(0).total_memory
+    )
     try:
         with pytest.warns(UserWarning, match="GPU memory is short: going on with 2 lanes"):
-            fewer, most = peak(5)
+            fewer, _ = needs(5)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert most < five[1]
-    assert apart(five[0], fewer) < 1e-4
+    assert apart(unlimited, fewer) < 1e-4

@@ -481,32 +481,66 @@ def test_too_little_memory_to_test_one_image(monkeypatch: pytest.MonkeyPatch) ->
         both(FedAvg(), rounds=1)
 
 
-def test_the_server_takes_the_lanes_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("after_aggregate", [False, True])
+def test_the_server_takes_the_lanes_memory(
+    after_aggregate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its average is on the GPU too; what failed is done again, and the next round has room."""
     fits: list[int] = []
-    inner = server_module.mean
+    place, name = (server_module.tree, "copy") if after_aggregate else (server_module, "mean")
+    inner = getattr(place, name)
 
     def short(*args: Any) -> Any:
-        fits.append(len(lanes._lanes) if (lanes := engines[-1]) else 0)
-        if fits[-1] > 1:
+        if busy:
+            fits.append(len(busy[0]._lanes))
+            if fits[-1] > 1:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return inner(*args)
+
+    finish, busy = Federation._aggregate, list[Lanes]()
+
+    def aggregate(self: Federation) -> None:
+        if isinstance(self.engine, Lanes):
+            busy.append(self.engine)
+        finish(self)
+        busy.clear()
+
+    monkeypatch.setattr(Federation, "_aggregate", aggregate)
+    monkeypatch.setattr(place, name, short)
+    with pytest.warns(UserWarning, match="going on with 1 lanes"):
+        loop, lanes = both(METHODS["fedopt"](), rounds=3)
+        assert apart(loop, lanes) < 1e-8
+    assert fits == [2, 0, 1, 1]
+
+
+def test_testing_one_by_one_takes_the_memory_of_lanes_that_came_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = tiny_task()
+    federation = Federation(make_config(task, FedAvg(), **TINY), task)
+    lanes = Lanes(federation.setup, federation.make_networks, torch.device("cpu"), lanes=1)
+    federation.engine, lanes._at_once = lanes, 1
+    inner = engine.examine
+
+    def short(*args: Any) -> Any:
+        if lanes._lanes:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return inner(*args)
 
-    start, engines = Lanes.train, list[Any]([None])
+    monkeypatch.setattr(engine, "examine", short)
+    federation.run_round()
+    assert not lanes._lanes
 
-    def train(self: Lanes, *args: Any) -> Any:
-        engines.append(self)
-        yield from start(self, *args)
-        # the loop's round comes before the lanes'
-        monkeypatch.setattr(server_module, "mean", short)
 
-    monkeypatch.setattr(Lanes, "train", train)
-    with pytest.warns(UserWarning, match="going on with 1 lanes"):
-        loop, lanes = both(FedAvg(), rounds=1)
-        assert apart(loop, lanes) < 1e-8
-    assert fits == [2, 0]
-    lanes.run_round()
-    assert fits == [2, 0, 1]
+def test_lanes_of_all_runs_have_the_same_streams() -> None:
+    """What PyTorch keeps for a stream it would keep for every run's."""
+    streams = []
+    for _ in range(2):
+        lanes = both(FedAvg(), rounds=1)[1].engine
+        streams.append([lane["cnn2"].stream for lane in lanes._lanes])  # type: ignore[attr-defined]
+    first, second = streams
+    assert len(set(first)) == 2
+    assert all(a is b for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["loop", "lanes"])

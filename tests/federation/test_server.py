@@ -474,3 +474,55 @@ def test_a_method_that_shares_nothing() -> None:
     assert len(federation.store.get("left-0")["model"]) == len(
         federation.engine.networks["cnn2"].state_dict()
     )
+
+
+@dataclass(frozen=True)
+class InPlace(Method):
+    """Changes what it was given; ``where`` says what."""
+
+    name: ClassVar[str] = "in_place"
+    where: str = "state"
+
+    def init_server(self, model: Slot, sizes: Sizes) -> Tree:
+        return {"velocity": {"v": torch.zeros(3)}}
+
+    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
+        if self.where == "weights":
+            updates[1]["model"]["head.weight"].zero_()
+        return None
+
+    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+        v = server.state["velocity"]["v"]
+        if self.where == "state":
+            v.mul_(0.9).add_(1)
+        if self.where == "message":
+            updates[0]["model"]["head.bias"].add_(1)
+        if self.where == "memory ends":
+            v.add_(1)
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        mean["head.bias"].add_(1)  # its own: no one else has it
+        return {"model": mean, "velocity": {"v": v}}
+
+
+@pytest.mark.parametrize(
+    ("where", "entry"),
+    [
+        ("state", "velocity/v of the server's state"),
+        ("memory ends", "velocity/v of the server's state"),
+        ("message", "model/head.bias of a's message"),
+        ("weights", "model/head.weight of b's message"),
+        ("nowhere", None),
+    ],
+)
+def test_what_a_method_was_given_stays_as_it_is(where: str, entry: str | None) -> None:
+    """Or a round that fails behind it could not be done again."""
+    ours = server(InPlace(where=where))
+    for i, name in enumerate("ab"):
+        ours.accept(name, Reply(message(i), {}, 3, 1, 0.1))
+    if entry is None:
+        ours.finish()
+        assert ours.round == 1
+    else:
+        with pytest.raises(ProtofedError, match=f"in_place changes {entry} in place on the server"):
+            ours.finish()
+        assert ours.round == 0

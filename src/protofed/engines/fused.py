@@ -99,9 +99,13 @@ class _Thin(torch.autograd.Function):
     """``x[:, :, ::rows, ::columns]``; autograd would fill zeros in twice, once for each."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, columns: int) -> Tensor:
-        ctx.shape, ctx.steps = x.shape, (rows, columns)
+    def forward(x: Tensor, rows: int, columns: int) -> Tensor:
         return x[:, :, ::rows, ::columns].contiguous(memory_format=torch.channels_last)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
+        x, *ctx.steps = inputs
+        ctx.shape = x.shape
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

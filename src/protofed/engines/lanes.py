@@ -47,7 +47,7 @@ from protofed.federation.tree import Tree
 from protofed.methods.base import Phase
 from protofed.models import Network
 
-LANES = 6  # on an H200 5 and 8 are slower by a twentieth, 3 and 12 by a tenth or more
+LANES = 6  # on an H200 5 and 8 are slower by 3 to 5 %, 3 and 12 by a tenth or more
 EVALUATION_BATCH = 2048
 FEW = 128  # images at once below which testing would rather have the lanes' memory
 NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
@@ -63,6 +63,8 @@ class Lanes:
         device: torch.device,
         lanes: int | None = None,
     ) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())  # another one may be later
         self.setup, self.device = setup, device
         self._make_networks, self._count = make_networks, lanes or LANES
         self._tables = Tables(setup)
@@ -198,7 +200,7 @@ def _collect() -> None:
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """The stream of every lane of this number, in all runs of the process.
 
-    PyTorch keeps a workspace of cuBLAS (32 MiB on a large GPU) for each stream there ever was.
+    PyTorch keeps workspaces of cuBLAS (32 MiB each on a large GPU) for every stream there ever was.
     """
     return torch.cuda.Stream(device)
 

@@ -145,7 +145,7 @@ def memory_errors_in_words() -> Iterator[None]:
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        text = str(error).partition(" Including")[0].splitlines()[0].rstrip(".")
+        text = str(error).partition(" Including")[0].partition("\n")[0].rstrip(".")
         hint = "use a smaller --batch or --model, --device cpu, or a GPU that has more of it free"
         raise ProtofedError(f"the GPU's memory is too short: {text}", hint) from error
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -152,16 +153,39 @@ class Server:
         """
         updates = [self._updates[name] for name in self.clients if name in self._updates]
         if updates:
-            weights = self.method.weights(self.view(), updates)
-            if weights is None:
-                weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
-            # entries that only go down are the server's own: the mean leaves them as they are
-            averaged = self.state.get("model", {}) | mean(updates, "model", weights)
-            self.state = tree.copy(
-                self.method.aggregate(self.view(), averaged, updates), self.device
-            )
+            with self._untouched():
+                weights = self.method.weights(self.view(), updates)
+                if weights is None:
+                    weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
+                # entries that only go down are the server's own: the mean leaves them as they are
+                averaged = self.state.get("model", {}) | mean(updates, "model", weights)
+                state = self.method.aggregate(self.view(), averaged, updates)
+            self.state = tree.copy(state, self.device)
         self.abandon()
         self.round += 1
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """See to it that a method leaves what it was given as it is.
+
+        A round that fails on the way is done again from it, now or by a resumed run.
+        """
+        given = {"the server's state": self.state, **self._spool.in_memory()}
+        before = [
+            (f"{slot}/{name} of {what}", t, t._version)
+            for what, content in given.items()
+            for slot, entries in content.items()
+            for name, t in entries.items()
+        ]
+        try:
+            yield
+        finally:
+            for what, t, version in before:
+                if t._version != version:
+                    raise ProtofedError(
+                        f"{self.method.name} changes {what} in place on the server",
+                        "weights and aggregate return new tensors and leave those they get alone",
+                    )
 
     def abandon(self) -> None:
         """Forget the replies of an unfinished round."""

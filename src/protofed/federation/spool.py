@@ -48,6 +48,10 @@ class Spool:
         path = self._disk[name].get(slot)
         return tree.to(tree.load(path)[0], self.device)[slot] if path else {}
 
+    def in_memory(self) -> dict[str, Tree]:
+        """The messages that are in memory, by what an error calls them."""
+        return {f"{name}'s message": message for name, message in self._memory.items()}
+
     def close(self) -> None:
         """Let go of everything."""
         self._memory.clear()

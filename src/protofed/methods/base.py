@@ -221,7 +221,10 @@ class Method:
         return None
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """The server's next state, from the averaged model and the clients' slots."""
+        """The server's next state, from the averaged model and the clients' slots.
+
+        In new tensors: what ``server.state`` and ``updates`` hold stays as it is.
+        """
         return {**server.state, "model": mean}
 
     def broadcast(self, server: ServerView) -> Tree:
