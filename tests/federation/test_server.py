@@ -523,6 +523,6 @@ def test_what_a_method_was_given_stays_as_it_is(where: str, entry: str | None) -
         ours.finish()
         assert ours.round == 1
     else:
-        with pytest.raises(ProtofedError, match=f"in_place changes {entry} in place on the server"):
+        with pytest.raises(ProtofedError, match=f"in_place changes {entry} in place"):
             ours.finish()
         assert ours.round == 0

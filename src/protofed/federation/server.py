@@ -183,7 +183,7 @@ class Server:
             for what, t, version in before:
                 if t._version != version:
                     raise ProtofedError(
-                        f"{self.method.name} changes {what} in place on the server",
+                        f"{self.method.name} changes {what} in place",
                         "weights and aggregate return new tensors and leave those they get alone",
                     )
 
