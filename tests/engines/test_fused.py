@@ -118,8 +118,8 @@ def test_a_strided_convolution_of_single_pixels(stride: tuple[int, int], side: i
         (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         second = torch.autograd.grad(dx.square().sum(), [x, conv.weight], retain_graph=True)
         grads = torch.autograd.grad(y.square().sum(), [x, conv.weight, conv.bias])
-        functional = torch.func.grad(lambda x, way=way: way(x).square().sum())(x.detach())
-        found.append([y, dx, *second, *grads, functional])
+        of_one = torch.func.grad(lambda x, way=way: way(x[None]).square().sum())
+        found.append([y, dx, *second, *grads, torch.func.vmap(of_one)(x.detach())])
     for ours, theirs in zip(*reversed(found), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 

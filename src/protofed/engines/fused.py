@@ -91,6 +91,8 @@ def _thinned(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
     For some sizes cuDNN takes a kernel without tensor cores, in another memory layout.
     """
+    if torch._C._are_functorch_transforms_active():  # as torch.func.vmap, which _Thin cannot
+        return F.conv2d(x, conv.weight, conv.bias, conv.stride)
     thin: Tensor = _Thin.apply(x, *conv.stride)
     return F.conv2d(thin, conv.weight, conv.bias)
 
@@ -99,13 +101,9 @@ class _Thin(torch.autograd.Function):
     """``x[:, :, ::rows, ::columns]``; autograd would fill zeros in twice, once for each."""
 
     @staticmethod
-    def forward(x: Tensor, rows: int, columns: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rows: int, columns: int) -> Tensor:
+        ctx.shape, ctx.steps = x.shape, (rows, columns)
         return x[:, :, ::rows, ::columns].contiguous(memory_format=torch.channels_last)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int], output: Tensor) -> None:
-        x, *ctx.steps = inputs
-        ctx.shape = x.shape
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
