@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,20 @@ class FakeGrid(Grid):
         return [self.replies.pop(i) for i in message_ids if i in self.replies]
 
 
-@pytest.fixture(autouse=True)
-def task_identity() -> Iterator[None]:
+@contextmanager
+def in_a_flower_run() -> Iterator[None]:
     """Flower makes messages only inside a run."""
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-    yield
-    TaskIdentity._run_id = TaskIdentity._node_id = TaskIdentity._task_id = None
+    try:
+        yield
+    finally:
+        TaskIdentity._run_id = TaskIdentity._node_id = TaskIdentity._task_id = None
+
+
+@pytest.fixture(autouse=True)
+def task_identity() -> Iterator[None]:
+    with in_a_flower_run():
+        yield
 
 
 def make_members(sites: Sequence[str] = SITES, **more: Any) -> tuple[Members, dict[str, bytes]]:

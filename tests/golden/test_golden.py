@@ -1,0 +1,43 @@
+"""Stored numbers of tiny runs: a change of form must not move any of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.golden.cases import CASES, HASHES, VALUES, machine, numbers_of
+
+STORED = json.loads(VALUES.read_text())
+BITS = json.loads(HASHES.read_text())
+
+
+def _flat(value: Any, name: str = "") -> dict[str, float]:
+    if isinstance(value, dict):
+        return {k: v for n, part in value.items() for k, v in _flat(part, f"{name}/{n}").items()}
+    if isinstance(value, list):
+        return {k: v for n, part in enumerate(value) for k, v in _flat(part, f"{name}/{n}").items()}
+    return {name: value}
+
+
+def test_every_case_is_stored() -> None:
+    assert set(STORED) == set(CASES)
+    for hashes in BITS.values():
+        assert set(hashes) == set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_the_stored_ones(case: str, subtests: pytest.Subtests) -> None:
+    if case.endswith("on Flower"):
+        pytest.importorskip("flwr")
+    found = numbers_of(case)
+    bits = found.pop("sha256")
+    got, want = _flat(found), _flat(STORED[case])
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+    with subtests.test("to the bit"):
+        if machine() not in BITS:
+            pytest.skip(f"no hashes are stored for {machine()}")
+        assert bits == BITS[machine()][case]
