@@ -2,7 +2,7 @@
 
     python benchmarks/augment.py [--images 4096] [--epochs 10] [--repetitions 5]
 
-Both give batches of 64 random crops (32 pixels after padding by 4), flipped or not, normalised,
+Both give batches of 64 random crops (32 pixels after padding by 4), flipped or not, normalized,
 from the same images, and for the same random choices the very same pixels (checked at the start).
 The repetitions alternate. One of protofed's is what a client does in a round: images prepared
 once, then all its epochs; a second line has one epoch alone, with the preparation.
@@ -24,12 +24,12 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from protofed.data.augment import Choices, cropped, crops, normalised, padded
+from protofed.data.augment import Choices, cropped, crops, normalized, padded
 from protofed.data.task import Augment, Images
-from protofed.federation import local
-from protofed.federation.local import Setup, Site, Training
+from protofed.federation import client_round as local
+from protofed.federation.client_round import Setup, Site, Training
+from protofed.method import Sizes
 from protofed.methods import method_class
-from protofed.methods.base import Sizes
 
 BATCH = 64
 AUGMENT = Augment()
@@ -83,7 +83,7 @@ def check(x: Tensor, pillow: Pillow) -> float:
     )
     mean, std = pillow.mean, pillow.std
     assert torch.equal(theirs.mul(std).add(mean).mul(255).round().to(torch.uint8), ours)
-    worst = float((normalised(ours, AUGMENT, torch.float32) - theirs).abs().max())
+    worst = float((normalized(ours, AUGMENT, torch.float32) - theirs).abs().max())
     assert worst < 1e-6, worst
     return worst
 

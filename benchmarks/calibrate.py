@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from protofed.federation.run import run
+from protofed.runs.run import run
 
 
 def main() -> None:

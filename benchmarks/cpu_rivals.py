@@ -11,7 +11,7 @@ The small CNN without BatchNorm (cnn3, width 16) on 32×32 images, SGD with mome
 
 Everyone starts from the same weights and takes the same minibatches in the same order; after three
 rounds the global weights must agree to 1e-4, or there is no result. The rivals' images are in
-memory as normalised float32, which protofed makes from bytes in every epoch. Nothing is evaluated
+memory as normalized float32, which protofed makes from bytes in every epoch. Nothing is evaluated
 inside the clock (pfl evaluates once, in the first round, which warms up).
 
 Each contender is a process of its own (with its own children) that waits for the word to run a
@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from protofed import keys
-from protofed.data.augment import normalised
+from protofed.data.augment import normalized
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.models import Network, build
 
@@ -84,7 +84,7 @@ def pixels(work: Workload) -> Images:
 def federation(work: Workload, engine: str) -> Any:
     """Ours: also where the others take the initial weights and the clients' rows from."""
     from protofed.config import make_config
-    from protofed.federation.run import Federation
+    from protofed.runs.run import Federation
 
     images = pixels(work)
     test = Images(images.x[:10], images.y[:10])
@@ -118,10 +118,10 @@ def federation(work: Workload, engine: str) -> Any:
 
 @functools.cache
 def client_data(work: Workload) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
-    """Each client's images as normalised float32 with labels, and the initial weights."""
+    """Each client's images as normalized float32 with labels, and the initial weights."""
     ours = federation(work, "loop")
     data = {
-        name: (normalised(s.images.x, ours.task.augment, torch.float32), s.images.y)
+        name: (normalized(s.images.x, ours.task.augment, torch.float32), s.images.y)
         for name, s in ours.sites.items()
     }
     return data, {name: t.clone() for name, t in ours.model.items()}
@@ -344,13 +344,13 @@ def flower_train(message: Any, context: Any) -> Any:
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     name = f"all-{context.node_config['partition-id']}"
     data = client_data(work)[0][name]
-    optimiser = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     for epoch in range(work.epochs):
         for x, y in batches(data, name, told["round"], epoch, work.batch):
             loss = cross_entropy(net(x).logits, y)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
     content = RecordDict(
         {
             "arrays": ArrayRecord(net.state_dict()),

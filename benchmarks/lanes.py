@@ -24,10 +24,10 @@ import time
 import torch
 
 from protofed.config import make_config
-from protofed.federation.local import one_thread
-from protofed.federation.run import Federation, tf32
+from protofed.federation.client_round import one_thread
+from protofed.method import Batch, Terms
 from protofed.methods import FPL
-from protofed.methods.base import Batch, Terms
+from protofed.runs.run import Federation, tf32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ import time
 import torch
 
 from protofed.config import make_config
-from protofed.engines import lanes as engine
-from protofed.federation.run import Federation
+from protofed.engines.lanes import engine
 from protofed.methods import FPL
+from protofed.runs.run import Federation
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def megabytes() -> int:
 def rounds_of(method: str, clients: int) -> dict[str, Any]:
     """Seconds a round and the peak, of a run in a folder."""
     from protofed.data import Domain, Images, load_task
-    from protofed.federation.run import Observer, run
+    from protofed.runs.run import Observer, run
 
     small = load_task("glyphs")
     pools = {}
@@ -115,10 +115,9 @@ def rounds_of(method: str, clients: int) -> dict[str, Any]:
 
 def server_step(method: str, prototypes: int) -> dict[str, Any]:
     """The method's own step on the prototypes of a round, and what it needs beside them."""
-    from protofed.federation.server import ServerView, Update
     from protofed.federation.spool import Spool
+    from protofed.method import ServerView, Sizes, Update
     from protofed.methods import create
-    from protofed.methods.base import Sizes
 
     torch.set_num_threads(1)  # as in a run
     classes, features, domains = 10, 512, 4

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from protofed import analysis
-from protofed.data.augment import normalised
+from protofed import analysis, tree
+from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.run import Result, load_run, run
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Result, load_run, run
+from protofed.testing.checks import TINY, tiny_task
 
 TASK = tiny_task()
 QUICK: dict[str, Any] = {**TINY, "epochs": 1, "task": TASK}
@@ -27,7 +26,7 @@ def fpl(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def network_of(result: Result, model: dict[str, torch.Tensor]) -> torch.nn.Module:
-    from protofed.federation.run import initial_network
+    from protofed.runs.run import initial_network
 
     network = initial_network(result.config, TASK)
     network.load_state_dict(model)
@@ -39,7 +38,7 @@ def test_features_are_those_of_the_final_model(fpl: Result, split: str) -> None:
     z, y = analysis.features(fpl, "right", split, task=TASK)
     images = getattr(TASK.domains["right"], split)
     with torch.no_grad():
-        out = network_of(fpl, fpl.model)(normalised(images.x, TASK.augment, torch.float32))
+        out = network_of(fpl, fpl.model)(normalized(images.x, TASK.augment, torch.float32))
     np.testing.assert_allclose(z, out.feature, rtol=1e-5, atol=1e-6)
     assert y.tolist() == images.y.tolist()
 
@@ -49,7 +48,7 @@ def test_features_of_an_earlier_round(fpl: Result) -> None:
     model = tree.load(fpl.folder / "snapshots" / "1.safetensors")[0]["model"]
     z, _ = analysis.features(fpl, "left", round=1, task=TASK)
     with torch.no_grad():
-        x = normalised(TASK.domains["left"].test.x, TASK.augment, torch.float32)
+        x = normalized(TASK.domains["left"].test.x, TASK.augment, torch.float32)
         out = network_of(fpl, model)(x)
     np.testing.assert_allclose(z, out.feature, rtol=1e-5, atol=1e-6)
     last, _ = analysis.features(fpl, "left", round=3, task=TASK)
@@ -155,7 +154,7 @@ def test_clusters_by_hand(handmade: Result) -> None:
     assert found.round == 3
     assert found.members["a"] == (("c0", "c1"), ("c2", "c3"))
     assert found.counts["a"] == 2
-    # three of b: FINCH links the lone c0 to a neighbour, so there is one cluster
+    # three of b: FINCH links the lone c0 to a neighbor, so there is one cluster
     assert sum(map(len, found.members["b"])) == 3
 
 

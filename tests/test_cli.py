@@ -17,8 +17,8 @@ import typer
 from PIL import Image
 from safetensors.torch import load_file
 
-from protofed import cli
-from protofed.federation import run as run_module
+from protofed.cli import app as cli
+from protofed.runs import run as run_module
 from protofed.version import __version__
 
 TINY = [
@@ -534,14 +534,14 @@ def starts(monkeypatch):
         def wait(self):
             pass
 
-    monkeypatch.setattr("protofed.study.runner.subprocess.Popen", Fake)
+    monkeypatch.setattr("protofed.studies.execution.subprocess.Popen", Fake)
     polls = []
 
     def sleep(_):
         polls.append(1)
         assert len(polls) < 100, "compare waits for ever"
 
-    monkeypatch.setattr("protofed.study.runner.time.sleep", sleep)
+    monkeypatch.setattr("protofed.studies.execution.time.sleep", sleep)
     return started
 
 

@@ -14,7 +14,7 @@ from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.methods import FPL, FedAvg, FedProto
 from protofed.protocols import PROTOCOLS
-from protofed.testing import TINY, tiny_task
+from protofed.testing.checks import TINY, tiny_task
 
 
 def write(tmp_path, text):

@@ -12,18 +12,18 @@ import pytest
 import torch
 import typer.main
 
-from protofed.cli import app
-from protofed.cli_parse import value
+from protofed import tree
+from protofed.cli.app import app
+from protofed.cli.parse import value
 from protofed.config import Config
 from protofed.data.task import Augment, Images
-from protofed.federation import tree
-from protofed.federation.local import Setup, Site, Training, local
-from protofed.federation.public import Pool, Public
+from protofed.federation.client_round import Setup, Site, Training, local
+from protofed.federation.public_images import Pool, Public
 from protofed.federation.server import Server
+from protofed.method import Sizes
 from protofed.methods import METHODS, create
-from protofed.methods.base import Sizes
 from protofed.models import build
-from protofed.study.spec import builtin
+from protofed.studies.definition import builtin
 
 DOCS = Path(__file__).parents[1] / "docs" / "methods"
 PAGES = sorted(DOCS.glob("*.md"))

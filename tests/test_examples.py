@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protofed.methods import method_class
-from protofed.testing import check
+from protofed.testing.checks import check
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

@@ -14,18 +14,17 @@ ORDER = (
     "prototypes models",
     "method",
     "methods",
-    "architectures protocols",
     "data",
-    "config",
+    "protocols config",
     "federation",
     "engines",
+    "privacy",
     "runs",
-    "progress profiling tensorboard observers",
-    "analysis",
-    "study studies",
+    "observers analysis testing",
+    "studies",
     "report",
-    "scene testing flower deploy",
-    "cli cli_data cli_deploy cli_options cli_parse cli_report cli_study __main__",
+    "deploy",
+    "cli __main__",
 )
 """The packages and modules of ``protofed``, one line a layer, the lowest first."""
 
@@ -33,9 +32,12 @@ KNOWN = {
     ("config", "engines"),
     ("config", "federation"),
     ("federation", "engines"),
-    ("federation", "report"),
+    ("federation", "runs"),
     ("methods", "federation"),
-    ("study", "report"),
+    ("models", "method"),
+    ("models", "methods"),
+    ("runs", "report"),
+    ("studies", "report"),
 }
 """Imports against the order that are still there."""
 

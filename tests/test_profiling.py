@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from protofed import cli, profiling
-from protofed.federation.records import without_times
-from protofed.federation.run import run
+from protofed.cli import app as cli
 from protofed.methods import FPL
-from protofed.profiling import Profile
-from protofed.testing import TINY, tiny_task
+from protofed.observers import profile as profiling
+from protofed.observers.profile import Profile
+from protofed.runs.records import without_times
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 QUICK: dict[str, Any] = {**TINY, "epochs": 1, "device": "cpu"}
 

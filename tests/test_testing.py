@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from protofed import testing
 from protofed.methods import METHODS, FedAvg, FedProto, Method, hyper
-from protofed.testing import check, run_checks
+from protofed.testing import checks as testing
+from protofed.testing.checks import check, run_checks
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ def test_a_message_that_is_not_slots_of_tensors(verdict, message):
         def upload(self, client):
             return message, {}
 
-    fails(verdict(Talking, "serialisation"), "note")  # it says which slot
+    fails(verdict(Talking, "serialization"), "note")  # it says which slot
 
 
 def test_a_server_state_that_is_not_slots_of_tensors(verdict):
@@ -382,7 +382,7 @@ def test_a_server_state_that_is_not_slots_of_tensors(verdict):
         def aggregate(self, server, mean, updates):
             return {"model": mean, "clients": {"seen": len(updates)}}
 
-    fails(verdict(Counting, "serialisation"), "clients")
+    fails(verdict(Counting, "serialization"), "clients")
 
 
 def test_a_broadcast_that_is_not_slots_of_tensors(verdict):
@@ -391,7 +391,7 @@ def test_a_broadcast_that_is_not_slots_of_tensors(verdict):
         def broadcast(self, server):
             return {**server.state, "extra": {"round": server.round}}
 
-    fails(verdict(Telling, "serialisation"), "extra")
+    fails(verdict(Telling, "serialization"), "extra")
 
 
 # ---- hot hooks ----------------------------------------------------------------------------------

@@ -25,20 +25,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.config import DTYPES, config_task
 from protofed.data import Images, Task
-from protofed.data.augment import normalised
+from protofed.data.augment import normalized
 from protofed.errors import ProtofedError, unknown
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.federation import initial_network, tested_images
-from protofed.federation.local import EVALUATION_BATCH, load, one_thread
-from protofed.federation.result import Result, load_run
-from protofed.federation.server import ServerView
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Sizes
+from protofed.federation.client_round import EVALUATION_BATCH, load, one_thread
+from protofed.federation.simulation import initial_network, tested_images
+from protofed.method import Client, ServerView, Sizes
 from protofed.prototypes import finch, widened
+from protofed.runs.result import Result, load_run
+from protofed.tree import Slot, Tree
 
 Run = Result | str | Path
 Floats = NDArray[np.floating[Any]]
@@ -190,7 +187,7 @@ def outputs(
             for x, y in zip(
                 *(t.split(EVALUATION_BATCH) for t in (images.x, images.y)), strict=True
             ):
-                ready = normalised(x, task.augment, DTYPES[config.precision])
+                ready = normalized(x, task.augment, DTYPES[config.precision])
                 client.begin_step(keys.key(config.seed, at, "evaluation"))
                 scores = config.method.predict(client, ready)
                 client.begin_step(keys.key(config.seed, at, "evaluation"))
@@ -284,7 +281,7 @@ def _unflat(slot: Slot) -> Tree:
 
 TSNE_STEPS = 500
 """Half of the usual number, in half the time: on features of 800 images the divergence is 1.5 %
-higher, and as many neighbours stay together (trustworthiness 0.989, 0.976, 0.982 either way)."""
+higher, and as many neighbors stay together (trustworthiness 0.989, 0.976, 0.982 either way)."""
 
 
 def tsne(features: Floats, seed: int = 0) -> Floats:

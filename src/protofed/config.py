@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from protofed.architectures import Models, checked_models, model_names, require_fit
 from protofed.data import Task, distribution, distributions, load_task
 from protofed.data.real import FOLDER
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.public import of_task, public_digest
+from protofed.federation.public_images import of_task, public_digest
 from protofed.methods import Method, create, fingerprint, reference
 from protofed.models import NORMS
+from protofed.models.mixed import Models, checked_models, model_names, require_fit
 from protofed.protocols import Protocol, protocol
 
 DTYPES = {

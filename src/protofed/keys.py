@@ -33,7 +33,7 @@ def generator(*parts: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key(*parts)))
 
 
-# The finaliser of SplitMix64 (Steele, Lea, Flood 2014). Torch has no unsigned 64-bit arithmetic
+# The finalizer of SplitMix64 (Steele, Lea, Flood 2014). Torch has no unsigned 64-bit arithmetic
 # on every device, so the constants are written as the signed numbers with the same bits, and a
 # logical shift right is an arithmetic one with the copied sign bits masked away.
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -54,7 +54,7 @@ def _hash(key: Tensor, draw: int, n: int) -> Tensor:
 
 
 def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
-    """Float32 numbers in the open interval (0, 1): the upper 23 bits of the hash, centred."""
+    """Float32 numbers in the open interval (0, 1): the upper 23 bits of the hash, centered."""
     bits = _shift_right(_hash(key, draw, math.prod(shape)), 41)
     return ((bits.to(torch.float32) + 0.5) * 2.0**-23).reshape(shape)
 

@@ -11,7 +11,7 @@ from protofed.errors import unknown
 
 @dataclass(frozen=True)
 class Protocol:
-    """Model, optimiser and length of a comparison; ``None`` is the model's own."""
+    """Model, optimizer and length of a comparison; ``None`` is the model's own."""
 
     name: str
     source: str
@@ -70,7 +70,7 @@ PROTOCOLS = {
             },
         ),
         # The paper states the layers and the clients on PACS; widths, batch, epochs, rounds and
-        # optimiser are in a supplement that could not be had, and are FPL's here.
+        # optimizer are in a supplement that could not be had, and are FPL's here.
         Protocol(
             "fedseproto",
             "Lai et al., ECAI 2024; what it does not state is FPL's",

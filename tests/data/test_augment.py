@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protofed.data.augment import Choices, cropped, normalised
+from protofed.data.augment import Choices, cropped, normalized
 from protofed.data.task import Augment
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -51,7 +51,7 @@ def test_equals_a_reference_pixel_by_pixel(
     augment = Augment(padding=padding, flip=flip, mean=MEAN, std=STD)
     x = images(24, *size)
     choices = Choices.draw(np.random.default_rng(0), len(x), augment)
-    out = normalised(cropped(x, choices, augment), augment, dtype)
+    out = normalized(cropped(x, choices, augment), augment, dtype)
     expected = np.stack(
         [
             reference(x[i].numpy(), int(choices.top[i]), int(choices.left[i]), bool(f), augment)
@@ -63,13 +63,13 @@ def test_equals_a_reference_pixel_by_pixel(
     np.testing.assert_allclose(out.numpy(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_pixels_stay_uint8_until_they_are_normalised() -> None:
+def test_pixels_stay_uint8_until_they_are_normalized() -> None:
     augment = Augment(padding=2)
     x = images(3)
     before = x.clone()
     out = cropped(x, Choices.draw(np.random.default_rng(0), 3, augment), augment)
     assert out.dtype == torch.uint8
-    normalised(x, augment, torch.float32)
+    normalized(x, augment, torch.float32)
     assert torch.equal(x, before), "the client's images are not written to"
 
 
@@ -111,9 +111,9 @@ def test_chunks_give_the_same_pixels(chunk: int) -> None:
     choices = Choices.draw(np.random.default_rng(1), 30, augment)
     order = torch.from_numpy(np.random.default_rng(2).permutation(30))
     device = torch.device("cpu")
-    whole = normalised(cropped(x, choices, augment), augment, torch.float32)[order]
+    whole = normalized(cropped(x, choices, augment), augment, torch.float32)[order]
     parts = [
-        normalised(cropped(x[i], choices.rows(i, device), augment), augment, torch.float32)
+        normalized(cropped(x[i], choices.rows(i, device), augment), augment, torch.float32)
         for i in order.split(chunk)
     ]
     assert torch.equal(torch.cat(parts), whole)
@@ -123,7 +123,7 @@ def test_output_is_channels_last() -> None:
     augment = Augment()
     x = images(5)
     for source in (x, cropped(x, Choices.draw(np.random.default_rng(0), 5, augment), augment)):
-        out = normalised(source, augment, torch.float32)
+        out = normalized(source, augment, torch.float32)
         assert out.is_contiguous(memory_format=torch.channels_last)
         assert not out.is_contiguous()
 

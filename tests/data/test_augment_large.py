@@ -21,7 +21,7 @@ N = 40
 def images() -> Tensor:
     rng = np.random.default_rng(5)
     x = rng.integers(0, 256, (N, 3, SIDE, SIDE)).astype(np.uint8)
-    x[0] = 128  # no colour: the hue is not defined
+    x[0] = 128  # no color: the hue is not defined
     x[1] = 0
     x[2, :, :, :] = np.array([255, 0, 0])[:, None, None]
     return torch.from_numpy(x)

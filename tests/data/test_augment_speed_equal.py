@@ -1,4 +1,4 @@
-"""The fast crop and normalisation give the very bits of the plain ones that they replaced."""
+"""The fast crop and normalization give the very bits of the plain ones that they replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from protofed.data.augment import Choices, cropped, crops, normalised, padded
+from protofed.data.augment import Choices, cropped, crops, normalized, padded
 from protofed.data.task import Augment
 
 
@@ -71,12 +71,12 @@ def test_every_corner_and_flip() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 300, 300)])
-def test_normalised_has_the_same_bits_and_layout(
+def test_normalized_has_the_same_bits_and_layout(
     shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     x, augment = images(*shape), Augment()
     expected = broadcast(x, augment, dtype)
     for layout in (torch.contiguous_format, torch.channels_last):
-        found = normalised(x.contiguous(memory_format=layout), augment, dtype)
+        found = normalized(x.contiguous(memory_format=layout), augment, dtype)
         assert torch.equal(found, expected)
         assert found.is_contiguous(memory_format=torch.channels_last)

@@ -22,7 +22,7 @@ from rich.console import Console
 from scipy.io import savemat
 from typer.testing import CliRunner
 
-from protofed.cli import app
+from protofed.cli.app import app
 from protofed.data import fetch as module
 from protofed.data import homes
 from protofed.data.fetch import SUMS, DiskFull, Fetcher, Mismatch, count

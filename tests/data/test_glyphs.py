@@ -149,15 +149,15 @@ def test_no_image_is_in_two_places(arrays: Arrays) -> None:
 
 
 def test_the_domains_really_differ(arrays: Arrays) -> None:
-    brightness, colour, paper = {}, {}, {}
+    brightness, color, paper = {}, {}, {}
     for domain in ("scan", "print", "photo", "inverse"):
         x = arrays[f"{domain}.train.x"].astype(np.float64)
         brightness[domain] = x.mean()
-        colour[domain] = (x.max(1) - x.min(1)).mean()
+        color[domain] = (x.max(1) - x.min(1)).mean()
         # How uneven the top left corner is: flat paper, grain or texture.
         paper[domain] = np.median(x[:, :, :3, :3].std((2, 3)))
     assert brightness["scan"] < 70 < 90 < brightness["print"] < 160 < brightness["inverse"]
-    assert colour["scan"] == 0 < colour["inverse"] < 20 < colour["print"] < 90 < colour["photo"]
+    assert color["scan"] == 0 < color["inverse"] < 20 < color["print"] < 90 < color["photo"]
     assert paper["scan"] == paper["print"] == 0 < 2 < paper["inverse"] < paper["photo"]
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 from protofed.data.images import BadImage, decode
 
 
-def colour(content: bytes, size: int = 8) -> list[int]:
-    """The colour of an image that has only one."""
+def color(content: bytes, size: int = 8) -> list[int]:
+    """The color of an image that has only one."""
     x = decode(content, size)
     assert x.shape == (3, size, size)
     assert x.dtype == np.uint8
@@ -30,7 +30,7 @@ def test_equals_pillows_bilinear_resize(pictures: Any) -> None:
 
 def test_modes(pictures: Any) -> None:
     def of(mode: str, value: Any, kind: str = "PNG", **options: Any) -> list[int]:
-        return colour(pictures.encoded(Image.new(mode, (5, 9), value), kind, **options))
+        return color(pictures.encoded(Image.new(mode, (5, 9), value), kind, **options))
 
     assert of("L", 77) == [77] * 3
     assert of("1", 1) == [255] * 3
@@ -50,9 +50,9 @@ def test_modes(pictures: Any) -> None:
 def test_palette_with_and_without_transparency(pictures: Any) -> None:
     image = Image.new("P", (4, 4), 1)
     image.putpalette([0, 0, 0, 9, 8, 7])
-    assert colour(pictures.encoded(image)) == [9, 8, 7]
-    assert colour(pictures.encoded(image, transparency=1)) == [255] * 3
-    assert colour(pictures.encoded(image, "GIF")) == [9, 8, 7]
+    assert color(pictures.encoded(image)) == [9, 8, 7]
+    assert color(pictures.encoded(image, transparency=1)) == [255] * 3
+    assert color(pictures.encoded(image, "GIF")) == [9, 8, 7]
 
 
 def test_exif_rotation_is_applied(pictures: Any) -> None:

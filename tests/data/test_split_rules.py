@@ -12,18 +12,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from protofed.cli import app
+from protofed.cli.app import app
 from protofed.config import Config, make_config, read_config
 from protofed.data import Augment, Domain, Images, Share, Task, distribution, distributions, split
 from protofed.data.split import apportion
 from protofed.errors import ProtofedError
-from protofed.federation.local import evaluate
-from protofed.federation.run import Federation, load_run, run
-from protofed.methods.base import Entry
+from protofed.federation.client_round import evaluate
+from protofed.method import Entry
 from protofed.methods.fedavg import FedAvg
-from protofed.progress import client_lines
-from protofed.study.tables import caption
-from protofed.testing import TINY, tiny_task
+from protofed.observers.progress import client_lines
+from protofed.runs.run import Federation, load_run, run
+from protofed.studies.tables import caption
+from protofed.testing.checks import TINY, tiny_task
 
 DIGITS = ("mnist", "usps", "svhn", "syn")
 OFFICE = ("caltech", "amazon", "webcam", "dslr")
@@ -582,7 +582,7 @@ def test_clients_table_is_stored_and_shown(tmp_path: Path) -> None:
 
 
 def test_clients_json_is_there_from_the_start(tmp_path: Path) -> None:
-    from protofed.testing import _Interrupt
+    from protofed.testing.checks import _Interrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(tiny_task(), out=tmp_path / "run", observers=[_Interrupt(after=0)], **TINY)
@@ -590,7 +590,7 @@ def test_clients_json_is_there_from_the_start(tmp_path: Path) -> None:
 
 
 def test_skewed_runs_resume_to_the_same_numbers(tmp_path: Path) -> None:
-    from protofed.testing import _Interrupt, _same
+    from protofed.testing.checks import _Interrupt, _same
 
     settings = {**TINY, "dirichlet": 0.3, "quantity": 0.5, "repair": True}
     whole = run(tiny_task(), **settings)

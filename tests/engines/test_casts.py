@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protofed.engines.casts import Halves
+from protofed.engines.lanes.bf16 import Halves
 from protofed.models import Network, build
 
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.engines import descent
-from protofed.engines.casts import Halves
-from protofed.federation.optimisers import SGD, Adam
+from protofed.engines.lanes import step as descent
+from protofed.engines.lanes.bf16 import Halves
+from protofed.federation.optimizers import SGD, Adam
 from protofed.models import Network, build
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -134,10 +134,10 @@ def test_what_the_kernel_cannot_do_is_done_apart(kind: str) -> None:
     for net in nets:
         trained = list(net.parameters())
         halves = Halves(net)
-        optimiser = Adam(trained, lr=0.01) if kind == "adam" else SGD(trained, 0.1, 0.9, 0.0)
+        optimizer = Adam(trained, lr=0.01) if kind == "adam" else SGD(trained, 0.1, 0.9, 0.0)
         clip = 0.01 if kind == "clip" else None
         if net is nets[0]:
-            one = descent.HalfDescent(trained, optimiser, clip, halves, 2)
+            one = descent.HalfDescent(trained, optimizer, clip, halves, 2)
             assert one._kernel is None
             one.begin()
             for number in range(2):
@@ -149,11 +149,11 @@ def test_what_the_kernel_cannot_do_is_done_apart(kind: str) -> None:
         for number in range(2):
             with autocast():
                 value = usual(net, number)
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             value.backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(trained, clip)
-            optimiser.step()
+            optimizer.step()
         values.append(value)
     torch.testing.assert_close(values[0], values[1])
     for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""The fused batch normalisation against PyTorch's own.
+"""The fused batch normalization against PyTorch's own.
 
 Needs Triton, and a GPU or ``TRITON_INTERPRET=1`` (which runs kernels on a CPU, slowly).
 """
@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from protofed.engines import fused  # noqa: E402
+from protofed.engines.lanes import batchnorm as fused  # noqa: E402
 from protofed.errors import NoSecondDerivative  # noqa: E402
 from protofed.models import build  # noqa: E402
 
@@ -46,7 +46,7 @@ def test_values_gradients_and_statistics(shape: tuple[int, ...], added: bool, re
     add = torch.randn_like(x) if added else None
     weight = torch.randn_like(x)
     found = []
-    for norm, way in zip(norms, (plain, fused._normalised), strict=True):
+    for norm, way in zip(norms, (plain, fused._normalized), strict=True):
         inputs = [t.clone().requires_grad_() for t in (x, *((add,) if added else ()))]
         y = way(norm, inputs[0], inputs[1] if added else None, relu)
         grads = torch.autograd.grad((y * weight).sum(), [*inputs, norm.weight, norm.bias])
@@ -62,14 +62,14 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
     exact = (x.double() - x.double().mean((0, 2, 3), keepdim=True)) / x.double().var(
         (0, 2, 3), correction=0, keepdim=True
     ).sqrt()
-    assert float((fused._normalised(norm, x).detach() - exact).abs().max()) < 1e-3
+    assert float((fused._normalized(norm, x).detach() - exact).abs().max()) < 1e-3
 
 
 def test_statistics_that_are_not_tracked_stay() -> None:
     norm = nn.BatchNorm2d(4).to(DEVICE)
     norm.track_running_stats = False
     before = [t.clone() for t in norm.buffers()]
-    fused._normalised(norm, torch.randn(3, 4, 2, 2, device=DEVICE))
+    fused._normalized(norm, torch.randn(3, 4, 2, 2, device=DEVICE))
     assert all(torch.equal(a, b) for a, b in zip(before, norm.buffers(), strict=True))
 
 
@@ -143,7 +143,7 @@ def test_what_is_not_a_number_stays_so(added: bool) -> None:
     x[1, 2, 0, 1] = torch.nan
     add = torch.zeros_like(x) if added else None
     norm = nn.BatchNorm2d(4).to(DEVICE)
-    found = fused._normalised(norm, x, add, relu=True).isnan()
+    found = fused._normalized(norm, x, add, relu=True).isnan()
     assert torch.equal(found, plain(nn.BatchNorm2d(4).to(DEVICE), x, add, relu=True).isnan())
     assert found[:, 2].all() and not found[:, :2].any()
 
@@ -184,6 +184,6 @@ def test_modules_of_other_kinds_compute_what_they_did(bf16: bool) -> None:
 def test_a_second_derivative_is_refused() -> None:
     """The kernels have none: without an error it would silently be 0."""
     x = torch.randn(3, 4, 2, 2, device=DEVICE, requires_grad=True)
-    y = fused._normalised(nn.BatchNorm2d(4).to(DEVICE), x)
+    y = fused._normalized(nn.BatchNorm2d(4).to(DEVICE), x)
     with pytest.raises(NoSecondDerivative):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from protofed.config import make_config
-from protofed.engines import lanes as engine
-from protofed.federation.federation import Federation
-from protofed.federation.run import Result, run
+from protofed.engines.lanes import engine
+from protofed.federation.simulation import Federation
+from protofed.method import Batch, Terms
 from protofed.methods import METHODS, FedAvg, Method
-from protofed.methods.base import Batch, Terms
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Result, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="lanes run on a GPU")
 

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from protofed.config import make_config
-from protofed.engines import lanes as engine
-from protofed.engines.lanes import Lanes
-from protofed.engines.static import told_apart
+from protofed.engines.lanes import engine
+from protofed.engines.lanes.engine import Lanes
+from protofed.engines.lanes.signatures import told_apart
 from protofed.errors import NoSecondDerivative, ProtofedError
 from protofed.federation import server as server_module
-from protofed.federation.federation import Federation
+from protofed.federation.simulation import Federation
+from protofed.method import Batch, Phase, Terms
 from protofed.methods import METHODS, FedAvg, FedProto, FedSR, Method
-from protofed.methods.base import Batch, Phase, Terms
-from protofed.testing import TINY, tiny_task
+from protofed.testing.checks import TINY, tiny_task
 
 RECORD = engine.Program.record
 
@@ -281,7 +281,7 @@ def test_batchnorm_without_momentum_counts_all_batches() -> None:
 
 def test_half_precision_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss with the weights' halves, without the kernel (which a machine with a GPU has)."""
-    monkeypatch.setattr("protofed.engines.descent.kernels", None)
+    monkeypatch.setattr("protofed.engines.lanes.step.kernels", None)
     federation = Federation(
         make_config(task := tiny_task(), FedAvg(), **TINY, precision="bf16"), task
     )

@@ -12,16 +12,15 @@ from weakref import ref
 import pytest
 import torch
 
+from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.federation import Federation
-from protofed.federation.records import without_times
-from protofed.federation.run import Result, run
+from protofed.federation.simulation import Federation
+from protofed.method import Batch, Client, Method, Terms
 from protofed.methods import METHODS
-from protofed.methods.base import Batch, Method, Terms
-from protofed.testing import TINY, tiny_task
+from protofed.runs.records import without_times
+from protofed.runs.run import Result, run
+from protofed.testing.checks import TINY, tiny_task
 
 # clients of different length, fewer and more of them than workers
 SETTINGS = {

@@ -11,8 +11,8 @@ import pytest
 from protofed.config import make_config
 from protofed.federation import allocator
 from protofed.federation.allocator import keep_freed_memory
-from protofed.federation.federation import Federation
-from protofed.testing import TINY, tiny_task
+from protofed.federation.simulation import Federation
+from protofed.testing.checks import TINY, tiny_task
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 # 20 MB in five blocks, all freed before the next step, as activations are

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from protofed import files
+from protofed import files, tree
 from protofed.config import Config, make_config
 from protofed.errors import ProtofedError
-from protofed.federation import folder as folders
-from protofed.federation import run as runs
-from protofed.federation import store, tree
-from protofed.federation.records import read_records, without_times
-from protofed.federation.run import Observer, is_finished, run
+from protofed.federation import client_state as store
 from protofed.methods import FedBN, Method
-from protofed.testing import TINY, tiny_task
+from protofed.runs import folder as folders
+from protofed.runs import run as runs
+from protofed.runs.records import read_records, without_times
+from protofed.runs.run import Observer, is_finished, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 TASK = tiny_task()

@@ -12,11 +12,11 @@ import protofed
 from protofed.config import make_config
 from protofed.data.task import Task
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation.run import run
+from protofed.method import Phase
 from protofed.methods import FPL, FedAvg
-from protofed.methods.base import Phase
 from protofed.report.curves import curves
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 ONE = {**TINY, "rounds": 1}
 
@@ -54,7 +54,7 @@ def with_value(**values: Any) -> FedAvg:
     (with_value(proto_pass="foo"), "unknown proto_pass"),
     (with_value(holdout=2.0), "holdout of method mine"),
     (with_value(shared=lambda self, entry: "maybe"), "unknown answer of mine's shared"),
-    (with_value(phases=lambda self, r, e: (Phase(self.loss, optimiser="adamw"),)), "optimiser"),
+    (with_value(phases=lambda self, r, e: (Phase(self.loss, optimizer="adamw"),)), "optimizer"),
 ])  # fmt: skip
 def test_misspelt_values_of_a_method(method: FedAvg, words: str) -> None:
     with pytest.raises(ProtofedError, match=words):

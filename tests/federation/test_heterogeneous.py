@@ -10,19 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from protofed import analysis
-from protofed.architectures import checked_models, client_models, require_fit
+from protofed import analysis, tree
 from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.federation import Federation, initial_network
-from protofed.federation.records import without_times
-from protofed.federation.run import Result, load_run, run
-from protofed.federation.store import ClientStore
+from protofed.federation.client_state import ClientStore
+from protofed.federation.simulation import Federation, initial_network
 from protofed.methods import METHODS, FedAvg, FedBN, FedGH, FedProto, FedSeProto, Local, Method
-from protofed.progress import accuracies, client_lines
-from protofed.study.tables import caption, grid, rows
-from protofed.testing import TINY, _Interrupt, _same, tiny_task
+from protofed.models.mixed import checked_models, client_models, require_fit
+from protofed.observers.progress import accuracies, client_lines
+from protofed.runs.records import without_times
+from protofed.runs.run import Result, load_run, run
+from protofed.studies.tables import caption, grid, rows
+from protofed.testing.checks import TINY, _Interrupt, _same, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -187,7 +186,7 @@ def accuracy(network: Any, task: Any, domain: str) -> float:
 
 def test_every_client_is_tested_on_every_domain(kept: Result, monkeypatch: Any) -> None:
     task = tiny_task(spare=12)
-    monkeypatch.setattr("protofed.federation.result.config_task", lambda config: task)
+    monkeypatch.setattr("protofed.runs.result.config_task", lambda config: task)
     clients = [row["client"] for row in kept.summary["clients"]]
     networks = {name: kept.network(name) for name in clients}
     record, own = kept.rounds[-1], {}
@@ -241,13 +240,13 @@ def test_the_model_file_has_what_there_is_by_name(kept: Result) -> None:
 
 def test_a_run_is_read_back_with_its_clients_models(kept: Result, monkeypatch: Any) -> None:
     task = tiny_task(spare=12)
-    monkeypatch.setattr("protofed.federation.result.make_config", lambda **s: kept.config)
+    monkeypatch.setattr("protofed.runs.result.make_config", lambda **s: kept.config)
     assert kept.folder is not None
     again = load_run(kept.folder)
     assert again.clients.keys() == kept.clients.keys()
     for name, model in kept.clients.items():
         assert tree.equal({"m": again.clients[name]}, {"m": dict(model)})
-    monkeypatch.setattr("protofed.federation.result.config_task", lambda config: task)
+    monkeypatch.setattr("protofed.runs.result.config_task", lambda config: task)
     with pytest.raises(ProtofedError, match="has no global model") as error:
         again.network()
     assert "network('left-0')" in str(error.value)
@@ -275,7 +274,7 @@ def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path, monkeypatch
     slots, _ = tree.load(tmp_path / "run" / "model.safetensors")
     assert len(slots["client"]) == 4 * 2 * 5  # four clients, two BatchNorms of five entries
     assert "beside" not in result.rounds[-1]  # a domain's figure is its own clients' already
-    monkeypatch.setattr("protofed.federation.result.config_task", lambda config: task)
+    monkeypatch.setattr("protofed.runs.result.config_task", lambda config: task)
     scores = [accuracy(result.network(f"left-{i}"), task, "left") for i in range(2)]
     assert result.rounds[-1]["accuracy"]["left"] == pytest.approx(sum(scores) / 2, abs=1e-3)
     assert result.network().state_dict().keys() == result.network("left-0").state_dict().keys()
@@ -290,7 +289,7 @@ def test_a_shared_model_has_no_client_of_its_own() -> None:
 
 def test_models_beyond_memory_stay_in_the_clients_folder(tmp_path: Path, monkeypatch: Any) -> None:
     small = functools.partial(ClientStore, limit=1000)
-    monkeypatch.setattr("protofed.federation.federation.ClientStore", small)
+    monkeypatch.setattr("protofed.federation.simulation.ClientStore", small)
     result = run(tiny_task(), Local(), out=tmp_path / "run", **{**BOTH, "rounds": 1})
     assert result.clients == {}
     _, about = tree.load(tmp_path / "run" / "model.safetensors")

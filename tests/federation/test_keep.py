@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from protofed import tree
 from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.federation import Federation, Observer
-from protofed.federation.keep import Keeper, kept_rounds, prototype_entries
-from protofed.federation.records import without_times
-from protofed.federation.run import Result, run
-from protofed.testing import TINY, tiny_task
+from protofed.federation.simulation import Federation, Observer
+from protofed.runs.artifacts import Keeper, kept_rounds, prototype_entries
+from protofed.runs.records import without_times
+from protofed.runs.run import Result, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -161,7 +161,7 @@ def test_overwrite_forgets_what_was_kept(tmp_path: Path) -> None:
 def test_large_prototypes_are_kept_of_the_last_round_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protofed.federation.keep.SMALL", 100)
+    monkeypatch.setattr("protofed.runs.artifacts.SMALL", 100)
     run(**QUICK, method="fpl", out=tmp_path / "unasked")
     run(**QUICK, method="fpl", out=tmp_path / "asked", keep_rounds=[1])
     assert files(tmp_path / "unasked") == ["prototypes/3"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import protofed
-from protofed.federation import tree
-from protofed.federation.records import Record, read_records, without_times
+from protofed import tree
+from protofed.runs.records import Record, read_records, without_times
 
 ROUNDS = 4
 COMMAND = [

@@ -11,18 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protofed import keys
-from protofed.data.augment import normalised
+from protofed import keys, tree
+from protofed.data.augment import normalized
 from protofed.data.task import Augment, Images
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation import local as module
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import Reply, Setup, Site, Training, load, local
-from protofed.federation.tree import Slot, Tree
+from protofed.federation import client_round as module
+from protofed.federation.client_round import Reply, Setup, Site, Training, load, local
+from protofed.method import Batch, Client, Method, Phase, Sizes, Terms
 from protofed.methods import FedAvg
-from protofed.methods.base import Batch, Method, Phase, Sizes, Terms
 from protofed.models import Network
+from protofed.tree import Slot, Tree
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -68,7 +66,7 @@ def train(s: Setup, at: Site, net: Network | None = None, round: int = 0) -> Rep
 
 
 def all_of(at: Site) -> tuple[Tensor, Tensor]:
-    return normalised(at.images.x, PLAIN, torch.float64), at.images.y
+    return normalized(at.images.x, PLAIN, torch.float64), at.images.y
 
 
 class Hand:
@@ -97,7 +95,7 @@ def same(model: Slot, hand: Hand) -> None:
         torch.testing.assert_close(model[name], t.detach(), rtol=1e-11, atol=1e-13, msg=name)
 
 
-# ---- one step, several, and the optimiser --------------------------------------------------------
+# ---- one step, several, and the optimizer --------------------------------------------------------
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
@@ -302,7 +300,7 @@ def test_phases_by_hand_with_fresh_momentum(two: TwoPhases) -> None:
     same(reply.message["model"], hand)
 
 
-def test_same_phase_twice_starts_the_optimiser_anew() -> None:
+def test_same_phase_twice_starts_the_optimizer_anew() -> None:
     @dataclass(frozen=True)
     class Twice(Method):
         name: ClassVar[str] = "twice"
@@ -359,12 +357,12 @@ def test_phase_clip(two: TwoPhases) -> None:
 def test_adam(two: TwoPhases, by: str) -> None:
     at, net = site(), network()
     if by == "phase":
-        two.second.update(optimiser="adam", lr=0.01)
+        two.second.update(optimizer="adam", lr=0.01)
         reply = train(setup(two, weight_decay=0.0), at, net)
         before, names = two.states[2], [n for n in two.states[2] if encoder(n)]
     else:
         before = start(net)["model"]
-        reply = train(setup(optimiser="adam", lr=0.01, weight_decay=0.0), at, net)
+        reply = train(setup(optimizer="adam", lr=0.01, weight_decay=0.0), at, net)
         names = list(before)
     hand = Hand(before, 1.0, 0.0, 0.0)
     hand.step(*all_of(at))
@@ -498,7 +496,7 @@ def test_further_passes_move_no_statistics_and_make_no_prototypes() -> None:
     assert replies[1].message["prototypes"]["count"].sum() == 10
 
 
-def test_further_passes_normalise_with_their_own_batch() -> None:
+def test_further_passes_normalize_with_their_own_batch() -> None:
     net = network(norm=True).train()
     client = Client(FedAvg(), net, SIZES, received=start(net), mine={})
     x = all_of(site(6))[0]

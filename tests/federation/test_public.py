@@ -20,12 +20,12 @@ from protofed.config import make_config, merged_config
 from protofed.data import DataMissing
 from protofed.data.images import decode
 from protofed.errors import ProtofedError
-from protofed.federation import public as module
-from protofed.federation.federation import Federation
-from protofed.federation.result import load_run
-from protofed.federation.run import run
+from protofed.federation import public_images as module
+from protofed.federation.simulation import Federation
 from protofed.methods import FedMD
-from protofed.testing import TINY, tiny_task
+from protofed.runs.result import load_run
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread", "own_cache")
 PIXELS = 8  # of the tiny task

@@ -11,17 +11,20 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-import protofed.federation.federation as module
+import protofed.federation.simulation as module
+from protofed import tree
 from protofed.config import Config, make_config
 from protofed.data import load_task
-from protofed.data.augment import normalised
+from protofed.data.augment import normalized
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.federation import batchnorm_policy
-from protofed.federation.folder import begins_anew
-from protofed.federation.local import Reply, Scores
-from protofed.federation.records import (
+from protofed.federation.client_round import Reply, Scores
+from protofed.federation.client_state import ClientStore
+from protofed.federation.server import Server
+from protofed.federation.simulation import batchnorm_policy
+from protofed.method import Batch, Client, Entry, Method, Sizes, Terms
+from protofed.methods import FPL, FedAvg
+from protofed.runs.folder import begins_anew
+from protofed.runs.records import (
     Record,
     Records,
     last_mean,
@@ -29,7 +32,7 @@ from protofed.federation.records import (
     read_records,
     without_times,
 )
-from protofed.federation.run import (
+from protofed.runs.run import (
     Federation,
     Observer,
     Result,
@@ -38,12 +41,8 @@ from protofed.federation.run import (
     load_run,
     run,
 )
-from protofed.federation.server import Server
-from protofed.federation.store import ClientStore
-from protofed.federation.tree import Slot, Tree
-from protofed.methods import FPL, FedAvg
-from protofed.methods.base import Batch, Entry, Method, Sizes, Terms
-from protofed.testing import TINY, tiny_task
+from protofed.testing.checks import TINY, tiny_task
+from protofed.tree import Slot, Tree
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -288,7 +287,7 @@ def test_network_reproduces_the_last_accuracy(glyphs_run: Result) -> None:
     for domain, expected in glyphs_run.rounds[-1]["accuracy"].items():
         test = task.domains[domain].test
         with torch.no_grad():
-            scores = network(normalised(test.x, task.augment, torch.float32)).logits
+            scores = network(normalized(test.x, task.augment, torch.float32)).logits
         accuracy = 100 * float((scores.argmax(1) == test.y).double().mean())
         assert accuracy == pytest.approx(expected, abs=1e-3)
 

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import nn
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.data.augment import normalised
+from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.local import Reply, load, local
-from protofed.federation.run import Federation
-from protofed.federation.server import Server, ServerView, Update
+from protofed.federation.client_round import Reply, load, local
+from protofed.federation.server import Server
 from protofed.federation.spool import Spool
-from protofed.federation.tree import Slot, Tree
+from protofed.method import Entry, Method, ServerView, Sizes, Update
 from protofed.methods import FedAvg
-from protofed.methods.base import Entry, Method, Sizes
 from protofed.models import Network, build, entries
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation
+from protofed.testing.checks import TINY, tiny_task
+from protofed.tree import Slot, Tree
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -182,7 +182,7 @@ def test_entries_of_another_shape_are_refused() -> None:
         finish(server(), {"a": reply(message(0)), "b": reply(odd)})
 
 
-def test_weights_hook_is_honoured() -> None:
+def test_weights_hook_is_honored() -> None:
     seen: list[tuple[str, int, int, float]] = []
 
     @dataclass(frozen=True)
@@ -425,7 +425,7 @@ def test_evaluation_uses_the_clients_own_batchnorm(norms: Federation) -> None:
         net.eval()
         test = norms.task.domains[site.domain].test
         with torch.no_grad():
-            guess = net(normalised(test.x, norms.task.augment, torch.float32)).logits.argmax(1)
+            guess = net(normalized(test.x, norms.task.augment, torch.float32)).logits.argmax(1)
         expected.setdefault(site.domain, []).append(100 * float((guess == test.y).double().mean()))
     by_hand = {d: sum(a) / len(a) for d, a in expected.items()}
     assert record["accuracy"] == {d: round(a, 4) for d, a in by_hand.items()}

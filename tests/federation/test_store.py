@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.federation import EXAMINED, Federation
-from protofed.federation.store import ClientStore
-from protofed.federation.tree import Tree
+from protofed.federation.client_state import ClientStore
+from protofed.federation.simulation import EXAMINED, Federation
 from protofed.methods import FedBN
-from protofed.testing import TINY, tiny_task
+from protofed.testing.checks import TINY, tiny_task
+from protofed.tree import Tree
 
 
 def state(value: float, floats: int = 25) -> Tree:
@@ -92,7 +92,7 @@ def federation(**more: Any) -> Federation:
 
 
 def test_of_many_clients_some_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protofed.federation.federation.EXAMINED", 3)
+    monkeypatch.setattr("protofed.federation.simulation.EXAMINED", 3)
     many = federation(clients={"left": 8, "right": 2}, participation=0.2)
     assert "3 clients" in many.examined
     drawn = [[e.client for e in many._exams(round)] for round in range(6)]

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from protofed import tree
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.tree import Tree
+from protofed.tree import Tree
 
 DTYPES = [
     torch.float16,

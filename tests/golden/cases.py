@@ -21,8 +21,8 @@ import torch
 
 from protofed.config import make_config
 from protofed.data import Augment, Domain, Images, Task
-from protofed.federation.federation import Federation
-from protofed.federation.local import one_thread
+from protofed.federation.client_round import one_thread
+from protofed.federation.simulation import Federation
 from protofed.methods import METHODS
 
 FOLDER = Path(__file__).parent
@@ -82,8 +82,8 @@ def _simulated(method: str, options: Mapping[str, Any], **settings: Any) -> dict
 
 def _deployed(method: str) -> dict[str, Any]:
     """Three sites of the embedded task, server and sites in one process, through Flower's wire."""
-    from protofed.federation.records import read_records
-    from tests.flower.flower_world import World, in_a_flower_run
+    from protofed.runs.records import read_records
+    from tests.deploy.flower_world import World, in_a_flower_run
 
     with tempfile.TemporaryDirectory() as folder, in_a_flower_run():
         world = World(Path(folder), method, rounds=2, precision="fp64")

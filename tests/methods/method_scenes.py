@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from protofed.federation.server import Server
-from protofed.methods.base import Sizes
+from protofed.method import Sizes
 from protofed.models import Network, Output
 
 K, D = 3, 4

@@ -8,11 +8,8 @@ import sys
 import pytest
 import torch
 
-from protofed import analysis
+from protofed import analysis, tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.records import read_records, without_times
-from protofed.federation.run import Observer, run
 from protofed.methods import (
     FPL,
     I2PFL,
@@ -28,7 +25,9 @@ from protofed.methods import (
     Scaffold,
     create,
 )
-from protofed.testing import check
+from protofed.runs.records import read_records, without_times
+from protofed.runs.run import Observer, run
+from protofed.testing.checks import check
 
 CLIENTS = 4
 SMALL = {

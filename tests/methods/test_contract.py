@@ -13,6 +13,7 @@ import pytest
 import protofed
 from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
+from protofed.method import Hyper, Method, hyper
 from protofed.methods import (
     FPL,
     METHODS,
@@ -23,8 +24,7 @@ from protofed.methods import (
     method_class,
     reference,
 )
-from protofed.methods.base import Hyper, Method, hyper
-from protofed.testing import TINY, tiny_task
+from protofed.testing.checks import TINY, tiny_task
 
 SOURCE = Path(protofed.__file__).parent
 

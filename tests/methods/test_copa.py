@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import load, local
-from protofed.federation.run import Federation, initial_network, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import load, local
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import COPA, FedAvg
-from protofed.methods.base import Batch, Entry, Sizes
 from protofed.models import Network
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, initial_network, run
+from protofed.testing.checks import TINY, tiny_task
 
 K, D = 3, 4
 SIZES = Sizes(K, D, 8)

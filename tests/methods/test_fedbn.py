@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.data.augment import normalised
-from protofed.federation import tree
-from protofed.federation.local import entry_list, load
-from protofed.federation.run import Federation, run
+from protofed.data.augment import normalized
+from protofed.federation.client_round import entry_list, load
 from protofed.methods import FedAvg, FedBN
 from protofed.models import build
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -152,7 +152,7 @@ def accuracies(one, clients, domain):
         load(network, {**one.model, **one.store.get(name)["model"]})
         network.eval()
         with torch.no_grad():
-            x = normalised(images.x, one.setup.augment, one.setup.dtype)
+            x = normalized(images.x, one.setup.augment, one.setup.dtype)
             right = (network(x).logits.argmax(1) == images.y).sum().item()
         found.append(100 * right / len(images.y))
     return found

@@ -3,18 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from method_scenes import NAMES, SIZES, check_gradients, network, numbers, recorded, same, server_of
+from tests.methods.method_scenes import (
+    NAMES,
+    SIZES,
+    check_gradients,
+    network,
+    numbers,
+    recorded,
+    same,
+    server_of,
+)
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import Reply
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import Reply
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Update
 from protofed.methods import FedAvg, FedDyn
-from protofed.methods.base import Batch
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -5,17 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.federation import Federation
-from protofed.federation.run import run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
+from protofed.method import ServerView, Sizes, Update
 from protofed.methods import FedGH
-from protofed.methods.base import Sizes
 from protofed.methods.fedgh import step
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 K, D = 3, 4
@@ -45,7 +43,7 @@ def aggregate(method, updates, start, round=2, seed=5):
 
 
 def by_autograd(method, updates, start, round=2, seed=5):
-    """Equation 3 with torch's own layer, loss and optimiser."""
+    """Equation 3 with torch's own layer, loss and optimizer."""
     pairs = [
         (u["prototypes"]["mean"][k], k)
         for u in updates
@@ -56,15 +54,15 @@ def by_autograd(method, updates, start, round=2, seed=5):
     with torch.no_grad():
         layer.weight.copy_(start["head.weight"])
         layer.bias.copy_(start["head.bias"])
-    optimiser = torch.optim.SGD(layer.parameters(), lr=method.eta)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=method.eta)
     for epoch in range(method.epochs):
         order = keys.generator(seed, round, epoch, "header").permutation(len(pairs))
         for begin in range(0, len(order), method.batch):
             chosen = [pairs[i] for i in order[begin : begin + method.batch]]
             z, y = torch.stack([z for z, _ in chosen]), torch.tensor([k for _, k in chosen])
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(layer(z), y).backward()
-            optimiser.step()
+            optimizer.step()
     return layer.weight.detach(), layer.bias.detach()
 
 

@@ -6,18 +6,16 @@ import torch
 from torch import nn
 
 from protofed.config import make_config
-from protofed.data.augment import normalised
+from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.federation.client import Client
-from protofed.federation.federation import Federation
-from protofed.federation.local import Data, load, local, public_site
-from protofed.federation.run import run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import Data, load, local, public_site
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedMD
-from protofed.methods.base import Batch, Sizes
 from protofed.models import Output
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 K, N = 3, 5
@@ -95,7 +93,7 @@ def test_round_0_has_no_digest_and_later_ones_begin_with_it():
     digest, second = method.phases(1, 10)
     assert (revisit.data, second.data, digest.data) == ("own", "own", "public")
     assert revisit.loss == second.loss == method.loss
-    settings = (digest.epochs, digest.batch, digest.lr, digest.optimiser)
+    settings = (digest.epochs, digest.batch, digest.lr, digest.optimizer)
     assert settings == (3, 7, 0.5, "adam")
     assert [len(FedMD(warm_up=3).phases(t, 10)) for t in range(5)] == [1, 1, 1, 2, 2]
     result = run(tiny_task(spare=SPARE), FedMD(), **TINY)
@@ -182,7 +180,7 @@ def test_uploaded_logits_are_those_of_the_next_rounds_images_in_evaluation_mode(
     load(network, reply.mine["model"])
     network.eval()
     with torch.no_grad():
-        x = normalised(one.setup.public.draw(1).x, one.setup.augment, torch.float32)
+        x = normalized(one.setup.public.draw(1).x, one.setup.augment, torch.float32)
         expected = network(x).logits
     assert torch.allclose(reply.message["logits"]["public"], expected, atol=1e-6)
 
@@ -194,7 +192,7 @@ def test_the_digest_sees_the_rounds_images_as_they_are():
     batches = list(data.epoch((0, 3, "left-0", 0, 0), 4))
     assert sorted(int(r) for b in batches for r in b.rows) == list(range(10))
     for batch in batches:
-        expected = normalised(images.x[batch.rows], one.setup.augment, torch.float32)
+        expected = normalized(images.x[batch.rows], one.setup.augment, torch.float32)
         assert torch.equal(batch.x, expected)  # neither cropped nor mirrored
 
 

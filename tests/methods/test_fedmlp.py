@@ -5,20 +5,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from method_scenes import numbers
+from tests.methods.method_scenes import numbers
 from torch import nn
 
 from protofed import methods
 from protofed.errors import ProtofedError
-from protofed.federation.client import Client
-from protofed.federation.run import run
-from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedMLP
-from protofed.methods.base import Batch, Sizes
 from protofed.methods.fedmlp import semantic
 from protofed.models import Network
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 K, D = 5, 4
 SIZES = Sizes(K, D, 8)
@@ -40,7 +38,7 @@ def cosine(a, b):
 
 
 def groups_by_hand(C, mask):
-    """Sets of classes: each class with its first neighbour, joined until nothing changes."""
+    """Sets of classes: each class with its first neighbor, joined until nothing changes."""
     known = [k for k in range(len(C)) if mask[k]]
     sets = [{k} for k in known]
     for k in known:

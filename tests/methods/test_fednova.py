@@ -1,18 +1,17 @@
-"""FedNova: normalised averaging by hand; with equal steps it is FedAvg."""
+"""FedNova: normalized averaging by hand; with equal steps it is FedAvg."""
 
 import numpy as np
 import pytest
 import torch
-from method_scenes import NAMES, SIZES, close, network, recorded, same, server_of
+from tests.methods.method_scenes import NAMES, SIZES, close, network, recorded, same, server_of
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation.client import Client
-from protofed.federation.local import Reply
-from protofed.federation.run import Federation, run
+from protofed.federation.client_round import Reply
+from protofed.method import Batch, Client
 from protofed.methods import FedAvg, FedNova
-from protofed.methods.base import Batch
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -34,8 +33,8 @@ def feed(server, models, samples, steps):
     server.finish()
 
 
-def normaliser(steps, rho):
-    """a_m as the authors' optimiser counts it, step by step."""
+def normalizer(steps, rho):
+    """a_m as the authors' optimizer counts it, step by step."""
     counter = total = 0.0
     for _ in range(steps):
         counter = counter * rho + 1
@@ -56,7 +55,7 @@ def test_three_rounds_by_hand(rho, average):
     samples, steps = {"a": 10, "b": 30, "c": 100}, {"a": 2, "b": 4, "c": 20}
     server = server_of(FedNova(rho=rho), list(samples), average=average)
     theta = {n: server.state["model"][n].numpy().copy() for n in NAMES}
-    a = {name: normaliser(steps[name], rho) for name in steps}
+    a = {name: normalizer(steps[name], rho) for name in steps}
     for t, active in enumerate((["a", "b", "c"], ["a", "c"], ["b"])):
         models = {name: model(1 + 3 * t + i) for i, name in enumerate(active)}
         feed(server, models, samples, steps)
@@ -188,7 +187,7 @@ def test_a_run_takes_the_steps_that_were_made_and_partial_participation():
         parts = []
         for name, reply in replies.items():
             assert reply.steps == (2 if name.startswith("left") else 5)
-            a = normaliser(reply.steps, 0.9)
+            a = normalizer(reply.steps, 0.9)
             parts.append((reply.samples / total, a, reply.message["model"]))
         seen.add(tuple(sorted(r.steps for r in replies.values())))
         together = sum(p * a for p, a, _ in parts)

@@ -3,16 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from method_scenes import NAMES, SIZES, network, recorded, same, server_of
+from tests.methods.method_scenes import NAMES, SIZES, network, recorded, same, server_of
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import Reply
-from protofed.federation.run import Federation, run
+from protofed.federation.client_round import Reply
+from protofed.method import Batch, Client
 from protofed.methods import FedAvg, FedOpt
-from protofed.methods.base import Batch
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -6,20 +6,28 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from method_scenes import D, Given, K, check_gradients, cosine, numbers, rows_of, same, table
+from tests.methods.method_scenes import (
+    D,
+    Given,
+    K,
+    check_gradients,
+    cosine,
+    numbers,
+    rows_of,
+    same,
+    table,
+)
 from torch import nn
 
 from protofed.config import make_config
-from protofed.data.augment import normalised
-from protofed.federation.client import Client
-from protofed.federation.local import load, local
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
+from protofed.data.augment import normalized
+from protofed.federation.client_round import load, local
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedPLVM
-from protofed.methods.base import Batch, Sizes
 from protofed.models import Network
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -216,7 +224,7 @@ def at(degrees, length=1.0):
     return torch.tensor([length * math.cos(a), length * math.sin(a), 0, 0], dtype=torch.float64)
 
 
-# First neighbours: (0, 2, 4.5), (10, 12) | (60, 62), (75, 77). The means join once more, into two
+# First neighbors: (0, 2, 4.5), (10, 12) | (60, 62), (75, 77). The means join once more, into two
 # clusters; a third time would give one, which is not kept.
 ANGLES = (0, 60, 2, 75, 10, 62, 4.5, 77, 12)
 PLANE = torch.stack([at(d, 1 + 0.3 * i) for i, d in enumerate(ANGLES)])
@@ -322,7 +330,7 @@ def test_the_features_are_a_clean_pass_with_the_final_weights():
     load(net, reply.message["model"])
     net.eval()
     with torch.no_grad():
-        z = net(normalised(site.images.x, one.task.augment, torch.float32)).feature
+        z = net(normalized(site.images.x, one.task.augment, torch.float32)).feature
     sent = reply.message["prototypes"]
     for k in range(4):
         own = z[site.images.y == k]

@@ -5,18 +5,25 @@ from itertools import product
 
 import pytest
 import torch
-from method_scenes import D, Given, K, check_gradients, cosine, cross_entropy, numbers, same
+from tests.methods.method_scenes import (
+    D,
+    Given,
+    K,
+    check_gradients,
+    cosine,
+    cross_entropy,
+    numbers,
+    same,
+)
 from torch import nn
 
 from protofed.config import make_config
-from protofed.federation.client import Client
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProc
-from protofed.methods.base import Batch, Sizes
 from protofed.models import Network
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

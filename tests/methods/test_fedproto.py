@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from method_scenes import D, Given, K, cross_entropy, numbers
+from tests.methods.method_scenes import D, Given, K, cross_entropy, numbers
 
-from protofed.federation.client import Client
-from protofed.federation.local import local
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import local
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProto
-from protofed.methods.base import Batch, Sizes
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 SIZES = Sizes(K, D, 8)
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -171,8 +169,8 @@ def test_partial_participation_uses_only_the_clients_of_the_round():
 
 def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
     from protofed.config import make_config
-    from protofed.data.augment import normalised
-    from protofed.federation.local import load
+    from protofed.data.augment import normalized
+    from protofed.federation.client_round import load
 
     replies = {}
     for way in ("post", "last_epoch"):
@@ -184,7 +182,7 @@ def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
     load(net, replies["post"]["model"])
     net.eval()
     with torch.no_grad():
-        x = normalised(site.images.x, federation.task.augment, torch.float32)
+        x = normalized(site.images.x, federation.task.augment, torch.float32)
         z = net(x).feature
     for k in range(4):
         expected = z[site.images.y == k].mean(0)

@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from method_scenes import D, K, cross_entropy, network, numbers, same
+from tests.methods.method_scenes import D, K, cross_entropy, network, numbers, same
 
 from protofed.config import make_config
-from protofed.federation.client import Client
-from protofed.federation.local import local
-from protofed.federation.run import Federation, run
+from protofed.federation.client_round import local
+from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, FedProx
-from protofed.methods.base import Batch, Sizes
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

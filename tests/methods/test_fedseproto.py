@@ -8,19 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from protofed import tree
 from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import load, local
-from protofed.federation.run import Federation, Observer, initial_network, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import load, local
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedSeProto
-from protofed.methods.base import Batch, Entry, Sizes
 from protofed.models import Network, build
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, Observer, initial_network, run
+from protofed.testing.checks import TINY, tiny_task
 
 K, D = 3, 4
 SIZES = Sizes(K, D, 8)
@@ -229,7 +227,7 @@ def test_the_cards_example(s1, s2, corrected, printed):
 
 
 @pytest.mark.parametrize("sign", ["corrected", "printed"])
-def test_minimising_the_corrected_kd_lowers_s1_and_raises_s2(sign):
+def test_minimizing_the_corrected_kd_lowers_s1_and_raises_s2(sign):
     net = bent(1.0, 1.0)
     x = np.zeros((1, 3, 8, 8))
     before = divergences(net, x)[:, 0]

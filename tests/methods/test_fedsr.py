@@ -8,18 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import evaluate, load, local
-from protofed.federation.run import Federation, initial_network, run
+from protofed.federation.client_round import evaluate, load, local
+from protofed.method import Batch, Client, Entry, Sizes
 from protofed.methods import FedAvg, FedSR
-from protofed.methods.base import Batch, Entry, Sizes
 from protofed.methods.fedsr import cmi
 from protofed.models import Network, build
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, initial_network, run
+from protofed.testing.checks import TINY, tiny_task
 
 K, D = 3, 4
 SIZES = Sizes(K, D, 8)

@@ -6,19 +6,17 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from method_scenes import D, Given, K, cosine, numbers, rows_of, table
+from tests.methods.method_scenes import D, Given, K, cosine, numbers, rows_of, table
 from torch import nn
 
 from protofed.config import make_config
-from protofed.federation.client import Client
-from protofed.federation.local import local
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import local
 from protofed.federation.spool import Spool
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FPL, FedAvg, FedProto
-from protofed.methods.base import Batch, Sizes
 from protofed.models import Network
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 SIZES = Sizes(K, D, 8)
 FAST = {**TINY, "rounds": 3}

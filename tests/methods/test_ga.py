@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from protofed import tree
 from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import Data, load, local
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import Data, load, local
 from protofed.federation.spool import Spool
+from protofed.method import Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedAvgGA, FedGA, FedProx
-from protofed.methods.base import Sizes
 from protofed.methods.ga import adjusted
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 NAMES = ("a", "b", "c")
 SIZES = Sizes(4, 8, 8)

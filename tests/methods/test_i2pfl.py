@@ -8,23 +8,21 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from method_scenes import D, Given, K, numbers
+from tests.methods.method_scenes import D, Given, K, numbers
 from torch import nn
 
+from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import local
-from protofed.federation.records import without_times
-from protofed.federation.run import Federation, run
-from protofed.federation.server import ServerView, Update
+from protofed.federation.client_round import local
 from protofed.federation.spool import Spool
 from protofed.keys import generator
+from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import I2PFL, FedAvg
-from protofed.methods.base import Batch, Sizes
 from protofed.models import Network, Output
-from protofed.testing import TINY, tiny_task
+from protofed.runs.records import without_times
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 SIZES = Sizes(K, D, 8)
 Y = [0, 1, 2, 2, 0, 0]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.federation import Federation
-from protofed.federation.local import load, local
-from protofed.federation.run import run
+from protofed.federation.client_round import load, local
+from protofed.federation.simulation import Federation
 from protofed.methods import FedAvg, FedProto, Local
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

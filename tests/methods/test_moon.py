@@ -7,17 +7,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from method_scenes import D, K, cosine, numbers, recorded, same
+from tests.methods.method_scenes import D, K, cosine, numbers, recorded, same
 from torch import nn
 
+from protofed import tree
 from protofed.config import make_config
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.run import Federation, run
+from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, Moon
-from protofed.methods.base import Batch, Sizes
 from protofed.models import Network
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -3,19 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from method_scenes import NAMES, SIZES, check_gradients, network, numbers, recorded, same
+from tests.methods.method_scenes import (
+    NAMES,
+    SIZES,
+    check_gradients,
+    network,
+    numbers,
+    recorded,
+    same,
+)
 
+from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.client import Client
-from protofed.federation.local import Reply
-from protofed.federation.run import Federation, run
+from protofed.federation.client_round import Reply
 from protofed.federation.server import Server
+from protofed.method import Batch, Client, effective_steps
 from protofed.methods import FedAvg, Scaffold
-from protofed.methods.base import Batch
-from protofed.methods.shared import effective_steps
-from protofed.testing import TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from protofed.errors import NoSecondDerivative
-from protofed.methods.shared import inner, squared_distance
+from protofed.method import inner, squared_distance
 
 SHAPES = {"conv": (2, 3, 2, 2), "bias": (2,), "scalar": ()}
 

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from protofed import tree
 from protofed.config import make_config
 from protofed.data.task import Domain, Images
-from protofed.federation import server, tree
-from protofed.federation.local import Data
-from protofed.federation.run import Federation, run
+from protofed.federation import server
+from protofed.federation.client_round import Data
 from protofed.keys import generator
 from protofed.methods import METHODS, FedAvgGA, create
-from protofed.testing import CLASSES, TINY, tiny_task
+from protofed.runs.run import Federation, run
+from protofed.testing.checks import CLASSES, TINY, tiny_task
 
 # clients leave some training images to nobody: public ones, for a method that needs them
 SMALL = {**TINY, "rounds": 2, "epochs": 1, "samples": 16}

@@ -52,7 +52,7 @@ def same(a: Array, b: Array) -> bool:
 
 
 def clear(rows: Array) -> bool:
-    """Whether float32, which the package uses, can tell every row's first neighbour."""
+    """Whether float32, which the package uses, can tell every row's first neighbor."""
     unit = rows.astype(np.float64)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     cosine = unit @ unit.T
@@ -150,7 +150,7 @@ def test_one_two_and_three_rows_are_one_cluster() -> None:
 
 
 def test_two_pairs_are_two_clusters() -> None:
-    # 0-10 and 90-100 are each other's neighbours. The next partition would be a single cluster
+    # 0-10 and 90-100 are each other's neighbors. The next partition would be a single cluster
     # and is not kept: the rule "1 -> discard and stop".
     assert labels(at(0, 90, 10, 100)) == [[0, 1, 0, 1]]
 
@@ -212,7 +212,7 @@ def test_rows_without_a_direction() -> None:
 
 
 def at_once(rows: torch.Tensor) -> list[int]:
-    """The first neighbours from the whole matrix of cosines."""
+    """The first neighbors from the whole matrix of cosines."""
     norm = rows.norm(dim=1, keepdim=True)
     unit = rows / torch.where(norm > 0, norm, 1)
     cosine = (unit @ unit.T).round(decimals=12)
@@ -239,8 +239,8 @@ def test_blocks_of_any_size_give_the_same_labels(
     expected = [(at_once(rows), labels(rows), cluster_means(rows)) for rows in sets]
     monkeypatch.setattr(module, "BLOCK", block)
     monkeypatch.setattr(module, "PART", block)
-    for rows, (neighbours, partitions, means) in zip(sets, expected, strict=True):
-        assert module._neighbours(rows).tolist() == neighbours
+    for rows, (neighbors, partitions, means) in zip(sets, expected, strict=True):
+        assert module._neighbors(rows).tolist() == neighbors
         assert labels(rows) == partitions
         torch.testing.assert_close(cluster_means(rows), means, rtol=1e-12, atol=1e-12)
 
@@ -249,7 +249,7 @@ def test_more_rows_than_a_block() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(module.BLOCK + 300, 12, generator=generator, dtype=torch.float64)
     rows[-5:] = rows[:5]
-    assert module._neighbours(rows).tolist() == at_once(rows)
+    assert module._neighbors(rows).tolist() == at_once(rows)
     first, *_ = finch(rows)
     assert first[-5:].tolist() == first[:5].tolist()
     assert int(first.max()) + 1 > module.PART

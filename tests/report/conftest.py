@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from protofed.federation.run import run
 from protofed.report.gather import gather
 from protofed.report.page import write
+from protofed.runs.run import run
 
 SMALL: dict[str, Any] = {
     "task": "glyphs", "rounds": 2, "epochs": 1, "model": "cnn2", "width": 4, "device": "cpu",

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from protofed.config import make_config
-from protofed.federation.records import Records
-from protofed.federation.run import Result
 from protofed.report import figures as report_figures
-from protofed.report.curves import COLOURS, curves, together
+from protofed.report.curves import COLORS, curves, together
+from protofed.runs.records import Records
+from protofed.runs.run import Result
 
 
 def result(method, seed=0, rounds=4, domains=("scan", "print"), level=50.0, leave_out=None):
@@ -83,8 +83,8 @@ def test_several_methods_and_seeds(tmp_path, figures):
     assert "3 seeds" in figure.get_suptitle()
 
 
-def test_more_methods_than_colours_are_told_apart(tmp_path, figures):
-    names = [f"method{i}" for i in range(2 * len(COLOURS) + 1)]
+def test_more_methods_than_colors_are_told_apart(tmp_path, figures):
+    names = [f"method{i}" for i in range(2 * len(COLORS) + 1)]
     curves([result(n, level=float(3 * i)) for i, n in enumerate(names)], tmp_path / "c.png")
     opened(tmp_path / "c.png")
     lines = figures[0].axes[0].lines

@@ -15,16 +15,16 @@ from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
-from protofed.cli import app
+from protofed.cli.app import app
 from protofed.errors import ProtofedError
-from protofed.federation.run import load_run, run
 from protofed.report import figures, plots
 from protofed.report.gather import Gathered, Group, gather
 from protofed.report.html import html_table
 from protofed.report.kept import Findings
 from protofed.report.page import headline, result_table, write
 from protofed.report.setting import facts
-from protofed.study.tables import rows
+from protofed.runs.run import load_run, run
+from protofed.studies.tables import rows
 
 from .conftest import SMALL
 
@@ -101,7 +101,7 @@ def test_nothing_comes_from_elsewhere(report: Path) -> None:
     assert "default-src 'none'" in text
     assert not re.search(r"(src|href)=\"?(https?:)?//", text)
     assert "@import" not in text and "url(http" not in text
-    # colours of text and lines are the page's: nothing drawn in plain black or a stand-in
+    # colors of text and lines are the page's: nothing drawn in plain black or a stand-in
     assert not re.search(r"(fill|stroke): #(000000|010101|020202)", text)
     assert "DejaVu" not in text
     assert text.count("<style") == 1  # none inside a picture: it would hold for the page
@@ -244,7 +244,7 @@ def test_best_and_second_are_marked(runs: Path) -> None:
     assert 'class="best"' in text
 
 
-def test_more_methods_than_colours_and_more_classes_than_names(runs: Path, tmp_path: Path) -> None:
+def test_more_methods_than_colors_and_more_classes_than_names(runs: Path, tmp_path: Path) -> None:
     (group,) = gather([runs / "fpl-0"]).groups
     (result,) = group.results
     many = {
@@ -252,7 +252,7 @@ def test_more_methods_than_colours_and_more_classes_than_names(runs: Path, tmp_p
         for i in range(19)
     }
     legend = figures.curves(many).legend
-    assert len({(k.colour, k.shape) for k in legend[:16]}) == 16
+    assert len({(k.color, k.shape) for k in legend[:16]}) == 16
     classes = [f"class number {i}" for i in range(40)]
     plot = figures.confusions("x", {"d": np.eye(40, dtype=np.int64)}, classes)
     text = plots.svg(plot.panels[0], "p")
@@ -262,7 +262,7 @@ def test_more_methods_than_colours_and_more_classes_than_names(runs: Path, tmp_p
     assert (tmp_path / "confusion-x.pdf").is_file()
 
 
-def test_a_panel_takes_its_colours_from_the_page(runs: Path) -> None:
+def test_a_panel_takes_its_colors_from_the_page(runs: Path) -> None:
     (group,) = gather([runs]).groups
     text = plots.svg(figures.curves(group.methods).panels[0], "p1")
     assert "currentColor" in text and "var(--c0)" in text and "var(--line)" in text

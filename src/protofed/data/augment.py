@@ -1,4 +1,4 @@
-"""Images to network input: batched augmentation and normalisation, no per-image Python.
+"""Images to network input: batched augmentation and normalization, no per-image Python.
 
 The random choices of an epoch are drawn at once on the host (``Choices``), and one gather applies
 crop and flip to any set of rows. So chunks of any size, on any device, give the same pixels.
@@ -31,7 +31,7 @@ AUGMENTS: dict[str, Callable[[bool], Augment]] = {
         padding=0, flip=flip, resized_crop=(0.7, 1.0), jitter=(0.4, 0.4, 0.4, 0.4), grayscale=0.1
     ),
 }
-"""``crop``: the papers' at 32 pixels. ``large``: the usual one of domain generalisation."""
+"""``crop``: the papers' at 32 pixels. ``large``: the usual one of domain generalization."""
 
 
 class Choices(NamedTuple):
@@ -39,7 +39,7 @@ class Choices(NamedTuple):
 
     ``size`` [N, 2] is the height and width of a part that is enlarged, ``jitter`` [N, 4] the
     factors of brightness, contrast and saturation and the shift of the hue, ``order`` [N, 4] the
-    order in which they act, ``gray`` [N] whether the colours go. None: the task does not do so.
+    order in which they act, ``gray`` [N] whether the colors go. None: the task does not do so.
     """
 
     top: Tensor
@@ -88,7 +88,7 @@ class Choices(NamedTuple):
 def cropped(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
     """uint8 images [N, C, H, W] after all of the augmentation, as uint8."""
     if choices.size is not None or choices.jitter is not None or choices.gray is not None:
-        return _coloured(x, choices, augment)
+        return _colored(x, choices, augment)
     return _padded_crop(x, choices, augment)
 
 
@@ -111,7 +111,7 @@ def padded(x: Tensor, augment: Augment) -> Tensor:
 def crops(ready: Tensor, index: Tensor, choices: Choices, augment: Augment) -> Tensor:
     """Random crops of the images ``index`` of ``padded``, flipped or not; ``choices`` are theirs.
 
-    Laid out with channels last, as ``normalised`` wants it.
+    Laid out with channels last, as ``normalized`` wants it.
     """
     _, n, height, width, channels = ready.shape
     p = augment.padding
@@ -150,8 +150,8 @@ def _parts(
     return corner, np.ascontiguousarray(size.T)
 
 
-def _coloured(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
-    """Crop, flip and colours, rounded to bytes only at the end."""
+def _colored(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
+    """Crop, flip and colors, rounded to bytes only at the end."""
     if choices.size is not None:
         values = _resized(x, choices, choices.size)
     else:
@@ -250,7 +250,7 @@ def _channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.devic
 _CHANGES = (_brightness, _contrast, _saturation, _hue)
 
 
-def normalised(x: Tensor, augment: Augment, dtype: torch.dtype) -> Tensor:
+def normalized(x: Tensor, augment: Augment, dtype: torch.dtype) -> Tensor:
     """uint8 images as (x / 255 - mean) / std, per channel.
 
     Laid out with channels last: convolutions of small networks are 1.5 times faster so on a CPU.

@@ -155,7 +155,7 @@ def _blend(paper: Floats, ink: Floats, mask: Floats) -> Floats:
     return paper + (ink - paper) * mask[..., None]
 
 
-def _quantise(x: Floats) -> Bytes:
+def _quantize(x: Floats) -> Bytes:
     return np.clip(np.rint(x), 0, 255).astype(np.uint8)
 
 
@@ -163,12 +163,12 @@ def _scan(scans: Bytes, rng: np.random.Generator) -> Bytes:
     """Light strokes on black, as they were scanned."""
     sides = rng.choice([24, 26, 28], len(scans))
     pairs = zip(scans, sides, strict=True)
-    grey = np.stack([np.asarray(_enlarge(scan, int(side))) for scan, side in pairs])
-    return np.repeat(grey[..., None], 3, axis=-1)
+    gray = np.stack([np.asarray(_enlarge(scan, int(side))) for scan, side in pairs])
+    return np.repeat(gray[..., None], 3, axis=-1)
 
 
 def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
-    """A font's digits in one flat colour on another, light on dark or dark on light."""
+    """A font's digits in one flat color on another, light on dark or dark on light."""
     fine = 3  # Drawn at three times the size and reduced, so that edges are smooth.
     sizes = range(72, 106)
     fonts = {size: ImageFont.load_default(size=size) for size in sizes}
@@ -176,7 +176,7 @@ def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
     for label in labels:
         font = fonts[int(rng.integers(sizes.start, sizes.stop))]
         sheet = Image.new("L", (SIDE * fine, SIDE * fine))
-        # Centred by its own outline: the font's line height leaves a digit too high or too low.
+        # Centered by its own outline: the font's line height leaves a digit too high or too low.
         stroke = int(rng.integers(0, 5))
         text = CLASSES[label]
         pen = ImageDraw.Draw(sheet)
@@ -190,7 +190,7 @@ def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
     light = rng.uniform(145, 255, (len(labels), 1, 1, 3))
     swap = rng.random((len(labels), 1, 1, 1)) < 0.5
     paper, ink = np.where(swap, dark, light), np.where(swap, light, dark)
-    return _quantise(_blend(paper, ink, np.stack(masks) / 255))
+    return _quantize(_blend(paper, ink, np.stack(masks) / 255))
 
 
 def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
@@ -202,11 +202,11 @@ def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
     base = rng.uniform(20, 85, (count, 1, 1, 3))
     base = np.where(rng.random((count, 1, 1, 3)) < 0.5, base, 255 - base)
     texture = np.clip(base + rng.uniform(60, 130, (count, 1, 1, 1)) * _noise(count, rng), 0, 255)
-    return _quantise(np.abs(texture - digit))
+    return _quantize(np.abs(texture - digit))
 
 
 def _noise(count: int, rng: np.random.Generator) -> Floats:
-    """Smooth colour noise [count, 32, 32, 3] around 0: octaves, the finer the fainter."""
+    """Smooth color noise [count, 32, 32, 3] around 0: octaves, the finer the fainter."""
     total = np.zeros((count, SIDE, SIDE, 3))
     for cells, weight in ((2, 0.5), (4, 0.3), (8, 0.25), (16, 0.15)):
         grid = rng.uniform(-1, 1, (count, cells + 1, cells + 1, 3))
@@ -239,7 +239,7 @@ def _inverse(scans: Bytes, rng: np.random.Generator) -> Bytes:
     paper = rng.uniform(195, 240, (count, 1, 1, 1)) + rng.uniform(-12, 12, (count, 1, 1, 3))
     ink = rng.uniform(10, 80, (count, 1, 1, 1)) + rng.uniform(-8, 8, (count, 1, 1, 3))
     grain = rng.normal(0, 4, (count, SIDE, SIDE, 1))
-    return _quantise(_blend(paper, ink, np.stack(masks) / 255) + grain)
+    return _quantize(_blend(paper, ink, np.stack(masks) / 255) + grain)
 
 
 def _file_name(seed: int) -> str:

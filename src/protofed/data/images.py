@@ -44,7 +44,7 @@ def decode(content: bytes | Bytes, size: int) -> Bytes:
 def rgb(image: Image.Image) -> Image.Image:
     """The image upright and in RGB.
 
-    EXIF rotation is applied. What is transparent shows white, as it would on paper: the colours
+    EXIF rotation is applied. What is transparent shows white, as it would on paper: the colors
     below it are never meant to be seen. 16 bits a pixel become the upper 8.
     """
     image = ImageOps.exif_transpose(image)

@@ -44,7 +44,7 @@ class Augment:
 
     For larger images: ``resized_crop``, a random part of that fraction of the area, enlarged;
     ``jitter`` of brightness, contrast, saturation and hue; ``grayscale`` with that probability.
-    Training and test images are then scaled to [0, 1] and normalised with ``mean`` and ``std``.
+    Training and test images are then scaled to [0, 1] and normalized with ``mean`` and ``std``.
     """
 
     padding: int = 4

@@ -16,9 +16,9 @@ from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.allocator import keep_freed_memory
-from protofed.federation.local import Exam, Reply, Scores, Setup, Site
-from protofed.federation.tree import Tree
+from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site
 from protofed.models import Network
+from protofed.tree import Tree
 
 ENGINES = ("auto", "loop", "workers", "lanes")
 
@@ -76,6 +76,6 @@ def build_engine(
     if name == "workers":
         count = workers or os.cpu_count() or 1
         return Workers(setup, [make_networks() for _ in range(count)])
-    from protofed.engines.lanes import Lanes
+    from protofed.engines.lanes.engine import Lanes
 
     return Lanes(setup, make_networks, device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from protofed.federation.local import Exam, Reply, Scores, Setup, Site, examine, local
-from protofed.federation.tree import Tree
+from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site, examine, local
 from protofed.models import Network
+from protofed.tree import Tree
 
 
 class Loop:

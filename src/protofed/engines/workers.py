@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import torch
 
-from protofed.federation.local import Exam, Reply, Scores, Setup, Site, examine, local
-from protofed.federation.tree import Tree
+from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site, examine, local
 from protofed.models import Network
+from protofed.tree import Tree
 
 
 class Workers:

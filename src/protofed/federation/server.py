@@ -5,45 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.errors import ProtofedError
-from protofed.federation import tree
-from protofed.federation.local import Reply, entry_list
+from protofed.federation.client_round import Reply, entry_list
 from protofed.federation.spool import MEMORY_LIMIT, Spool
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Method, Sizes
+from protofed.method import Method, ServerView, Sizes, Update
 from protofed.models import Network
-
-
-@dataclass(frozen=True)
-class ServerView:
-    """What a method's server hooks see: state, the round, and who takes part in the federation."""
-
-    state: Tree
-    round: int
-    rounds: int
-    clients: tuple[str, ...]
-    sizes: Sizes
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Update:
-    """One client's contribution to a round; ``update["slot"]`` gives a slot of its message."""
-
-    name: str
-    samples: int
-    steps: int
-    lr: float
-    spool: Spool
-
-    def __getitem__(self, slot: str) -> Slot:
-        return self.spool.get(self.name, slot)
+from protofed.tree import Slot, Tree
 
 
 def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot:

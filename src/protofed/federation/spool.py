@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from protofed.federation import tree
-from protofed.federation.tree import Slot, Tree
+from protofed import tree
+from protofed.tree import Slot, Tree
 
 MEMORY_LIMIT = 2 << 30
 """Bytes of waiting messages a round keeps in memory; what comes after goes to disk."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from protofed import keys
 from protofed.errors import ProtofedError, unknown
-from protofed.methods.base import Batch, Entry, Hyper, Method, Phase, Sizes, Terms, hyper
+from protofed.method import Batch, Entry, Hyper, Method, Phase, Sizes, Terms, hyper
 from protofed.methods.copa import COPA
 from protofed.methods.fedadam import FedAdam
 from protofed.methods.fedavg import FedAvg

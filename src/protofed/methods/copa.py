@@ -15,8 +15,8 @@ and at the server. The ensemble is of the heads that have been sent; before
 round 0, of the initial one.
 
 Deviations
-    normalisation   The paper's extractor mixes batch and instance
-         normalisation (BIN). Its details could not be had, and all methods
+    normalization   The paper's extractor mixes batch and instance
+         normalization (BIN). Its details could not be had, and all methods
          share one network here: BIN is left out.
     The sum over j is the form in which a public benchmark runs COPA, with no
     weight. There the global network is tested with a head that never trained;
@@ -35,11 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from protofed import keys
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Entry, Method, Sizes, Terms
+from protofed.method import Batch, Client, Entry, Method, ServerView, Sizes, Terms, Update
 from protofed.prototypes import full_precision
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FedAdam: an adaptive optimiser at the server (also FedYogi and FedAdagrad).
+"""FedAdam: an adaptive optimizer at the server (also FedYogi and FedAdagrad).
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive
 Federated Optimization", ICLR 2021, Algorithm 2.
@@ -34,10 +34,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Method, Sizes, hyper
-from protofed.methods.shared import zeros
+from protofed.method import Method, ServerView, Sizes, Update, hyper, zeros
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

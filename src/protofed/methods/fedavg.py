@@ -3,7 +3,7 @@
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning of Deep
 Networks from Decentralized Data", AISTATS 2017.
 
-    client m   minimises CE over its own samples, from the global θ^t
+    client m   minimizes CE over its own samples, from the global θ^t
     server     θ^{t+1} = Σ_m (n_m / Σ n) θ_m
 
 Deviations: none. The whole state is averaged, BatchNorm statistics included; the integer
@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from protofed.methods.base import Method
+from protofed.method import Method
 
 
 @dataclass(frozen=True)

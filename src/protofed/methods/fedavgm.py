@@ -23,10 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Method, Sizes, hyper
-from protofed.methods.shared import zeros
+from protofed.method import Method, ServerView, Sizes, Update, hyper, zeros
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FedBN: every client keeps its own batch normalisation.
+"""FedBN: every client keeps its own batch normalization.
 
 Li, Jiang, Zhang, Kamp, Dou: "FedBN: Federated Learning on Non-IID Features via
 Local Batch Normalization", ICLR 2021.
@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protofed.methods.base import Entry, Method
+from protofed.method import Entry, Method
 
 
 @dataclass(frozen=True)

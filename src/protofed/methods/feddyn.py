@@ -1,4 +1,4 @@
-"""FedDyn: a dynamic regulariser that lets local and global optima agree.
+"""FedDyn: a dynamic regularizer that lets local and global optima agree.
 
 Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama: "Federated Learning
 Based on Dynamic Regularization", ICLR 2021.
@@ -11,7 +11,7 @@ Based on Dynamic Regularization", ICLR 2021.
                 over trainable entries only; buffers are averaged
 
 Deviations
-    In the code behind FPL's and I²PFL's rows the regulariser is computed on
+    In the code behind FPL's and I²PFL's rows the regularizer is computed on
     the *global* network's parameters: it has no gradient for the local model,
     and the server's correction is missing, so their rows are FedAvg.
     `variant=reference` reproduces that; the default is the algorithm.
@@ -28,11 +28,21 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Phase, Sizes, Terms, hyper
-from protofed.methods.shared import inner, squared_distance, zeros
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    Phase,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    hyper,
+    inner,
+    squared_distance,
+    zeros,
+)
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class FedDyn(Method):
     name: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al., ICLR 2021"
 
-    alpha: float = hyper(0.01, "α", "strength of the regulariser", above=0)
+    alpha: float = hyper(0.01, "α", "strength of the regularizer", above=0)
     clip: float = hyper(10.0, "", "largest norm of a gradient", above=0)
     variant: str = hyper(
         "correct",

@@ -15,7 +15,7 @@ Round 0 starts from one header for all. A class that a client does not have give
 no pair; without any pair the header stays.
 
 Deviations
-    (3)  The authors' code steps the optimiser of a client's network there: the
+    (3)  The authors' code steps the optimizer of a client's network there: the
          header never changes. Here it is SGD on the header, without momentum;
          η = 0.01, B = 10 and E = 10 are parameters.
     (2)  Features of the last local epoch, or of a clean pass afterwards
@@ -33,18 +33,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from protofed import keys
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Entry, Method, hyper
-from protofed.methods.shared import proto_pass_hyper, upload_means, uploaded_means
+from protofed.method import (
+    Client,
+    Entry,
+    Method,
+    ServerView,
+    Update,
+    hyper,
+    proto_pass_hyper,
+    upload_means,
+    uploaded_means,
+)
+from protofed.tree import Slot, Tree
 
 HEADER = "head."
 
 
 @dataclass(frozen=True)
 class FedGH(Method):
-    """A generalised header for extractors that differ."""
+    """A generalized header for extractors that differ."""
 
     name: ClassVar[str] = "fedgh"
     paper: ClassVar[str] = "Yi et al., ACM MM 2023"

@@ -21,7 +21,7 @@ Where the paper is silent or other, and what is done
          image of the task. N (`images`) is 2,000, or what there is. FedSeProto's
          table 3 does not say what it took. Between machines whose images are their
          own, each has a copy of such a folder (docs/deploy.md).
-    transfer learning    The paper first trains every model on the labelled public
+    transfer learning    The paper first trains every model on the labeled public
          set, then on its own. There are no public labels here: the first is left
          out, and `warm_up` rounds stand for the second. Clients that have hardly
          learned anything hold each other there: where a round has few steps, take
@@ -44,11 +44,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Entry, Method, Phase, PublicImages, Terms, hyper
+from protofed.method import (
+    Batch,
+    Client,
+    Entry,
+    Method,
+    Phase,
+    PublicImages,
+    ServerView,
+    Terms,
+    Update,
+    hyper,
+)
 from protofed.prototypes import full_precision
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ class FedMD(Method):
             self.digest_epochs,
             batch=self.digest_batch,
             lr=self.digest_lr,
-            optimiser="adam",
+            optimizer="adam",
             data="public",
         )
         revisit = Phase(self.loss)

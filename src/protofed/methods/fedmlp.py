@@ -3,7 +3,7 @@
 A reconstruction from the abstract, not a replication. Guo, Wang, Geng:
 "Dynamic Heterogeneous Federated Learning with Multi-Level Prototypes",
 Pattern Recognition 2024: neither equations nor code could be had. The paper
-names prototypes of classes, "semantic" prototypes, and three regularisers:
+names prototypes of classes, "semantic" prototypes, and three regularizers:
 prototype-based, semantic-prototype-based, inter-task. The equations are ours:
 
     prototypes    C_m^k = mean of z = f_m(x) over class k                   (1)
@@ -20,7 +20,7 @@ counts in the mean. A class absent from a round has no C in the next.
 
 Deviations
     The paper is about tasks that change; here there is one, and the
-    inter-task regulariser is 0.
+    inter-task regularizer is 0.
     λ1 = λ2 = 1, τ = 0.5 and the groups by FINCH are ours. Say so in a report:
     what this scores is no evidence about the paper.
     (1)  `proto_pass` as in FPL.
@@ -36,11 +36,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, proto_pass_hyper, upload_means, uploaded_means
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    hyper,
+    no_prototypes,
+    proto_pass_hyper,
+    upload_means,
+    uploaded_means,
+)
 from protofed.prototypes import (
     class_means,
     class_sums,
@@ -49,6 +58,7 @@ from protofed.prototypes import (
     finch,
     owners_mean,
 )
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,13 @@ from typing import ClassVar
 
 import torch
 
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Method, Phase, hyper
-from protofed.methods.shared import effective_steps
+from protofed.method import Method, Phase, ServerView, Update, effective_steps, hyper
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
 class FedNova(Method):
-    """FedAvg of normalised changes."""
+    """FedAvg of normalized changes."""
 
     name: ClassVar[str] = "fednova"
     paper: ClassVar[str] = "Wang et al., NeurIPS 2020"

@@ -35,12 +35,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import clustered
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    clustered,
+    hyper,
+)
 from protofed.prototypes import contrast, pad, paired_cosine, per_class_mean
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,22 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import no_prototypes, proto_pass_hyper, upload_means, uploaded_means
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    hyper,
+    no_prototypes,
+    proto_pass_hyper,
+    upload_means,
+    uploaded_means,
+)
 from protofed.prototypes import contrast, owners_mean
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,16 @@ from typing import ClassVar, Literal, Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Entry, Method, Sizes, Terms, hyper
-from protofed.methods.shared import (
+from protofed.method import (
+    Batch,
+    Client,
+    Entry,
+    Method,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    hyper,
     no_prototypes,
     proto_pass_hyper,
     share_hyper,
@@ -48,6 +53,7 @@ from protofed.methods.shared import (
     uploaded_means,
 )
 from protofed.prototypes import consistency, nearest, owners_mean
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from typing import ClassVar
 
 import torch.nn.functional as F
 
-from protofed.federation.client import Client
-from protofed.methods.base import Batch, Method, Terms, hyper
-from protofed.methods.shared import squared_distance
+from protofed.method import Batch, Client, Method, Terms, hyper, squared_distance
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from a round has no C in the next. With α = β = λ = 0 it is not FedAvg: F^s a
 the two phases remain.
 
 Where the paper is silent or wrong, and what is done
-    (11)  As printed it equals softplus(s2 − s1): minimising it *raises* the
+    (11)  As printed it equals softplus(s2 − s1): minimizing it *raises* the
           semantic branch's divergence. `kd_sign`: corrected (default), printed.
           The teacher p(z), of the F being trained (not phase 1's), is held
           constant; s2 is cut at 50.
@@ -60,11 +60,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from protofed.errors import ProtofedError
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Entry, Method, Phase, Sizes, Terms, hyper
-from protofed.methods.shared import (
+from protofed.method import (
+    Batch,
+    Client,
+    Entry,
+    Method,
+    Phase,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    hyper,
     no_prototypes,
     proto_pass_hyper,
     share_hyper,
@@ -73,6 +79,7 @@ from protofed.methods.shared import (
 )
 from protofed.models import Network, Output
 from protofed.prototypes import class_means, class_sums, full_precision, owners_mean
+from protofed.tree import Slot, Tree
 
 PRIVATE = ("domain.", "decoder.")
 """What never leaves the client."""

@@ -40,8 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protofed.federation.client import Client
-from protofed.methods.base import Batch, Entry, Method, Sizes, Terms, hyper
+from protofed.method import Batch, Client, Entry, Method, Sizes, Terms, hyper
 from protofed.models import Network, Output
 from protofed.prototypes import full_precision
 

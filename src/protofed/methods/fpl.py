@@ -19,7 +19,7 @@ Round 0 is CE alone. A sample whose class has no prototype adds 0 and still
 counts in the mean. P travels; clients compute U from it at no cost in bytes.
 
 Deviations between the paper and its published code, and what is done here
-    (4)   One first-neighbour step in the paper; the code recurses and takes
+    (4)   One first-neighbor step in the paper; the code recurses and takes
           the coarsest partition. `finch_level`: last (the code, default), first.
     (7)   Printed so that τ multiplies the cosine; meant, and coded, is cos/τ.
     (8)   The code's exponentials overflow for τ < 0.0113 (its NaN at τ = 0.01);
@@ -43,12 +43,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import clustered, owned, proto_pass_hyper, upload_means, uploaded_means
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    clustered,
+    hyper,
+    owned,
+    proto_pass_hyper,
+    upload_means,
+    uploaded_means,
+)
 from protofed.prototypes import consistency, contrast, pad, per_class_mean
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ FedAvg, `fedga` as FedProx (the form that I²PFL compares with).
               it went into. Positive: m was hurt. (Of losses: the reverse.)
     weights   a_m += (s_t / M) G_m / max_j |G_j|,  s_t = s_0 (1 − (t−1)/T);
               cut to [0, 1], divided by their sum; 1/M at first
-    server    θ = Σ a_m θ_m over the round's clients (a renormalised): sample
+    server    θ = Σ a_m θ_m over the round's clients (a renormalized): sample
               counts play no part
 
 A client scores the model it receives and the model it has trained, and sends
@@ -25,7 +25,7 @@ weight 0, they count the same. Test sets are not touched.
 
 Deviations
     M    The authors' code has 3 in its place (their 3 domains); here it is
-         the number of all clients. The paper is said to centre the gaps at
+         the number of all clients. The paper is said to center the gaps at
          their mean first; their code does not, nor is it done here.
     The code behind I²PFL's rows computes the weights with the opposite sign,
     the score after aggregation on test data, and then ignores them.
@@ -42,16 +42,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Method, hyper
+from protofed.method import Client, Method, ServerView, Update, hyper
 from protofed.methods.fedprox import FedProx
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
 class FedAvgGA(Method):
-    """FedAvg with weights that follow the generalisation gaps."""
+    """FedAvg with weights that follow the generalization gaps."""
 
     name: ClassVar[str] = "fedavg_ga"
     paper: ClassVar[str] = "Zhang et al., CVPR 2023"
@@ -66,7 +64,7 @@ class FedAvgGA(Method):
     @property
     def weighing(self) -> str:
         """a."""
-        return "generalisation gaps"
+        return "generalization gaps"
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """The scores of the received model and of the client's own."""
@@ -107,7 +105,7 @@ class FedAvgGA(Method):
 
 @dataclass(frozen=True)
 class FedGA(FedAvgGA, FedProx):
-    """FedProx with weights that follow the generalisation gaps."""
+    """FedProx with weights that follow the generalization gaps."""
 
     name: ClassVar[str] = "fedga"
     paper: ClassVar[str] = "Zhang et al., CVPR 2023"

@@ -53,12 +53,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
-from protofed.methods.shared import (
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
     clustered,
+    hyper,
     no_prototypes,
     owned,
     proto_pass_hyper,
@@ -77,6 +81,7 @@ from protofed.prototypes import (
     reweighted_mean,
     smoothed,
 )
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class I2PFL(Method):
 
     name: ClassVar[str] = "i2pfl"
     paper: ClassVar[str] = "Le et al., arXiv 2025"
-    travels: ClassVar[str] = "model, class means (up), generalised prototypes (down)"
+    travels: ClassVar[str] = "model, class means (up), generalized prototypes (down)"
 
     tau: float = hyper(
         0.07,

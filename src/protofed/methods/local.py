@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protofed.methods.base import Entry, Method
+from protofed.method import Entry, Method
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Deviations
           network (so does the code behind FPL's and I²PFL's rows).
     μ     5 and τ = 0.5 in that code; the authors' default is 1, to be tuned.
     That code also runs both other models in training mode, and "previous" is
-    a differently initialised network in round 0. Neither is done here.
+    a differently initialized network in round 0. Neither is done here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from protofed.federation.client import Client
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Sizes, Terms, hyper
+from protofed.method import Batch, Client, Method, Sizes, Terms, hyper
 from protofed.prototypes import paired_cosine
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

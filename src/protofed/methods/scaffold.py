@@ -35,12 +35,22 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from protofed.federation.client import Client
-from protofed.federation.server import ServerView, Update
 from protofed.federation.server import mean as average
-from protofed.federation.tree import Slot, Tree
-from protofed.methods.base import Batch, Method, Phase, Sizes, Terms, hyper
-from protofed.methods.shared import effective_steps, inner, zeros
+from protofed.method import (
+    Batch,
+    Client,
+    Method,
+    Phase,
+    ServerView,
+    Sizes,
+    Terms,
+    Update,
+    effective_steps,
+    hyper,
+    inner,
+    zeros,
+)
+from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ MODELS: dict[str, Builder] = {
 def build(
     name: str, classes: int, image_size: int, width: int | None = None, norm: str | None = None
 ) -> Network:
-    """The model called ``name``, with PyTorch's own initialisation.
+    """The model called ``name``, with PyTorch's own initialization.
 
     ``width`` (channels of the first stage) and ``norm`` ("batch", "group", "none") are the model's
     own when None: 64 and "batch" for a ResNet, 32 and "none" for a CNN.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from protofed.errors import ProtofedError
-from protofed.models.network import Network, conv, normalise
+from protofed.models.network import Network, conv, normalize
 
 FEATURES = 512
 
@@ -23,7 +23,7 @@ def cnn(convolutions: int, classes: int, image_size: int, width: int, norm: str)
     inputs = 3
     for layer in range(convolutions):
         outputs = width * 2**layer
-        layers += [conv(inputs, outputs, 3, 1, norm), normalise(norm, outputs)]
+        layers += [conv(inputs, outputs, 3, 1, norm), normalize(norm, outputs)]
         # Pooled first: the largest stays the largest under ReLU, which then has a quarter to do.
         layers += [nn.MaxPool2d(2), nn.ReLU()]
         inputs = outputs

@@ -35,8 +35,8 @@ class Network(nn.Module):
         return Output(feature, self.head(feature))
 
 
-def normalise(norm: str, channels: int) -> nn.Module:
-    """The normalisation layer called ``norm`` for ``channels`` channels."""
+def normalize(norm: str, channels: int) -> nn.Module:
+    """The normalization layer called ``norm`` for ``channels`` channels."""
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     if norm == "group":
@@ -55,8 +55,8 @@ def conv(inputs: int, outputs: int, kernel: int, stride: int, norm: str) -> nn.C
 def entries(network: nn.Module) -> dict[str, str]:
     """The kind of every name in ``network.state_dict()``: "bn", "weight" or "buffer".
 
-    "bn" is a parameter or buffer of a batch normalisation, "weight" any other parameter. The
-    module's type decides: a shortcut's batch normalisation has no "bn" in its name.
+    "bn" is a parameter or buffer of a batch normalization, "weight" any other parameter. The
+    module's type decides: a shortcut's batch normalization has no "bn" in its name.
     """
     batch_norms = {
         name

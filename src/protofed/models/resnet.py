@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from protofed.models.network import Network, conv, normalise
+from protofed.models.network import Network, conv, normalize
 
 
 class BasicBlock(nn.Module):
@@ -15,15 +15,15 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             conv(inputs, outputs, 3, stride, norm),
-            normalise(norm, outputs),
+            normalize(norm, outputs),
             nn.ReLU(),
             conv(outputs, outputs, 3, 1, norm),
-            normalise(norm, outputs),
+            normalize(norm, outputs),
         )
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                conv(inputs, outputs, 1, stride, norm), normalise(norm, outputs)
+                conv(inputs, outputs, 1, stride, norm), normalize(norm, outputs)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class BasicBlock(nn.Module):
 
 def resnet(blocks: int, classes: int, width: int, norm: str) -> Network:
     """A ResNet with ``blocks`` BasicBlocks in each stage; its features are 8 × ``width``."""
-    layers: list[nn.Module] = [conv(3, width, 3, 1, norm), normalise(norm, width), nn.ReLU()]
+    layers: list[nn.Module] = [conv(3, width, 3, 1, norm), normalize(norm, width), nn.ReLU()]
     inputs = width
     for stage, first_stride in enumerate((1, 2, 2, 2)):
         outputs = width * 2**stage

@@ -1,4 +1,4 @@
-"""FINCH: clusters without a number of clusters, by linking each row to its first neighbour.
+"""FINCH: clusters without a number of clusters, by linking each row to its first neighbor.
 
 Sarfraz, Sharma, Stiefelhagen, CVPR 2019. Shapes: N rows, d features, C clusters.
 """
@@ -21,7 +21,7 @@ PART = 256
 """Clusters whose means are taken at a time: their table of members is [N, PART], not [N, C]."""
 
 
-def _neighbours(rows_Nd: Tensor) -> Tensor:
+def _neighbors(rows_Nd: Tensor) -> Tensor:
     """For each row the index [N] of the one at the smallest cosine distance; the lowest on ties.
 
     Block by block, so that memory grows with N and not with N². A cosine belongs to both of its
@@ -66,8 +66,8 @@ def _link(rows_Nd: Tensor) -> Tensor:
             parent[row] = row = parent[parent[row]]
         return row
 
-    for row, neighbour in enumerate(_neighbours(rows_Nd).tolist()):
-        low, high = sorted((first(row), first(neighbour)))
+    for row, neighbor in enumerate(_neighbors(rows_Nd).tolist()):
+        low, high = sorted((first(row), first(neighbor)))
         parent[high] = low
     number: dict[int, int] = {}
     label = [number.setdefault(first(row), len(number)) for row in range(len(parent))]

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from protofed.config import EACH
-from protofed.federation.records import joined, over_rounds
+from protofed.runs.records import joined, over_rounds
 
 if TYPE_CHECKING:
-    from protofed.federation.run import Result
+    from protofed.runs.run import Result
 
-# Okabe and Ito's palette: told apart by colour-blind readers too
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#111111", "#8C8C00")
+# Okabe and Ito's palette: told apart by color-blind readers too
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#111111", "#8C8C00")
 
 LEGEND_ROWS = 8
 """Names of a legend under each other, at most."""
@@ -40,16 +40,16 @@ def curves(results: Sequence[Result], file: str | Path | IO[bytes]) -> None:
         figure = Figure(figsize=(3.4 * columns, 2.6 * rows + 0.5), layout="constrained")
         axes = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel()
         for axis, column in zip(axes, panels, strict=False):
-            for (name, runs), colour, style in zip(
-                values.items(), _cycle(COLOURS, len(groups)), _styles(len(groups)), strict=True
+            for (name, runs), color, style in zip(
+                values.items(), _cycle(COLORS, len(groups)), _styles(len(groups)), strict=True
             ):
                 length = min(len(r[column]) for r in runs)
                 v = np.array([r[column][:length] for r in runs], dtype=float)
                 x = np.arange(1, length + 1)
                 mark = "o" if length == 1 else ""
-                axis.plot(x, v.mean(0), style, marker=mark, color=colour, label=name, linewidth=1.6)
+                axis.plot(x, v.mean(0), style, marker=mark, color=color, label=name, linewidth=1.6)
                 if len(runs) > 1:
-                    axis.fill_between(x, v.min(0), v.max(0), color=colour, alpha=0.15)
+                    axis.fill_between(x, v.min(0), v.max(0), color=color, alpha=0.15)
             axis.set_title(panel_title(column, unseen))
             axis.spines["right"].set_visible(False)
             axis.grid(axis="y", alpha=0.3)
@@ -124,5 +124,5 @@ def _cycle(values: Sequence[str], n: int) -> list[str]:
 
 
 def _styles(n: int) -> list[str]:
-    """Another dash for each turn through the colours."""
-    return [("-", "--", ":", "-.")[(i // len(COLOURS)) % 4] for i in range(n)]
+    """Another dash for each turn through the colors."""
+    return [("-", "--", ":", "-.")[(i // len(COLORS)) % 4] for i in range(n)]

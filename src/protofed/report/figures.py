@@ -13,15 +13,15 @@ from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.ticker import MaxNLocator
 
 from protofed.analysis import Clusters, Distances, Floats, Ints, Prototypes
-from protofed.federation.records import over_rounds
-from protofed.federation.run import Result
-from protofed.report.curves import COLOURS, panel_title
-from protofed.report.plots import CLASS_COLOURS, INK, Key, Panel, Plot, faint, ink
-from protofed.study.tables import Row
+from protofed.report.curves import COLORS, panel_title
+from protofed.report.plots import CLASS_COLORS, INK, Key, Panel, Plot, faint, ink
+from protofed.runs.records import over_rounds
+from protofed.runs.run import Result
+from protofed.studies.tables import Row
 
 MARKERS = ("o", "s", "^", "v", "P", "X")
-LOOKS = 2 * len(COLOURS)
-"""So many lines can be told apart: each colour drawn through, and dashed."""
+LOOKS = 2 * len(COLORS)
+"""So many lines can be told apart: each color drawn through, and dashed."""
 SHOWN_CLASSES = 20
 """So many classes have their names beside a plot; more would not be readable."""
 Methods = Mapping[str, Sequence[Result]]
@@ -47,10 +47,10 @@ def curves(methods: Methods) -> Plot:
                 x = np.arange(1, v.shape[1] + 1)
                 style = "-" if key.shape == "line" else "--"
                 mark = "o" if v.shape[1] == 1 else ""
-                axis.plot(x, v.mean(0), style, marker=mark, color=key.colour, linewidth=1.7)
+                axis.plot(x, v.mean(0), style, marker=mark, color=key.color, linewidth=1.7)
                 if len(v) > 1:
                     axis.fill_between(
-                        x, v.min(0), v.max(0), color=key.colour, alpha=0.16, linewidth=0
+                        x, v.min(0), v.max(0), color=key.color, alpha=0.16, linewidth=0
                     )
             _accuracy_axis(axis, limits)
             axis.set_xlabel("round")
@@ -73,7 +73,7 @@ def bars(table: Sequence[Row]) -> Plot:
     columns = sorted(there[0].columns, key=lambda c: c != there[0].main)
     left_out = {row.unseen for row in there}
     unseen = left_out.pop() if len(left_out) == 1 else None
-    colours = dict(zip((row.method for row in there), _looks(len(there)), strict=True))
+    colors = dict(zip((row.method for row in there), _looks(len(there)), strict=True))
     height = 0.9 + 0.27 * len(there)
 
     def panel(column: str) -> Panel:
@@ -84,7 +84,7 @@ def bars(table: Sequence[Row]) -> Plot:
             y = list(range(len(found)))
             means = [s.mean for s in found.values()]
             errors = [s.std or 0.0 for s in found.values()]
-            axis.barh(y, means, color=[colours[m][0] for m in found], height=0.66, alpha=0.88)
+            axis.barh(y, means, color=[colors[m][0] for m in found], height=0.66, alpha=0.88)
             axis.errorbar(means, y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9)
             for at, mean, error in zip(y, means, errors, strict=True):
                 _text(axis, mean + error + 1.5, at, f"{mean:.1f}", va="center", fontsize=8)
@@ -107,7 +107,7 @@ def bars(table: Sequence[Row]) -> Plot:
 
 
 def traffic(methods: Methods) -> Plot:
-    """What counts against what has travelled so far, and each method's end."""
+    """What counts against what has traveled so far, and each method's end."""
     keys = _keys(methods)
     by_seed = {m: [_over_rounds(run) for run in runs] for m, runs in methods.items()}
     counts = next(iter(next(iter(by_seed.values()))[0]))
@@ -121,8 +121,8 @@ def traffic(methods: Methods) -> Plot:
     def draw(axis: Axes) -> None:
         for key, m in zip(keys, methods, strict=True):
             style = "-" if key.shape == "line" else "--"
-            axis.plot(megabytes[m], accuracy[m], style, color=key.colour, linewidth=1.7)
-            axis.plot(megabytes[m][-1], accuracy[m][-1], "o", color=key.colour, markersize=5)
+            axis.plot(megabytes[m], accuracy[m], style, color=key.color, linewidth=1.7)
+            axis.plot(megabytes[m][-1], accuracy[m][-1], "o", color=key.color, markersize=5)
         _accuracy_axis(axis, _limits([v[None] for v in accuracy.values()]))
         axis.set_xlabel("MB sent so far, up and down")
         axis.set_xlim(left=0)
@@ -133,7 +133,7 @@ def traffic(methods: Methods) -> Plot:
     def extra(axis: Axes) -> None:
         y = list(range(len(per_round)))
         more = [v - base for v in per_round.values()]
-        axis.barh(y, more, color=[k.colour for k in keys], height=0.66, alpha=0.88)
+        axis.barh(y, more, color=[k.color for k in keys], height=0.66, alpha=0.88)
         top = max([*more, 1e-9])
         for at, value in zip(y, more, strict=True):
             _text(axis, value + 0.02 * top, at, f"{value:,.0f}", va="center", fontsize=8)
@@ -155,7 +155,7 @@ def traffic(methods: Methods) -> Plot:
         panels.append(Panel("what a method adds", alt, extra))
     return Plot(
         "bytes", "Accuracy for its bytes",
-        "All that travelled between server and clients, as tensors without a wire's overhead.",
+        "All that traveled between server and clients, as tensors without a wire's overhead.",
         tuple(panels), keys,
     )  # fmt: skip
 
@@ -198,7 +198,7 @@ def confusions(label: str, found: Mapping[str, Ints], classes: Sequence[str]) ->
 
 @dataclass(frozen=True)
 class Embedding:
-    """Places of images and prototypes on a plane, with what colours them."""
+    """Places of images and prototypes on a plane, with what colors them."""
 
     places: Floats
     labels: Ints
@@ -211,23 +211,23 @@ class Embedding:
 
 
 def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
-    """t-SNE of the features, coloured by class and by domain, prototypes drawn in."""
+    """t-SNE of the features, colored by class and by domain, prototypes drawn in."""
     kinds, at = np.array(found.kind), found.places
     names = list(dict.fromkeys(d for d in found.domains if d))
     of_domain = np.array([names.index(d) if d else -1 for d in found.domains])
 
-    def scatter(axis: Axes, group: Ints, colours: Sequence[str], shapes: bool) -> None:
+    def scatter(axis: Axes, group: Ints, colors: Sequence[str], shapes: bool) -> None:
         for kind, size, alpha in (("image", 7, 0.55), ("sent", 15, 1.0), ("made", 85, 1.0)):
             for g in range(-1, int(group.max()) + 1):
                 own = (kinds == kind) & (group == g)
                 if not own.any():
                     continue
-                turn = MARKERS[(g // len(colours)) % len(MARKERS)] if shapes else "o"
+                turn = MARKERS[(g // len(colors)) % len(MARKERS)] if shapes else "o"
                 axis.scatter(
                     at[own, 0],
                     at[own, 1], s=size, alpha=alpha,
                     marker={"image": turn, "sent": "D", "made": "*"}[kind],
-                    color=colours[g % len(colours)] if g >= 0 else ink(),
+                    color=colors[g % len(colors)] if g >= 0 else ink(),
                     edgecolors="none" if kind == "image" else ink(),
                     linewidths=0 if kind == "image" else 0.6,
                 )  # fmt: skip
@@ -238,13 +238,13 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
             side.set_color(faint())
 
     def by_class(axis: Axes) -> None:
-        scatter(axis, found.labels, CLASS_COLOURS, True)
+        scatter(axis, found.labels, CLASS_COLORS, True)
 
     def by_domain(axis: Axes) -> None:
-        scatter(axis, of_domain, COLOURS, False)
+        scatter(axis, of_domain, COLORS, False)
 
     n = int((kinds == "image").sum())
-    alt = f"t-SNE of {n} test images under {label}, coloured by "
+    alt = f"t-SNE of {n} test images under {label}, colored by "
     marks = [
         Key(word, INK, mark)
         for kind, word, mark in (
@@ -254,10 +254,10 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
         if kind in found.kind
     ]
     of_classes = tuple(
-        Key(c, CLASS_COLOURS[i % 10], MARKERS[(i // 10) % len(MARKERS)])
+        Key(c, CLASS_COLORS[i % 10], MARKERS[(i // 10) % len(MARKERS)])
         for i, c in enumerate(classes)
     )
-    of_domains = tuple(Key(d, COLOURS[i % len(COLOURS)], "dot") for i, d in enumerate(names))
+    of_domains = tuple(Key(d, COLORS[i % len(COLORS)], "dot") for i, d in enumerate(names))
     if len(classes) > SHOWN_CLASSES:
         of_classes = ()
     panels = (
@@ -295,7 +295,7 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
                 [y for _, y in dots],
                 s=44,
                 marker=MARKERS[j % len(MARKERS)],
-                color=COLOURS[j % len(COLOURS)],
+                color=COLORS[j % len(COLORS)],
                 linewidths=0,
             )
         _client_ticks(axis, order)
@@ -393,7 +393,7 @@ def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
 
 def _looks(n: int) -> list[tuple[str, str]]:
     return [
-        (COLOURS[i % len(COLOURS)], "line" if (i // len(COLOURS)) % 2 == 0 else "dash")
+        (COLORS[i % len(COLORS)], "line" if (i // len(COLORS)) % 2 == 0 else "dash")
         for i in range(n)
     ]
 
@@ -403,8 +403,8 @@ def _keys(methods: Methods) -> tuple[Key, ...]:
 
 
 def _heat(axis: Axes, shares: Floats, most: float, top: float = 1.0) -> None:
-    """Squares in one colour, more opaque for more: right on light and on dark paper."""
-    strong = to_rgb(COLOURS[0])
+    """Squares in one color, more opaque for more: right on light and on dark paper."""
+    strong = to_rgb(COLORS[0])
     shades = LinearSegmentedColormap.from_list("", [(*strong, 0.0), (*strong, top)])
     edges = [np.arange(n + 1) - 0.5 for n in (shares.shape[1], shares.shape[0])]
     many = shares.size > SHOWN_CLASSES**2

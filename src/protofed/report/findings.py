@@ -19,13 +19,13 @@ from protofed.analysis import Ints, Outputs
 from protofed.config import config_task
 from protofed.data import Task
 from protofed.errors import ProtofedError
-from protofed.federation.local import one_thread
-from protofed.federation.result import Result, has_model, load_run
+from protofed.federation.client_round import one_thread
 from protofed.report import kept
 from protofed.report.figures import Embedding, prototypes_apart
 from protofed.report.gather import Group
 from protofed.report.kept import Findings
-from protofed.study.spec import Study
+from protofed.runs.result import Result, has_model, load_run
+from protofed.studies.definition import Study
 
 Tell = Callable[[str], None]
 SPREAD = 1200

@@ -15,11 +15,11 @@ from typing import Any
 
 from protofed.config import UNHASHED, Config
 from protofed.errors import ProtofedError
-from protofed.federation.run import Result, load_run
-from protofed.study import plan
-from protofed.study.folder import TaskTable, make_tables, open_study, run_folders
-from protofed.study.spec import Study
-from protofed.study.tables import BASELINE, Row, rows
+from protofed.runs.run import Result, load_run
+from protofed.studies import plan
+from protofed.studies.definition import Study
+from protofed.studies.folder import TaskTable, make_tables, open_study, run_folders
+from protofed.studies.tables import BASELINE, Row, rows
 
 _OWN = ("method", "public_digest", "seed", "clients", "device", *UNHASHED)
 """Settings in which the runs of a comparison may differ: a distribution may draw its clients."""
@@ -170,7 +170,7 @@ def _groups(results: list[Result]) -> list[Group]:
         title = str(values["task"])
         other = [k for k in differing if k not in ("task", "digest", "samples", "image_size")]
         more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in other if values[k] is not None]
-        groups.append(Group(" · ".join([title, *more]), tuple(_labelled(runs))))
+        groups.append(Group(" · ".join([title, *more]), tuple(_labeled(runs))))
     return groups
 
 
@@ -182,7 +182,7 @@ def _setting(config: Config) -> str:
     return json.dumps(_values(config), sort_keys=True, default=str)
 
 
-def _labelled(runs: Iterable[Result]) -> list[Result]:
+def _labeled(runs: Iterable[Result]) -> list[Result]:
     """The runs with labels that tell a method's hyper-parameters where these differ.
 
     FedAvg comes first; then the order of names.
@@ -192,7 +192,7 @@ def _labelled(runs: Iterable[Result]) -> list[Result]:
     for run in runs:
         options = run.config.method.options()
         variants.setdefault(run.config.method.name, {})[_text(options)] = options
-    labelled = []
+    labeled = []
     taken: set[tuple[str, int]] = set()
     for run in runs:
         name, options = run.config.method.name, run.config.method.options()
@@ -202,8 +202,8 @@ def _labelled(runs: Iterable[Result]) -> list[Result]:
         if (label, run.config.seed) in taken:  # e.g. a method's file that was changed
             label = f"{label} ({run.config.hash})"
         taken.add((label, run.config.seed))
-        labelled.append(replace(run, summary={**run.summary, "method": label}))
-    return labelled
+        labeled.append(replace(run, summary={**run.summary, "method": label}))
+    return labeled
 
 
 def _text(value: Any) -> str:

@@ -61,13 +61,13 @@ def legend(keys: Sequence[Key]) -> str:
     """The entries of a legend, with their marks."""
     items = []
     for key in keys:
-        colour = plots.themed(key.colour)
+        color = plots.themed(key.color)
         wide = key.shape in ("line", "dash")
         shape = _SHAPES.get(key.shape, _SHAPES["dot"])
         items.append(
             f'<li class="{"stroke" if wide else "dot"}">'
             f'<svg viewBox="0 0 {20 if wide else 12} 12" aria-hidden="true" '
-            f'style="{"stroke" if wide else "fill"}: {colour}">{shape}</svg>'
+            f'style="{"stroke" if wide else "fill"}: {color}">{shape}</svg>'
             f"{escape(key.label)}</li>"
         )
     return f'<ul class="keys">{"".join(items)}</ul>' if items else ""

@@ -11,7 +11,6 @@ from pathlib import Path
 from string import Template
 
 from protofed.config import EACH
-from protofed.federation.run import Result
 from protofed.files import write_atomic
 from protofed.report import figures, plots
 from protofed.report.curves import together
@@ -21,10 +20,11 @@ from protofed.report.html import html_table, legend
 from protofed.report.kept import Findings
 from protofed.report.plots import Plot
 from protofed.report.setting import clients, configuration, facts
-from protofed.study import figures as study_figures
-from protofed.study.folder import TaskTable
-from protofed.study.spec import Study
-from protofed.study.tables import BASELINE, Row, caption, few, grid
+from protofed.runs.run import Result
+from protofed.studies import figures as study_figures
+from protofed.studies.definition import Study
+from protofed.studies.folder import TaskTable
+from protofed.studies.tables import BASELINE, Row, caption, few, grid
 from protofed.version import __version__
 
 Tell = Callable[[str], None]

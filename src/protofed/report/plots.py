@@ -1,4 +1,4 @@
-"""Plots that are drawn twice: as SVG that takes its colours from the page, and for a paper.
+"""Plots that are drawn twice: as SVG that takes its colors from the page, and for a paper.
 
 A plot is a row of panels. On the page each panel is an SVG of its own, so that a phone can put
 them below each other; for a paper they are one figure with its legend, as PDF and PNG.
@@ -22,17 +22,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from protofed.files import write_atomic
-from protofed.report.curves import COLOURS
+from protofed.report.curves import COLORS
 from protofed.report.slim import slim
 
-CLASS_COLOURS = (
+CLASS_COLORS = (
     "#4e79a7", "#f28e2b", "#e15759", "#2f9e94", "#59a14f",
     "#d4a717", "#b07aa1", "#ff7f93", "#9c755f", "#8a8f98",
 )  # fmt: skip
 """For classes: ten that can be told apart on light and on dark paper."""
 
 INK, FAINT = "#010101", "#020202"
-"""Stand for the page's own colours of text and of lines; a paper has black and grey."""
+"""Stand for the page's own colors of text and of lines; a paper has black and gray."""
 
 _SHARED: dict[str, Any] = {
     "font.size": 9,
@@ -74,7 +74,7 @@ class Key:
     """An entry of a legend."""
 
     label: str
-    colour: str
+    color: str
     shape: str = "line"
     """line, dash, dot (a mark), or a matplotlib marker."""
 
@@ -138,14 +138,14 @@ def svg(panel: Panel, prefix: str) -> str:
 _THEME = {
     INK: "currentColor",
     FAINT: "var(--line)",
-    **{colour.lower(): f"var(--c{i})" for i, colour in enumerate(COLOURS)},
+    **{color.lower(): f"var(--c{i})" for i, color in enumerate(COLORS)},
 }
 
 
 def themed(style: str) -> str:
-    """A style with the page's colours and font in place of those that were drawn with."""
-    for colour, variable in _THEME.items():
-        style = re.sub(re.escape(colour), variable, style, flags=re.I)
+    """A style with the page's colors and font in place of those that were drawn with."""
+    for color, variable in _THEME.items():
+        style = re.sub(re.escape(color), variable, style, flags=re.I)
     return re.sub(r"'?DejaVu Sans'?(, [^;]*)?", "inherit-font", style).replace(
         "inherit-font", "var(--font)"
     )
@@ -169,7 +169,7 @@ def save(
         for axis, panel in zip(axes, plot.panels, strict=False):
             panel.draw(axis)
             axis.set_title(panel.title)
-            if panel.legend:  # below its own panel: colours mean something else in the others
+            if panel.legend:  # below its own panel: colors mean something else in the others
                 _legend(axis, panel)
         for axis in axes[len(plot.panels) :]:
             axis.axis("off")
@@ -189,12 +189,12 @@ def save(
 
 
 def ink() -> str:
-    """The colour of text, on the page or on paper."""
+    """The color of text, on the page or on paper."""
     return str(matplotlib.rcParams["text.color"])
 
 
 def faint() -> str:
-    """The colour of fine lines."""
+    """The color of fine lines."""
     return str(matplotlib.rcParams["grid.color"])
 
 
@@ -209,8 +209,8 @@ def _legend(axis: Axes, panel: Panel) -> None:
 def _handle(key: Key) -> Line2D:
     if key.shape in ("line", "dash"):
         return Line2D(
-            [], [], color=key.colour, ls="-" if key.shape == "line" else "--", label=key.label
+            [], [], color=key.color, ls="-" if key.shape == "line" else "--", label=key.label
         )
     marker = "o" if key.shape == "dot" else key.shape
-    colour = ink() if key.colour == INK else key.colour
-    return Line2D([], [], color=colour, marker=marker, linestyle="", label=key.label)
+    color = ink() if key.color == INK else key.color
+    return Line2D([], [], color=color, marker=marker, linestyle="", label=key.label)

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
-from protofed.federation.records import SELECTION
-from protofed.federation.run import Result
 from protofed.report.gather import Group
 from protofed.report.html import html_table
-from protofed.study.tables import TESTED, WEIGHTS, held
+from protofed.runs.records import SELECTION
+from protofed.runs.run import Result
+from protofed.studies.tables import TESTED, WEIGHTS, held
 
 MANY = 12
 """More clients than this are folded."""

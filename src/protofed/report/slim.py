@@ -85,7 +85,7 @@ def _flatten(element: Element) -> None:
 
 
 def _join(element: Element, shapes: dict[str, Element], prefix: str) -> None:
-    """Neighbours of the same style get it from a group; equal marks are a path with markers."""
+    """Neighbors of the same style get it from a group; equal marks are a path with markers."""
     children: list[Element] = []
     for child in element:
         if child.tag != "defs":

@@ -1,0 +1,57 @@
+"""The command line's ``protofed report``: one page over runs, comparisons and studies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from protofed.cli.options import ImagesOption
+from protofed.cli.parse import told
+from protofed.errors import ProtofedError
+
+console = Console()
+
+
+def report(
+    paths: Annotated[
+        list[Path], typer.Argument(help="Folders of runs, or of comparisons and studies.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder for every figure as PDF and PNG; default: beside the page."
+        ),
+    ] = None,
+    images: ImagesOption = 500,
+    title: Annotated[str, typer.Option(help="The page's title; default: methods and task.")] = "",
+) -> None:
+    """Make one self-contained page: tables, curves, features, prototypes, configuration.
+
+    [bold]protofed report runs/compare-glyphs -o report.html[/bold]. The page needs no network; the
+    folder beside it has its figures for a paper.
+    """
+    from protofed.report.gather import gather
+    from protofed.report.page import write
+
+    if out.is_dir():
+        raise ProtofedError(f"'{out}' is a folder", "give a file: -o report.html")
+    folder = figures or out.with_name(f"{out.stem}-figures")
+    with told(console) as tell:
+        gathered = gather(paths, tell)
+        try:
+            written = write(gathered, out, folder, images=images, title=title, tell=tell)
+        except OSError as error:
+            raise ProtofedError(f"cannot write '{error.filename}': {error.strerror}") from None
+    runs = sum(len(group.results) for group in gathered.groups)
+    left = f"; {len(gathered.left_out)} folders left out" if gathered.left_out else ""
+    console.print(
+        f"{runs} run{'s' * (runs != 1)}{left}: [bold]{escape(str(out))}[/bold], "
+        f"and {len(written) - 1} figure files in [bold]{escape(str(folder))}[/bold]",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,311 @@
+"""Flower's own programs, started and stopped: nothing here listens on a network itself."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from protofed.deploy.members import FILE, Member, Members, read_members
+from protofed.deploy.site import Home
+from protofed.errors import ProtofedError
+from protofed.files import write_atomic
+
+CONNECTION = "federation"
+"""The name under which Flower's command line knows the server."""
+SWITCHES = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Flower asks its vendor's servers for nothing, tells them nothing and installs nothing."""
+NODES = Path("flower") / "nodes.json"
+"""In the server's folder: Flower's number of each site."""
+STOP_SECONDS = 15.0
+QUICK_SECONDS = 30.0
+"""A SuperNode that ends sooner has not been able to connect."""
+AGAIN_SECONDS = 5.0
+
+
+def environment(flower_home: Path, **more: str) -> dict[str, str]:
+    """The environment of Flower's programs: its own folder, and the switches."""
+    programs = str(Path(sys.executable).parent)  # Flower starts further programs of its own
+    path = os.pathsep.join([programs, os.environ.get("PATH", "")])
+    flower_home.mkdir(parents=True, exist_ok=True)
+    return {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
+
+
+def program(name: str) -> str:
+    """The path of one of Flower's programs."""
+    path = Path(sys.executable).parent / name
+    if not path.is_file():
+        raise ProtofedError(f"{name} is not installed", "pip install 'protofed[flower]'")
+    return str(path)
+
+
+def host_port(address: str) -> tuple[str, int]:
+    """The two parts of host:port."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ProtofedError(f"'{address}' is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with the brackets that IPv6 needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _die_with_parent() -> None:
+    """In the child: end with the process that started it, however that ends (Linux only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+class Stop(Exception):
+    """Someone asked this process to end."""
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A program with all it starts, which ends with this block."""
+    process = subprocess.Popen(
+        command, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent
+    )
+    try:
+        yield process
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a program and what it started: first asked, then killed."""
+    for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, sign)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (process.poll() is None or _group_alive(process.pid)):
+            time.sleep(0.1)
+        if process.poll() is not None and not _group_alive(process.pid):
+            return
+
+
+def _group_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the block, and its programs with it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stop
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with contextlib.suppress(Stop):
+            yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+# ---- the server ---------------------------------------------------------------------------------
+
+
+def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = print) -> None:
+    """Run the SuperLink with the sites' keys registered, until it is stopped."""
+    members = read_members(folder / FILE)
+    own, port = host_port(members.address)
+    host = host or own
+    files = {name: folder / name for name in ("ca.crt", "server.crt", "server.key")}
+    for name, path in files.items():
+        if not path.is_file():
+            raise ProtofedError(f"there is no '{path}'", f"{name} belongs into the server's folder")
+    check_free(host, port)
+    reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    write_connection(folder, join_address(reachable, port))
+    command = [
+        program("flower-superlink"),
+        "--ssl-ca-certfile", str(files["ca.crt"]),
+        "--ssl-certfile", str(files["server.crt"]),
+        "--ssl-keyfile", str(files["server.key"]),
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        "--host", host, "--port", str(port),
+    ]  # fmt: skip
+    env = environment(folder / "flower", PROTOFED_SERVER=str(folder.resolve()))
+    with stoppable(), running(command, env) as link:
+        _until_listening(link, reachable, port)
+        tell(f"making the keys of {len(members.sites)} sites known")
+        _register(folder, members)
+        where = "" if host == own else f", listening on {join_address(host, port)}"
+        tell(f"the server of {members.name} is ready at {members.address}{where}")
+        code = link.wait()
+        raise ProtofedError(f"the SuperLink has ended by itself, with code {code}")
+
+
+def check_free(host: str, port: int) -> None:
+    """An error that says what to do, where Flower's own would be a trace of calls."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                advice = "is another server running?"
+            else:  # a name of a router or a proxy in front, or none that is known here
+                advice = "--host 0.0.0.0 listens on all addresses of this machine"
+            raise ProtofedError(
+                f"cannot listen on {join_address(host, port)}: {error.strerror}", advice
+            ) from None
+
+
+def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end and link.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
+            return
+        time.sleep(0.2)
+    raise ProtofedError(f"the SuperLink does not listen on {host}:{port}")
+
+
+def _register(folder: Path, members: Members) -> None:
+    """Make the sites' keys known; the SuperLink keeps them in memory only."""
+
+    def register(member: Member) -> str:
+        path = folder / "flower" / f"{member.name}.pub"
+        path.write_text(member.key + "\n", "utf-8")
+        answer = flwr(folder, "supernode", "register", str(path), CONNECTION, "--name", member.name)
+        path.unlink()
+        return str(answer.get("node-id"))
+
+    with ThreadPoolExecutor(4) as pool:  # each call takes seconds, and there may be many sites
+        numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
+    write_atomic(folder / NODES, json.dumps(numbers))
+
+
+# ---- a site -------------------------------------------------------------------------------------
+
+
+def join(home: Home, patience: float = 300.0, tell: Callable[[str], None] = print) -> None:
+    """Run the site's SuperNode until it is stopped; where the server comes back, so does it.
+
+    A site that cannot connect for ``patience`` seconds gives up.
+    """
+    key, ca = home.folder / "node.key", home.folder / "ca.crt"
+    for path in (key, ca):
+        if not path.is_file():
+            raise ProtofedError(f"there is no '{path}'", "protofed deploy init writes it")
+    config = {
+        "site-folder": str(home.folder.resolve()),
+        "data": home.data or "",
+        "public": home.public or "",
+    }
+    for value in config.values():
+        if "'" in value or "\n" in value:
+            raise ProtofedError(f"Flower cannot be told the path {value!r}", "rename the folder")
+    env = environment(home.folder / "flower")
+    tell(f"site {home.name} joins {home.members.address}; Ctrl-C ends it")
+    fine = time.monotonic()
+    with stoppable():
+        while True:
+            command = [
+                program("flower-supernode"),
+                "--superlink", home.members.address,
+                "--root-certificates", str(ca),
+                "--auth-supernode-private-key", str(key),
+                "--host", "127.0.0.1", "--port", str(_any_port()),
+                "--node-config", " ".join(f"{k}='{v}'" for k, v in config.items()),
+            ]  # fmt: skip
+            began = time.monotonic()
+            with running(command, env) as node:
+                code = node.wait()
+            ended = time.monotonic()
+            if ended - began > QUICK_SECONDS:
+                fine = ended
+            if ended - fine > patience:
+                raise ProtofedError(
+                    f"site '{home.name}' cannot join {home.members.address} (code {code}; the "
+                    "lines above say why)",
+                    "compare ca.crt, node.key and the address with the server's",
+                )
+            tell(f"not connected (code {code}): tried again in {AGAIN_SECONDS:g} s")
+            time.sleep(AGAIN_SECONDS)
+
+
+def _any_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---- the operator -------------------------------------------------------------------------------
+
+
+def write_connection(folder: Path, address: str) -> None:
+    """Tell Flower's command line where the server is, and nothing else."""
+    home = folder / "operator"
+    home.mkdir(parents=True, exist_ok=True)
+    ca = json.dumps(str((folder / "ca.crt").resolve()))
+    text = (
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
+        f"address = {json.dumps(address)}\nroot-certificates = {ca}\n"
+    )
+    (home / "config.toml").write_text(text, "utf-8")
+
+
+def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any]:
+    """Call Flower's command line and return what it says, as JSON."""
+    if not (folder / "operator" / "config.toml").is_file():
+        write_connection(folder, read_members(folder / FILE).address)
+    command = [program("flwr"), *arguments, "--format", "json"]
+    try:
+        done = subprocess.run(
+            command,
+            env=environment(folder / "operator"),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProtofedError(f"flwr {arguments[0]} did not answer within {seconds:g} s") from None
+    if "SuperLink is unavailable" in done.stdout + done.stderr:
+        address = read_members(folder / FILE).address
+        raise ProtofedError(
+            f"no server answers at {address}",
+            f"start one: protofed deploy server --dir {folder}",
+        )
+    start = done.stdout.find("{")
+    try:
+        found: dict[str, Any] = json.loads(done.stdout[start:] if start >= 0 else "")
+    except ValueError:
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        text = " ".join(s.strip() for s in said[-6:])[:600]
+        raise ProtofedError(
+            f"flwr {' '.join(arguments[:2])} failed: {text}",
+            "does `protofed deploy server` run here?",
+        ) from None
+    if not found.get("success", True):
+        text = " ".join(str(found.get("error-message", found)).split())
+        raise ProtofedError(f"flwr {arguments[0]}: {text}")
+    return found

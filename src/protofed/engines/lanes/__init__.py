@@ -1,0 +1,1 @@
+"""Lanes: clients on a GPU, several at a time."""

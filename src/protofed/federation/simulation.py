@@ -1,0 +1,455 @@
+"""A federation in memory: the task split into clients, the server, the engine, and its rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from protofed import keys, tree
+from protofed.config import DTYPES, Config, config_task
+from protofed.data import Images, Share, Task, split
+from protofed.engines import build_engine, choose
+from protofed.errors import ProtofedError, unknown
+from protofed.federation.client_round import (
+    Exam,
+    Scores,
+    Setup,
+    Site,
+    Training,
+    entry_list,
+    require_finite,
+)
+from protofed.federation.client_state import ClientStore
+from protofed.federation.public_images import Public, make_public, told
+from protofed.federation.server import Server
+from protofed.method import Method, Sizes
+from protofed.models import Network, build
+from protofed.models.mixed import client_models
+from protofed.runs.artifacts import Keeper
+from protofed.runs.records import Record, Records
+from protofed.tree import Slot, Tree
+
+if TYPE_CHECKING:
+    from protofed.runs.result import Result
+
+NO_WEIGHTS = "nothing: no model is averaged"
+"""What a run says of its averaging weights where there is nothing to average."""
+
+
+EXAMINED = 20
+"""Clients of a domain whose own models a round tests; where there are more, each round draws anew.
+
+Otherwise a round's time would grow with the clients that do not take part in it.
+"""
+
+
+class Observer:
+    """Watches a run; it sees everything and changes nothing."""
+
+    def start(self, federation: Federation, records: Records) -> None:
+        """Called before the first round, with the records of earlier rounds if resumed."""
+
+    def client(self, round: int, done: int, total: int) -> None:
+        """Called when a client of the round has finished."""
+
+    def tested(self, round: int, done: int, total: int) -> None:
+        """Called when one of the round's models has been tested."""
+
+    def round(self, record: Record) -> None:
+        """Called after each round."""
+
+    def end(self, result: Result) -> None:
+        """Called when the run is complete."""
+
+
+class Sites(Mapping[str, Site]):
+    """The clients by name. A client's images are taken out of the task's when it is asked for.
+
+    So the images of clients that sit out are not in memory a second time; on a GPU they stay.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        shares: Sequence[Share],
+        device: torch.device,
+        models: Mapping[str, str],
+    ) -> None:
+        self._task, self._device, self._models = task, device, models
+        self._shares = {share.name: share for share in shares}
+        self._kept: dict[str, Site] = {}
+
+    def __getitem__(self, name: str) -> Site:
+        if name in self._kept:
+            return self._kept[name]
+        share, device = self._shares[name], self._device
+        images = self._task.domains[share.domain].train
+        own = Images(images.x[share.rows].to(device), images.y[share.rows].to(device))
+        site = Site(name, share.domain, own, self._models[name])
+        if device.type != "cpu":
+            self._kept[name] = site
+        return site
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shares)
+
+    def __len__(self) -> int:
+        return len(self._shares)
+
+    def domain(self, name: str) -> str:
+        """A client's domain."""
+        return self._shares[name].domain
+
+
+class Federation:
+    """A run in memory: the task split into clients, the server, the engine."""
+
+    def __init__(
+        self, config: Config, task: Task | None = None, folder: Path | None = None
+    ) -> None:
+        self.config = config
+        self.task = task or config_task(config)
+        self.method = config.method
+        self.shares = make_shares(config, self.task)
+        device = torch.device(config.device)
+        self.models = client_models(config.model, [s.name for s in self.shares])
+        """The model of each client."""
+        self._initial = {
+            name: initial_network(config, self.task, name)
+            for name in dict.fromkeys(self.models.values())
+        }
+        network = next(iter(self._initial.values()))
+        self.setup = replace(make_setup(config, self.task, network), public=self._public(device))
+        self.sizes = self.setup.sizes
+        self.sites = Sites(self.task, self.shares, device, self.models)
+        self.tests = {
+            name: tested_images(self.task, name, config.leave_out, device)
+            for name in self.task.domains
+        }
+        self.engine_name, self.engine_reason = choose(config.engine, config.device, config.workers)
+        self.server = Server(
+            self.method,
+            network,
+            self.sizes,
+            list(self.sites),
+            rounds=config.rounds,
+            seed=config.seed,
+            participation=config.participation,
+            average=config.average,
+            device=device if self.engine_name == "lanes" else "cpu",
+        )
+        self.store = ClientStore(
+            self._initial_client, folder / "clients" if folder else None, share=config.participation
+        )
+        self.keeper = Keeper(config, folder)
+        self.engine = build_engine(
+            self.engine_name, self.setup, self.make_networks, device, config.workers
+        )
+        self.batchnorm = batchnorm_policy(network, self.method)
+        self.weights = weights_policy(network, self.method, config.average)
+
+    def _public(self, device: torch.device) -> Public | None:
+        """The public images, which must be those that the configuration's hash stands for."""
+        config, wanted = self.config, self.method.public_images
+        public = make_public(
+            wanted, self.task, self.shares, config.seed, device, config.data, config.skip_bad
+        )
+        if public is not None and public.digest != config.public_digest:
+            raise ProtofedError(
+                f"the public images are {told(public.digest)}, those of the configuration "
+                f"{told(config.public_digest)}",
+                "point public=folder:PATH or --data at the same files, or remove the "
+                "configuration's line 'public_digest'",
+            )
+        return public
+
+    def make_network(self, model: str = "") -> Network:
+        """A network to compute in, on the run's device, of that model (else the first)."""
+        network = initial_network(self.config, self.task, model or next(iter(self._initial)))
+        return network.to(  # type: ignore[no-any-return, call-overload]
+            torch.device(self.config.device), memory_format=torch.channels_last
+        )
+
+    def make_networks(self) -> dict[str, Network]:
+        """A network to compute in for each of the clients' models."""
+        return {model: self.make_network(model) for model in self._initial}
+
+    def _initial_client(self, name: str) -> Tree:
+        network = self._initial[self.models[name]]
+        names = tuple(n for n, _ in network.named_parameters())
+        return self.server.initial_client(
+            network.state_dict(), self.sizes._replace(parameters=names)
+        )
+
+    def run_round(self, observers: Sequence[Observer] = ()) -> Record:
+        """One round: broadcast, local training, upload, aggregate, evaluate."""
+        began = time.perf_counter()
+        server, round = self.server, self.server.round
+        names, received = server.sample(), server.broadcast()
+        down = tree.nbytes(received) * len(names)
+        up = 0
+        told: dict[str, dict[str, tuple[float, int]]] = {}
+        steps = 0
+        sites = [self.sites[n] for n in names]
+        replies = self.engine.train(sites, received, self.store.get, round)
+        for done, (name, reply) in enumerate(replies, start=1):
+            server.accept(name, reply)
+            self.keeper.receive(round, name, reply.message, self.sizes.classes)
+            self.store.stage(name, reply.mine, round)
+            up += tree.nbytes(reply.message)
+            steps += reply.steps
+            told[name] = reply.losses
+            for observer in observers:
+                observer.client(round, done, len(names))
+        self._aggregate()
+        require_finite(server.state.get("model", {}), f"round {round + 1}: the averaged model")
+        self.store.accept()
+        trained = time.perf_counter()
+        scores = self.evaluate(observers)
+        self.keeper.write(self)
+        accuracy = scores.pop("accuracy")
+        return {
+            "round": round,
+            "accuracy": _rounded(accuracy),
+            "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
+            **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
+            "loss": _mean_losses([told[name] for name in names]),
+            "bytes_up": up,
+            "bytes_down": down,
+            "clients": len(names),
+            "steps": steps,
+            "seconds": {
+                "train": round_to(trained - began, 3),
+                "evaluate": round_to(time.perf_counter() - trained, 3),
+            },
+        }
+
+    def _aggregate(self) -> None:
+        """Close the round; if the GPU's memory is short, with what the engine can give up."""
+        try:
+            self.server.finish()
+            return
+        except torch.cuda.OutOfMemoryError:
+            pass  # until here the error's traceback keeps alive what was being computed
+        self.engine.make_room()
+        self.server.finish()
+
+    def evaluate(self, observers: Sequence[Observer] = ()) -> Scores:
+        """Accuracy per domain: of the global model, or of the clients' own models.
+
+        With ``everyone`` the clients' mean on their own domains is there too, as ``own``.
+        """
+        round, found = max(0, self.server.round - 1), list[Scores]()
+        exams = self._exams(round)
+        scored = self.engine.evaluate(exams, self.server.broadcast(), self.store.get, round)
+        for done, scores in enumerate(scored, start=1):
+            found.append(scores)
+            for observer in observers:
+                observer.tested(round, done, len(exams))
+        means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
+        if self.method.evaluates == "everyone":
+            owners = zip(exams, found, strict=True)
+            own = [{(d := self._domain(e)): s["accuracy"][d]} for e, s in owners]
+            means["own"] = _means(own, self.tests)
+        return means
+
+    def _exams(self, round: int) -> list[Exam]:
+        """Who is tested on what. A domain without clients is tested with all clients' models."""
+        who = self.method.evaluates
+        if who == "global":
+            return [Exam(next(iter(self._initial)), None, self.tests)]
+        seen = {share.domain for share in self.shares}
+        return [
+            Exam(
+                self.models[share.name],
+                share.name,
+                {
+                    d: t
+                    for d, t in self.tests.items()
+                    if who == "everyone" or d == share.domain or d not in seen
+                },
+            )
+            for share in self._examined(round)
+        ]
+
+    @property
+    def examined(self) -> str:
+        """In words, if clients are tested with their own models, but not all in every round."""
+        if self.method.evaluates == "global" or max(self.config.clients.values()) <= EXAMINED:
+            return ""
+        return f"{EXAMINED} clients of a domain that has more, drawn anew every round"
+
+    def _examined(self, round: int) -> list[Share]:
+        """The clients whose own models are tested: all, or some of a domain that has very many."""
+        found: list[Share] = []
+        for domain in self.task.domains:
+            own = [share for share in self.shares if share.domain == domain]
+            if len(own) > EXAMINED:
+                rng = keys.generator(self.config.seed, round, domain, "examined")
+                chosen = rng.choice(len(own), size=EXAMINED, replace=False)
+                own = [own[i] for i in sorted(chosen)]
+            found += own
+        return found
+
+    def _domain(self, exam: Exam) -> str:
+        assert exam.client is not None
+        return self.sites.domain(exam.client)
+
+    @property
+    def model(self) -> Slot:
+        """The global model."""
+        return self.server.state.get("model", {})
+
+    def own_models(self) -> dict[str, Slot]:
+        """What each client has of its model, where clients are tested with models of their own.
+
+        Empty if that is more than may lie in memory; a run's folder then has it in ``clients/``.
+        """
+        if self.method.evaluates == "global":
+            return {}
+        first = {self.models[n]: n for n in self.sites}
+        sizes = {m: tree.nbytes(self._initial_client(n)) for m, n in first.items()}
+        total = sum(sizes[m] for m in self.models.values())
+        if self.store.folder is not None and total > self.store.limit:
+            return {}
+        return {n: tree.to(self.store.get(n), "cpu").get("model", {}) for n in self.sites}
+
+    def table(self) -> list[dict[str, Any]]:
+        """The client-to-domain table: samples, classes held, samples of each class held."""
+        return [_table_row(self.task, share, self.models[share.name]) for share in self.shares]
+
+
+def make_shares(config: Config, task: Task) -> list[Share]:
+    """The part of the task that each client of a run holds."""
+    return split(
+        task,
+        config.clients,
+        config.samples,
+        config.seed,
+        leftover=config.leftover,
+        repair=config.repair,
+        dirichlet=config.dirichlet,
+        quantity=config.quantity,
+    )
+
+
+CONTRACT = {
+    "evaluates": ("global", "clients", "everyone"),
+    "proto_pass": ("none", "last_epoch", "post"),
+}
+TRAVELS = ("both", "down", "no")
+
+
+def _check_contract(method: Method, network: Network) -> None:
+    """An error for values of a method that would silently mean something else."""
+    for name, valid in CONTRACT.items():
+        if (value := getattr(method, name)) not in valid:
+            raise unknown(f"{name} of method {method.name}", value, valid)
+    if not 0 <= method.holdout < 1:
+        raise ProtofedError(
+            f"holdout of method {method.name} must be at least 0 and below 1, got {method.holdout}"
+        )
+    for entry in entry_list(network):
+        if (way := method.shared(entry)) not in TRAVELS:
+            raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
+
+
+def make_setup(config: Config, task: Task, network: Network) -> Setup:
+    """What all clients of a run have in common, wherever they are."""
+    _check_contract(config.method, network)
+    names = tuple(name for name, _ in network.named_parameters())
+    return Setup(
+        config.method,
+        Sizes(len(task.classes), network.features, task.image_size, names),
+        task.augment,
+        Training(config.batch, config.epochs, config.lr, config.momentum, config.weight_decay),
+        config.rounds,
+        config.seed,
+        DTYPES[config.precision],
+        bf16=config.precision == "bf16",
+    )
+
+
+def initial_network(config: Config, task: Task, model: str = "") -> Network:
+    """The network with the keyed initial weights that all clients of that model start from.
+
+    Where clients have different models and none is named, it is the first.
+    """
+    model = model or config.models[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keys.key(config.seed, model, "init"))
+        classes = len(task.classes)
+        backbone = build(model, classes, task.image_size, config.width, config.norm)
+        sizes = Sizes(classes, backbone.features, task.image_size)
+        return config.method.network(backbone, sizes).to(DTYPES[config.precision])
+
+
+def batchnorm_policy(network: Network, method: Method) -> str:
+    """What happens to BatchNorm between clients, in words."""
+    ways = {method.shared(e) for e in entry_list(network) if e.kind == "bn"}
+    if not ways:
+        return "the model has no BatchNorm"
+    words = {
+        "both": "averaged like weights, running statistics included",
+        "down": "set by the server",
+        "no": "kept by each client",
+    }
+    return "; ".join(words[w] for w in sorted(ways))
+
+
+def weights_policy(network: Network, method: Method, average: str) -> str:
+    """What the mean of the clients' models is weighed by, in words."""
+    if all(method.shared(e) != "both" for e in entry_list(network)):
+        return NO_WEIGHTS
+    return method.weighing or average
+
+
+def _mean_losses(told: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """The mean over all steps of each loss term, summed in the clients' order."""
+    losses: dict[str, tuple[float, int]] = {}
+    for one in told:
+        for term, (total, count) in one.items():
+            before, counted = losses.get(term, (0.0, 0))
+            losses[term] = (before + total, counted + count)
+    return {term: total / count for term, (total, count) in losses.items()}
+
+
+def round_to(value: float, digits: int) -> float:
+    """``round`` under a name that does not hide behind the word for a communication round."""
+    return round(value, digits)
+
+
+def _means(
+    scores: Sequence[Mapping[str, float]], domains: Mapping[str, Images]
+) -> dict[str, float]:
+    """For each domain that was tested, the plain mean over those who were tested on it."""
+    each = {d: [s[d] for s in scores if d in s] for d in domains}
+    return {d: sum(found) / len(found) for d, found in each.items() if found}
+
+
+def _rounded(accuracy: Mapping[str, float]) -> dict[str, float]:
+    return {domain: round_to(a, 4) for domain, a in accuracy.items()}
+
+
+def tested_images(task: Task, name: str, left_out: str | None, device: torch.device) -> Images:
+    """What a domain is tested on: nothing of a domain that is left out has been trained on."""
+    images = task.domains[name].test
+    if name == left_out and task.whole_unseen:
+        both = (images, task.domains[name].train)
+        images = Images(torch.cat([i.x for i in both]), torch.cat([i.y for i in both]))
+    return Images(images.x.to(device), images.y.to(device))
+
+
+def _table_row(task: Task, share: Share, model: str) -> dict[str, Any]:
+    labels = task.domains[share.domain].train.y[share.rows]
+    counts = torch.bincount(labels, minlength=len(task.classes)).tolist()
+    held = {c: n for c, n in zip(task.classes, counts, strict=True) if n}
+    row = {"client": share.name, "domain": share.domain, "model": model}
+    noted = {"note": share.note} if share.note else {}
+    held_by = {"samples": len(share.rows), "classes": len(held), "per_class": held}
+    return {**row, **held_by, **noted}

@@ -1,0 +1,130 @@
+"""What a person sees while something runs: live on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from protofed.runs.records import Record, Records, beside, shown
+from protofed.runs.run import Federation, Observer, Result
+
+
+def accuracies(record: Record, unseen: str | None = None) -> str:
+    """``scan 84.0  print 41.5 ... average 44.5``; with a domain left out, that one first."""
+    every = {**record["accuracy"], "average": record["average"]}
+    every = {**shown(every, unseen), **beside(record)}
+    return "  ".join(f"{d} {a:.1f}" for d, a in every.items())
+
+
+def duration(seconds: float) -> str:
+    """``8 s``, ``3:20 min``, ``2:05 h``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)}:{int(seconds % 60):02d} min"
+    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
+
+
+def client_lines(federation: Federation) -> list[str]:
+    """The client-to-domain table, a line per domain, and a line for what a rule changed."""
+    table, unseen = federation.table(), federation.config.leave_out
+    total = len(federation.task.classes)
+    width = max(map(len, federation.task.domains))
+    lines = []
+    for domain in federation.task.domains:
+        own = [row for row in table if row["domain"] == domain]
+        if own:
+            samples = _range([row["samples"] for row in own])
+            classes = _range([row["classes"] for row in own])
+            text = f"{len(own)} client{'s' * (len(own) > 1)} × {samples} samples"
+            text += f", {classes} of {total} classes"
+            if len(federation.config.models) > 1:
+                text += ": " + ", ".join(f"{row['client']} {row['model']}" for row in own)
+        else:
+            left_out = "left out" if domain == unseen else "no clients"
+            text = f"{left_out}: only tested on, with {len(federation.tests[domain])} images"
+        lines.append(f"  {domain:<{width}}  {text}")
+    return lines + [f"  {row['client']} {row['note']}" for row in table if "note" in row]
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return f"{low}" if low == high else f"{low}–{high}"
+
+
+class RunProgress(Observer):
+    """Round, clients of the round, accuracy per domain, time left."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.live = console.is_terminal
+
+    def start(self, federation: Federation, records: Records) -> None:
+        """Say what runs, and show the bar."""
+        config = federation.config
+        self.rounds, self.first, self.unseen = config.rounds, len(records), config.leave_out
+        self.began = time.perf_counter()
+        resumed = f", resumed after round {len(records)}" if records else ""
+        self.console.print(
+            f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
+            f"{config.seed}: {len(federation.sites)} clients, {config.rounds} rounds "
+            f"of {config.epochs} epochs, {' and '.join(config.models)}, "
+            f"engine {federation.engine_name}{resumed}"
+        )
+        for text in client_lines(federation):
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        for name in federation.task.skipped:
+            text = f"  left out: {name}"
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.bar = Progress(
+            TextColumn("round {task.fields[round]}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[state]}"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            disable=not self.live,
+            transient=True,
+        )
+        self.task = self.bar.add_task(
+            "", total=config.rounds, completed=self.first, round=self.first, state="", left=""
+        )
+        self.shown = accuracies(records[-1], self.unseen) if records else ""
+        self.bar.start()
+
+    def client(self, round: int, done: int, total: int) -> None:
+        """Move the bar by a client."""
+        self.bar.update(
+            self.task,
+            completed=round + done / (total + 1),
+            round=round + 1,
+            state=f"client {done}/{total}  {self.shown}",
+        )
+
+    def tested(self, round: int, done: int, total: int) -> None:
+        """Say how far the tests are; one model alone is soon done."""
+        if total > 1:
+            self.bar.update(self.task, state=f"tested {done}/{total}  {self.shown}")
+
+    def round(self, record: Record) -> None:
+        """Show the accuracies; a line of text where there is no terminal."""
+        done = record["round"] + 1
+        spent = time.perf_counter() - self.began
+        left = spent / (done - self.first) * (self.rounds - done)
+        self.shown = accuracies(record, self.unseen)
+        self.bar.update(self.task, completed=done, left=f"{duration(left)} left", state=self.shown)
+        if not self.live:
+            self.console.print(
+                f"round {done}/{self.rounds}  {self.shown}  {duration(left)} left",
+                highlight=False,
+                soft_wrap=True,
+            )
+        if done == self.rounds:
+            self.bar.stop()
+
+    def end(self, result: Result) -> None:
+        """Take the bar away."""
+        self.bar.stop()

@@ -1,0 +1,74 @@
+"""The summary of a finished run, simulated or deployed: one set of keys for both."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from protofed.config import Config
+from protofed.runs.records import SEEN, SELECTION, Records, last_mean, shown
+from protofed.version import __version__
+
+
+def summarize(
+    config: Config,
+    records: Records,
+    *,
+    data: str,
+    batchnorm: str,
+    weights: str,
+    engine: str,
+    tested: Mapping[str, int],
+    clients: Sequence[Mapping[str, Any]],
+    skipped: Sequence[str] = (),
+    **more: Any,
+) -> dict[str, Any]:
+    """What ``summary.json`` holds; ``more`` are keys of one kind of run alone."""
+    method, accuracy = config.method, last_mean(records)
+    return {
+        "task": config.task,
+        "data": data,
+        "skipped": list(skipped),
+        "method": method.name,
+        "hyper_parameters": method.options(),
+        "protocol": config.protocol,
+        "seed": config.seed,
+        "hash": config.hash,
+        "accuracy": accuracy,
+        **_unseen(accuracy, config.leave_out),
+        "beside": {n: last_mean(records, n) for n in records[-1].get("beside", ())},
+        "selection": SELECTION,
+        "evaluated": method.evaluates,
+        "rounds": len(records),
+        "bytes_up": sum(r["bytes_up"] for r in records),
+        "bytes_down": sum(r["bytes_down"] for r in records),
+        "seconds": round(sum(sum(r["seconds"].values()) for r in records), 3),
+        "batchnorm": batchnorm,
+        "average": config.average,
+        "weights": weights,
+        "precision": config.precision,
+        "engine": engine,
+        "device": config.device,
+        "tested": dict(tested),
+        **more,
+        "clients": list(clients),
+        "versions": {
+            "protofed": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _unseen(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, Any]:
+    """The domain nobody trained on, and its accuracy apart from that of the others."""
+    if unseen is None:
+        return {"unseen": None}
+    return {
+        "unseen": unseen,
+        "unseen_accuracy": accuracy[unseen],
+        "seen_average": shown(accuracy, unseen)[SEEN],
+    }

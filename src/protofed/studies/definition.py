@@ -1,0 +1,488 @@
+"""What a study is: rows (methods) × tasks × seeds, and the numbers a paper printed for them.
+
+A study is a small TOML file (docs/studies.md). The package's own lie in ``studies/``; a user's own
+work the same way, and ``compare`` and ``sweep`` write one. Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from importlib import resources
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from protofed.config import Config
+from protofed.errors import ProtofedError, unknown
+from protofed.methods import METHODS, method_class
+
+KINDS = ("table", "curves", "bars", "sweep", "tsne")
+
+SETTINGS = tuple(
+    f.name
+    for f in fields(Config)
+    if f.name not in ("task", "method", "seed", "digest", "public_digest")
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method with its hyper-parameters, under the name it has in the table."""
+
+    label: str
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> str:
+        """What this version lacks to run it; empty if nothing."""
+        if self.method in METHODS or ".py" in self.method:
+            return ""
+        return f"needs method {self.method}, which this version does not have"
+
+    def with_value(self, name: str, value: Any) -> Row:
+        """The row with a hyper-parameter of its method, or else a setting, at that value."""
+        hypers = () if self.missing else method_class(self.method).hypers()
+        if name in hypers or (self.missing and name not in SETTINGS):
+            return Row(self.label, self.method, {**self.options, name: value}, self.settings)
+        if name not in SETTINGS:
+            raise unknown(
+                f"hyper-parameter of {self.method}, or setting,", name, (*hypers, *SETTINGS)
+            )
+        return Row(self.label, self.method, self.options, {**self.settings, name: value})
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """A task of the study with the settings that all its runs share."""
+
+    name: str
+    task: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Parameters with their values (a grid, if several), for some of the rows."""
+
+    over: Mapping[str, tuple[Any, ...]]
+    rows: tuple[str, ...]
+
+    def points(self) -> list[dict[str, Any]]:
+        """Every combination of the values."""
+        return [dict(zip(self.over, p, strict=True)) for p in product(*self.over.values())]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the study's tables: a row, or a row at one point of a sweep."""
+
+    label: str
+    row: Row
+    point: Mapping[str, Any] = field(default_factory=dict)
+    sweep: int | None = None
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What the paper prints for a row on a task: accuracy per column, the deviation of Avg."""
+
+    values: Mapping[str, float]
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study, read and checked."""
+
+    name: str
+    title: str
+    kind: str
+    paper: str
+    notes: tuple[str, ...]
+    seeds: tuple[int, ...]
+    settings: Mapping[str, Any]
+    tasks: Mapping[str, StudyTask]
+    rows: Mapping[str, Row]
+    sweeps: tuple[Sweep, ...]
+    printed: Mapping[str, Mapping[str, Printed]]
+    columns: Mapping[str, tuple[str, ...]]
+    baseline: str | None
+    tsne: Mapping[str, Any]
+    override: Mapping[str, Any]
+    raw: Mapping[str, Any]
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """The rows, with a line for every point where a row is swept."""
+        lines = [Line(r.label, r) for r in self.rows.values() if not self._swept(r.label)]
+        for i, sweep in enumerate(self.sweeps):
+            for label in sweep.rows:
+                for point in sweep.points():
+                    row = self.rows[label]
+                    for name, value in point.items():
+                        row = row.with_value(name, value)
+                    lines.append(Line(point_label(label, point), row, point, i))
+        return tuple(lines)
+
+    def _swept(self, label: str) -> bool:
+        return any(label in sweep.rows for sweep in self.sweeps)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this version lacks for the whole study: all of its methods."""
+        if not all(row.missing for row in self.rows.values()):
+            return ()
+        return tuple(sorted({row.missing for row in self.rows.values()}))
+
+    @property
+    def missing_rows(self) -> dict[str, str]:
+        """The rows that this version cannot run, and why."""
+        return {row.label: row.missing for row in self.rows.values() if row.missing}
+
+    def toml(self) -> str:
+        """The study as TOML, with all that was changed on the command line."""
+        return dumps({"name": self.name, **self.raw})
+
+    def overridden(self, on: str | None = None, settings: Mapping[str, Any] | None = None) -> Study:
+        """The study on another task, or with settings that win over all others."""
+        old = self.override
+        change = {
+            "on": on or old.get("on"),
+            "settings": {**old.get("settings", {}), **(settings or {})},
+        }
+        change = {k: v for k, v in change.items() if v}
+        return parse({**self.raw, "override": change} if change else self.raw, self.name)
+
+
+def point_label(label: str, point: Mapping[str, Any]) -> str:
+    """``FPL, tau=0.02``."""
+    return ", ".join([label, *(f"{k}={show(v)}" for k, v in point.items())])
+
+
+def show(value: Any) -> str:
+    """A value as a person writes it."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+_KEYS = (
+    "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
+    "sweep", "printed", "baseline", "tsne", "override",
+)  # fmt: skip
+
+
+def builtin() -> tuple[str, ...]:
+    """The names of the package's own studies, in the order of papers, tables and figures."""
+    folder = resources.files("protofed.studies") / "papers"
+    names = [f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")]
+    return tuple(sorted(names, key=_order))
+
+
+def _order(name: str) -> tuple[str, bool, int, str]:
+    paper, _, rest = name.partition("-")
+    number = "".join(c for c in rest if c.isdigit())
+    return ({"fpl": "0", "i2pfl": "1", "fedseproto": "2"}.get(paper, paper), "fig" in rest,
+            int(number or 0), name)  # fmt: skip
+
+
+def load(name: str) -> Study:
+    """The built-in study of that name, or the one in a TOML file (or a study's folder)."""
+    path = Path(name)
+    if path.is_dir() and (path / "study.toml").is_file():
+        path = path / "study.toml"
+    if name in builtin():
+        text = (resources.files("protofed.studies") / "papers" / f"{name}.toml").read_text("utf-8")
+        where = name
+    elif path.suffix == ".toml" or path.is_file():
+        try:
+            text = path.read_text("utf-8-sig")  # some editors begin a file with a mark
+        except (OSError, UnicodeDecodeError) as error:
+            raise ProtofedError(f"cannot read study '{path}': {error}") from None
+        where = path.resolve().parent.name if path.name == "study.toml" else path.stem
+    else:
+        raise unknown("study", name, builtin())
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ProtofedError(f"study '{name}' is not valid TOML: {error}") from None
+    return parse(_completed(raw, where), where)
+
+
+def _completed(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """With ``like = "STUDY"`` the tables that are not given are those of that built-in study."""
+    if "like" not in raw:
+        return raw
+    like = raw.pop("like")
+    if like not in builtin() or like == name:
+        raise unknown(f"built-in study in like of study '{name}':", like, builtin())
+    base = load(like).raw
+    whole = {**base, **raw}
+    # Rows and tasks may be others here: of what speaks of them, only what still fits is taken over.
+    rows, tasks = (_table(whole, key) for key in ("rows", "tasks"))
+    if "baseline" not in raw and whole.get("baseline") not in rows:
+        whole.pop("baseline", None)
+    if "sweep" not in raw:
+        sweeps = [s for s in base.get("sweep", []) if set(s.get("rows", ())) <= rows.keys()]
+        whole["sweep"] = sweeps
+    if "tsne" not in raw and "tasks" in raw:
+        whole["tsne"] = {k: v for k, v in base.get("tsne", {}).items() if k != "domains"}
+    if "printed" not in raw:
+        lines = parse({**whole, "printed": {}}, name).lines
+        labels = {"columns", *rows, *(line.label for line in lines)}
+        whole["printed"] = {
+            task: {label: entry for label, entry in table.items() if label in labels}
+            for task, table in base.get("printed", {}).items()
+            if task in tasks
+        }
+    return whole
+
+
+def parse(raw: Mapping[str, Any], name: str) -> Study:
+    """A study from its TOML, checked; errors name the study and the place."""
+    try:
+        return _parse(raw, str(raw.get("name", name)))
+    except ProtofedError as error:
+        if error.message.startswith("study '"):
+            raise
+        raise type(error)(f"study '{name}': {error.message}", error.hint) from None
+
+
+def _parse(raw: Mapping[str, Any], name: str) -> Study:
+    for key in raw:
+        if key not in _KEYS:
+            raise unknown("key", key, (*_KEYS, "like"))
+    kind = raw.get("kind", "table")
+    if kind not in KINDS:
+        raise unknown("kind", kind, KINDS)
+    shared = _table(raw, "settings")
+    _only(shared, SETTINGS, "setting")
+    if "protocol" in raw:
+        shared = {"protocol": _text(raw, "protocol"), **shared}
+    tasks = {n: _task(n, t) for n, t in _table(raw, "tasks").items()}
+    rows = {label: _row(label, r) for label, r in _table(raw, "rows").items()}
+    for what, found in (("tasks", tasks), ("rows", rows)):
+        if not found:
+            raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
+    sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
+    baseline = raw.get("baseline", next((r.label for r in rows.values() if _plain(r)), None))
+    if baseline is not None and (not isinstance(baseline, str) or baseline not in rows):
+        raise unknown("row as baseline", baseline, rows)
+    override = _table(raw, "override")
+    _only(override, ("on", "settings"), "key in [override]")
+    if "on" in override:
+        _text(override, "on")
+    _only(_table(override, "settings"), SETTINGS, "setting")
+    tsne = _table(raw, "tsne")
+    _only(tsne, ("domains", "rounds"), "key in [tsne]")
+    _list(tsne, "domains", str)
+    kept = tsne.get("rounds", [])
+    if not isinstance(kept, list) or not all(type(r) is int and r > 0 for r in kept):
+        raise ProtofedError(f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r}")
+    study = Study(
+        name=name,
+        title=_text(raw, "title", name),
+        kind=kind,
+        paper=_text(raw, "paper", ""),
+        notes=tuple(_list(raw, "notes", str)),
+        seeds=_seeds(raw.get("seeds", 3)),
+        settings=shared,
+        tasks=tasks,
+        rows=rows,
+        sweeps=sweeps,
+        printed={},
+        columns={},
+        baseline=baseline,
+        tsne=tsne,
+        override=override,
+        raw=raw,
+    )
+    printed, columns = {}, {}
+    labels = {line.label for line in study.lines} | set(rows)
+    for label, count in Counter(line.label for line in study.lines).items():
+        if count > 1:  # they would be one line of the table
+            raise ProtofedError(
+                f"{count} lines are called '{label}'",
+                "name a value once, all values of a row in one [[sweep]], and rows otherwise",
+            )
+    for task, table in _table(raw, "printed").items():
+        if task not in tasks:
+            raise unknown("task in [printed]", task, tasks)
+        columns[task], printed[task] = _printed(task, table, labels)
+    object.__setattr__(study, "printed", printed)
+    object.__setattr__(study, "columns", columns)
+    return study
+
+
+def _task(name: str, raw: Any) -> StudyTask:
+    if not isinstance(raw, Mapping):
+        raise ProtofedError(f"task {name} must be a table", f"write {name} = {{}}")
+    settings = dict(raw)
+    task = _text(settings, "task", name)
+    settings.pop("task", None)
+    notes = tuple(_list(settings, "notes", str))
+    settings.pop("notes", None)
+    _only(settings, SETTINGS, f"setting of task {name}")
+    return StudyTask(name, task, settings, notes)
+
+
+def _row(label: str, raw: Any) -> Row:
+    if isinstance(raw, str):
+        raw = {"method": raw}
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("method"), str):
+        raise ProtofedError(f"row {label} names no method", f'write "{label}" = "fedavg"')
+    _only(raw, ("method", "options", "settings"), f"key of row {label}")
+    row = Row(label, raw["method"], _table(raw, "options"), _table(raw, "settings"))
+    _only(row.settings, SETTINGS, f"setting of row {label}")
+    if not row.missing:
+        method_class(row.method).create(row.options)
+    return row
+
+
+def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
+    _only(raw, ("over", "rows"), "key in [[sweep]]")
+    over = _table(raw, "over")
+    if not over:
+        raise ProtofedError("a sweep has no values", "write over = {tau = [0.02, 0.05]}")
+    labels = tuple(_list(raw, "rows", str)) or tuple(rows)
+    for label in labels:
+        if label not in rows:
+            raise unknown("row in [[sweep]]", label, rows)
+        for name, values in over.items():
+            if not isinstance(values, list) or not values:
+                raise ProtofedError(f"the values of {name} must be a list", f"{name} = [1, 2]")
+            for value in values:  # said now, not after an hour of runs
+                row = rows[label].with_value(name, value)
+                if not row.missing:
+                    method_class(row.method).create(row.options)
+    once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
+    return Sweep(once, labels)
+
+
+def _printed(
+    task: str, raw: Any, labels: Iterable[str]
+) -> tuple[tuple[str, ...], dict[str, Printed]]:
+    if not isinstance(raw, Mapping):
+        raise ProtofedError(f"[printed.{task}] must be a table")
+    columns = tuple(_list(raw, "columns", str))
+    labels = sorted(labels)
+    found = {}
+    for label, entry in raw.items():
+        if label == "columns":
+            continue
+        if label not in labels:
+            raise unknown(f"row in [printed.{task}]", label, labels)
+        std = None
+        if isinstance(entry, Mapping):
+            _only(entry, ("values", "std"), f"key of {label} in [printed.{task}]")
+            std, entry = entry.get("std"), entry.get("values")
+        if _number(entry):
+            values = {"average": float(entry)}
+        elif isinstance(entry, list) and len(entry) == len(columns) and all(map(_number, entry)):
+            values = {c: float(v) for c, v in zip(columns, entry, strict=True)}
+        elif isinstance(entry, list) and not columns:
+            raise ProtofedError(
+                f"[printed.{task}] has no columns", 'write columns = ["DOMAIN", ..., "average"]'
+            )
+        else:
+            raise ProtofedError(
+                f"{label} in [printed.{task}] must be {len(columns)} numbers ({', '.join(columns)})"
+                f" or the average alone, got {entry!r}"
+            )
+        if not (std is None or _number(std)):
+            raise ProtofedError(f"std of {label} in [printed.{task}] must be a number, got {std!r}")
+        found[label] = Printed(values, None if std is None else float(std))
+    return columns, found
+
+
+MOST_SEEDS = 10_000
+
+
+def _seeds(value: Any) -> tuple[int, ...]:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_SEEDS:
+        return tuple(range(value))
+    if isinstance(value, list) and value and all(type(s) is int and s >= 0 for s in value):
+        return tuple(dict.fromkeys(value))
+    raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r}")
+
+
+def _plain(row: Row) -> bool:
+    return row.method == "fedavg" and not row.options and not row.settings
+
+
+def _only(raw: Mapping[str, Any], valid: Sequence[str], what: str) -> None:
+    for name in raw:
+        if name not in valid:
+            raise unknown(what, name, valid)
+
+
+def _table(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = raw.get(key, {})
+    if not isinstance(value, Mapping):
+        raise ProtofedError(f"{key} must be a table, got {value!r}")
+    return dict(value)
+
+
+def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any]:
+    value = raw.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(v, kind) for v in value):
+        of = "texts" if kind is str else "tables"
+        raise ProtofedError(f"{key} must be a list of {of}, got {value!r}")
+    return value
+
+
+def _text(raw: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    value = raw.get(key, default)
+    if not isinstance(value, str):
+        raise ProtofedError(f"{key} must be a text, got {value!r}")
+    return value
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def dumps(raw: Mapping[str, Any]) -> str:
+    """A dictionary as TOML that ``tomllib`` reads back as it was."""
+    flat = {k: v for k, v in raw.items() if not isinstance(v, Mapping)}
+    lines = [f"{_key(k)} = {_value(v)}" for k, v in flat.items()]
+    for section, table in raw.items():
+        if isinstance(table, Mapping):
+            lines += _section((section,), table)
+    return "\n".join(lines) + "\n"
+
+
+def _section(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
+    deep = path[0] == "printed" and len(path) == 1
+    lines = ["", f"[{'.'.join(map(_key, path))}]"]
+    lines += [f"{_key(k)} = {_value(v)}" for k, v in table.items() if not deep]
+    for name, inner in table.items() if deep else ():
+        lines += _section((*path, name), inner)
+    return lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _key(name: str) -> str:
+    plain = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return name if plain else json.dumps(name, ensure_ascii=False)

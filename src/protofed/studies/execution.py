@@ -1,0 +1,320 @@
+"""Many runs, each in a process of its own, and what a person sees of them.
+
+What passes between the processes is the run's folder and its claim, nothing else: other processes
+and other machines may work on the same study folder at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from protofed.config import Config
+from protofed.errors import ProtofedError
+from protofed.observers.progress import accuracies, duration
+from protofed.runs.folder import begins_anew
+from protofed.runs.records import Records, read_records
+from protofed.runs.run import is_finished
+from protofed.studies.claims import holder
+from protofed.studies.render import natural_width
+from protofed.studies.worker import BUSY, claim_file, failed_file
+
+POLL_SECONDS = 0.3
+LOOK_SECONDS = 2.0
+"""How often is looked at runs that others have."""
+SHOWN = 16
+
+
+@dataclass
+class Job:
+    """A run to be done: waiting, running (here), elsewhere, done or failed."""
+
+    name: str
+    config: Config
+    folder: Path
+    state: str = "waiting"
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    looked: float = float("-inf")
+    before: int = 0
+    stale: int = -1
+    """When the rounds of a run that begins anew were written: they are not this run's."""
+    records: Records = field(default_factory=Records)
+    told: int = 0
+    message: str = ""
+    tensorboard: bool = False
+
+    def look(self) -> None:
+        """Read the rounds that the run has by now."""
+        file = self.folder / "rounds.jsonl"
+        with contextlib.suppress(ProtofedError, OSError):
+            if file.stat().st_mtime_ns != self.stale:
+                self.records = read_records(file)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are complete."""
+        return self.config.rounds if self.state == "done" else len(self.records)
+
+    @property
+    def accuracies(self) -> str:
+        """Those of the last round there is."""
+        return accuracies(self.records[-1], self.config.leave_out) if self.records else ""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the run is complete, where it can be told."""
+        done = len(self.records) - self.before
+        if self.state != "running" or done < 1:
+            return None
+        spent = time.perf_counter() - self.started
+        return spent / done * (self.config.rounds - len(self.records))
+
+
+def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
+    """Do what is not done yet, ``at_once`` at a time; returns the jobs that failed.
+
+    A failing run does not stop the others. Runs that another process has are waited for, and taken
+    over if that process dies.
+    """
+    for job in jobs:
+        _settle(job)
+    done = sum(job.state == "done" for job in jobs)
+    todo = [job for job in jobs if job.state == "waiting"]
+    if done:
+        console.print(f"{done} of {len(jobs)} runs are already complete")
+    if todo:
+        console.print(f"{len(todo)} runs, {min(at_once, len(todo))} at a time")
+        _run(jobs, todo, at_once, console)
+    return [job for job in jobs if job.state == "failed"]
+
+
+def raise_failures(failed: Sequence[Job]) -> None:
+    """One error for all failed runs."""
+    if len(failed) == 1:
+        raise ProtofedError(f"run {failed[0].name} failed: {failed[0].message}")
+    if failed:
+        told = "; ".join(f"{job.name}: {job.message}" for job in failed[:3])
+        more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+        raise ProtofedError(f"{len(failed)} runs failed: {told}{more}")
+
+
+def _settle(job: Job) -> None:
+    """Whether the run is done, or has diverged before."""
+    if is_finished(job.folder, job.config):
+        job.state = "done"
+    elif failed_file(job.folder).is_file():
+        job.state = "failed"
+        told = failed_file(job.folder).read_text("utf-8").strip()
+        job.message = f"{told} (not tried again while {failed_file(job.folder)} is there)"
+
+
+def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Console) -> None:
+    began = time.perf_counter()
+    open_ = list(todo)
+    live = Live(console=console, transient=True, refresh_per_second=4)
+    with (
+        _stopped_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="protofed-") as scratch,
+        live if console.is_terminal else contextlib.nullcontext(),
+    ):
+        try:
+            while open_:
+                _start_some(open_, Path(scratch), at_once, console)
+                if any(job.state in ("running", "elsewhere", "waiting") for job in open_):
+                    time.sleep(POLL_SECONDS)
+                for job in open_:
+                    if job.state == "running":
+                        job.look()
+                        _poll(job, Path(scratch))
+                if console.is_terminal:
+                    live.update(display(jobs, began, at_once, console))
+                else:
+                    _tell(open_, console)
+                open_ = [job for job in open_ if job.state not in ("done", "failed")]
+        finally:
+            running = [job for job in open_ if job.state == "running" and job.process]
+            for job in running:  # let them write a checkpoint
+                assert job.process is not None
+                job.process.terminate()
+            for job in running:
+                assert job.process is not None
+                job.process.wait()
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """As by Ctrl-C: batch systems and ``timeout`` send it, and the runs must not be left alone."""
+    if threading.current_thread() is not threading.main_thread():  # where handlers may be set
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Console) -> None:
+    """Fill the free places; what others have is only looked at now and then."""
+    free = at_once - sum(job.state == "running" for job in jobs)
+    for job in jobs:
+        if free <= 0:
+            return
+        if job.state == "running" or time.perf_counter() - job.looked < LOOK_SECONDS:
+            continue
+        job.looked = time.perf_counter()
+        _settle(job)  # another process may have finished it meanwhile
+        if job.state in ("done", "failed"):
+            continue
+        if other := holder(claim_file(job.folder)):
+            job.state, job.message = "elsewhere", str(other)
+            job.look()
+            continue
+        if begins_anew(job.folder, job.config):
+            _forget(job, console)
+        _start(job, scratch, at_once)
+        free -= 1
+
+
+def _forget(job: Job, console: Console) -> None:
+    """Say that a run stopped before its first checkpoint, and take its rounds for no progress."""
+    with contextlib.suppress(OSError):
+        job.stale = (job.folder / "rounds.jsonl").stat().st_mtime_ns
+    job.records = Records()
+    console.print(
+        f"{job.name}: begins anew, there is no checkpoint in its folder to go on from",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
+
+
+def _start(job: Job, scratch: Path, at_once: int) -> None:
+    config = scratch / f"{job.config.label}.toml"
+    config.write_text(job.config.toml(), encoding="utf-8")
+    command = [sys.executable, "-m", "protofed.studies.worker"]
+    if job.config.workers is None:  # runs side by side share the cores
+        command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
+    command += ["--tensorboard"] * job.tensorboard
+    job.look()
+    job.started, job.before = time.perf_counter(), len(job.records)
+    with _errors(job, scratch).open("wb") as file:
+        job.process = subprocess.Popen(
+            [*command, "--config", str(config), "--out", str(job.folder)],
+            stdin=subprocess.DEVNULL,
+            stderr=file,
+        )
+    job.state = "running"
+
+
+def _errors(job: Job, scratch: Path) -> Path:
+    return scratch / f"{job.config.label}.err"
+
+
+def _poll(job: Job, scratch: Path) -> None:
+    assert job.process is not None
+    code = job.process.poll()
+    if code is None:
+        return
+    if code == 0:
+        job.state = "done"
+    elif code == BUSY:
+        job.state = "waiting"
+    else:
+        text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
+        last = text.splitlines()[-1] if text else f"exit code {code}"
+        job.state, job.message = "failed", last.removeprefix("error: ")
+
+
+# ---- what a person sees -------------------------------------------------------------------------
+
+
+def display(jobs: Sequence[Job], began: float, at_once: int, console: Console) -> Table:
+    """The runs (all, or those under way if they are many), and how long all will take.
+
+    In a narrow terminal the accuracies are first the average's alone, then none at all.
+    """
+    full, average, none = (_display(jobs, began, at_once, kind) for kind in ("full", "average", ""))
+    fits = (t for t in (full, average) if natural_width(t) <= console.width)
+    return next(fits, none)
+
+
+def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for column in ("round", "left", *(("accuracy, %",) if accuracy else ())):
+        table.add_column(column, no_wrap=True)
+    shown = list(jobs)
+    if len(jobs) > SHOWN:
+        shown = [job for job in jobs if job.state in ("running", "elsewhere")][:SHOWN]
+    for job in shown:
+        left = job.seconds_left
+        state = {"running": duration(left) if left is not None else "starting"}
+        state["elsewhere"] = f"on {job.message}"
+        average = f"{job.records[-1]['average']:.1f}" if job.records else ""
+        table.add_row(
+            escape(job.name),
+            f"{job.rounds}/{job.config.rounds}",
+            escape(state.get(job.state, job.state)),
+            *({"full": (job.accuracies,), "average": (average,)}.get(accuracy, ())),
+        )
+    count = Counter(job.state for job in jobs)
+    words = [f"{count['done']} of {len(jobs)} done"]
+    words += [f"{count[s]} {s}" for s in ("running", "elsewhere", "failed") if count[s]]
+    left_all = time_left(jobs, at_once)
+    table.add_row(
+        f"{', '.join(words)}, {duration(time.perf_counter() - began)} so far",
+        f"{sum(j.rounds for j in jobs)}/{sum(j.config.rounds for j in jobs)}",
+        f"{duration(left_all)} left" if left_all is not None else "",
+        *[""] * bool(accuracy),
+        style="dim",
+    )
+    return table
+
+
+def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
+    """Seconds until all are done, from the seconds a round took, task by task."""
+    took: dict[str, list[float]] = {}
+    for job in jobs:
+        for record in job.records:
+            took.setdefault(job.config.task, []).append(sum(record["seconds"].values()))
+    if not took:
+        return None
+    mean = {task: sum(s) / len(s) for task, s in took.items()}
+    overall = sum(mean.values()) / len(mean)
+    open_ = [job for job in jobs if job.state not in ("done", "failed")]
+    work = sum(
+        (job.config.rounds - job.rounds) * mean.get(job.config.task, overall) for job in open_
+    )
+    return work / max(1, min(at_once, len(open_)))
+
+
+def _tell(jobs: Sequence[Job], console: Console) -> None:
+    """A line for each new round, where there is no terminal."""
+    for job in jobs:
+        if job.process is not None and len(job.records) > job.told:  # not one of another process
+            left = job.seconds_left
+            console.print(
+                f"{job.name}  round {len(job.records)}/{job.config.rounds}  "
+                f"{job.accuracies}" + (f"  {duration(left)} left" if left else ""),
+                highlight=False,
+                soft_wrap=True,
+                markup=False,
+            )
+            job.told = len(job.records)

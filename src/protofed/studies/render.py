@@ -1,0 +1,156 @@
+"""A table of text cells for a terminal, as Markdown, as CSV and as LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from protofed.studies.tables import Cell, Row
+
+FORMATS = ("terminal", "markdown", "csv", "latex")
+Grid = Sequence[Sequence[Cell]]
+
+
+def to_terminal(header: Sequence[str], body: Grid, console: Console) -> list[Table]:
+    """Best bold, second underlined, the paper's lines dim.
+
+    A table that is wider than the terminal comes in parts of whole columns, one below the other.
+    """
+    parts: list[list[int]] = [[]]
+    for column in range(1, len(header)):
+        longer = _terminal(header, body, [*parts[-1], column])
+        if parts[-1] and natural_width(longer) > console.width:
+            parts.append([column])
+        else:
+            parts[-1].append(column)
+    return [_terminal(header, body, columns) for columns in parts]
+
+
+def natural_width(table: Table) -> int:
+    """The characters that a table takes where nothing is cut."""
+    return Console(width=10_000).measure(table).maximum
+
+
+def _terminal(header: Sequence[str], body: Grid, columns: Sequence[int]) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column(escape(header[0]), overflow="fold")
+    for i in columns:
+        table.add_column(escape(header[i]), justify="right", no_wrap=True)
+    styles = {"best": "bold", "second": "underline"}
+    for line in body:
+        paper = line[0].text.startswith(" ")
+        cells = [line[0], *(line[i] for i in columns)]
+        if paper and not any(c.text for c in cells[1:]):
+            continue
+        texts = [
+            f"[{styles[c.mark]}]{escape(c.text)}[/]" if c.mark else escape(c.text) for c in cells
+        ]
+        table.add_row(*texts, style="dim" if paper else None)
+    return table
+
+
+def to_markdown(header: Sequence[str], body: Grid, caption: str = "") -> str:
+    """A Markdown table; the best is bold, the second underlined."""
+
+    def cell(c: Cell) -> str:
+        text = c.text.strip().replace("|", "\\|")
+        return {"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(c.mark, text)
+
+    lines = [list(header), ["---", *["---:"] * (len(header) - 1)]]
+    lines += [[cell(c) for c in line] for line in body]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    return text + (f"\n{caption}\n" if caption else "")
+
+
+def to_latex(header: Sequence[str], body: Grid, caption: str = "") -> str:
+    r"""A ``table*`` for a paper, as wide as the page; needs ``\usepackage{booktabs}``."""
+
+    def cell(c: Cell) -> str:
+        text = latex_escape(c.text.strip())
+        if c.text.startswith(" "):
+            text = rf"\quad {text}"
+        return {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}"}.get(c.mark, text)
+
+    lines = [" & ".join(cell(c) for c in line) + r" \\" for line in body]
+    return "\n".join(
+        [
+            r"% needs \usepackage{booktabs}",
+            r"\begin{table*}",
+            r"\centering\footnotesize\setlength{\tabcolsep}{4pt}",
+            rf"\caption{{{latex_escape(caption)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+            r"\toprule",
+            " & ".join(map(latex_escape, header)) + r" \\",
+            r"\midrule",
+            *lines,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table*}",
+            "",
+        ]
+    )
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "±": r"$\pm$", "×": r"$\times$", "Δ": r"$\Delta$", "−": r"$-$", "—": "---", "–": "--",
+    "τ": r"$\tau$", "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$", "μ": r"$\mu$",
+    "η": r"$\eta$", "γ": r"$\gamma$", "σ": r"$\sigma$",
+    "²": r"\textsuperscript{2}",
+    "<": r"\textless{}", ">": r"\textgreater{}", "≥": r"$\geq$", "≤": r"$\leq$", "→": r"$\to$",
+    "≈": r"$\approx$", "…": r"\ldots{}",
+}  # fmt: skip
+
+
+def latex_escape(text: str) -> str:
+    """Text as LaTeX prints it; a hyphen before a number is a minus."""
+    text = re.sub(r"(?<![^\s(])-(?=\d)", "−", text)
+    return "".join(_LATEX.get(c, c) for c in text)
+
+
+CSV_HEADER = (
+    "task", "method", "column", "mean", "std", "seeds", "wanted", "difference", "low", "high",
+    "paper", "paper_std", "ours_minus_paper", "megabytes", "seconds", "state",
+)  # fmt: skip
+
+
+def to_csv(tables: Mapping[str, Sequence[Row]], columns: Mapping[str, Sequence[str]]) -> str:
+    """A line for each task, method and column; empty where a number is missing.
+
+    ``difference`` is the paired one to the baseline, ``low`` and ``high`` its 95 % interval.
+    """
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(CSV_HEADER)
+    for task, rows in tables.items():
+        for row in rows:
+            for column in (*columns[task], *row.beside):
+                own, delta = row.at(column), row.differences.get(column)
+                half = delta.half if delta else None
+                paper = row.paper.get(column)
+                std = row.paper_std if column == "average" else None
+                mean, deviation = (own.mean, own.std) if own else (None, None)
+                low, high = (
+                    (delta.mean - half, delta.mean + half)
+                    if delta and half is not None
+                    else (None, None)
+                )
+                numbers = (delta.mean if delta else None, low, high, paper, std)
+                gap = own.mean - paper if own and paper is not None else None
+                counts = (own.seeds if own else 0, row.wanted)
+                costs = (row.megabytes, row.seconds)
+                texts = [*map(_n, (*numbers, gap, *costs)), row.state]
+                names = (task, row.method, column)
+                writer.writerow([*names, _n(mean), _n(deviation), *counts, *texts])
+    return buffer.getvalue()
+
+
+def _n(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"

@@ -1,0 +1,95 @@
+"""A run in a few lines of text, with sparklines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+from rich.markup import escape
+
+from protofed.errors import ProtofedError
+from protofed.models.mixed import model_names
+from protofed.observers.progress import duration
+from protofed.runs.finished import read_settings, read_summary
+from protofed.runs.records import LAST, SELECTION, beside, last_mean, read_records, shown
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+
+
+def sparkline(values: Sequence[float], low: float, high: float, width: int = WIDTH) -> str:
+    """Values as blocks of eight heights between ``low`` and ``high``; long ones are thinned."""
+    if len(values) > width:  # means of as many neighbors as needed
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    scale = (high - low) or 1.0
+    steps = len(BLOCKS) - 1
+    return "".join(
+        BLOCKS[min(steps, max(0, round((v - low) / scale * steps)))] if v == v else " "
+        for v in values
+    )
+
+
+def lines(folder: Path) -> list[str]:
+    """The lines of ``protofed show``, with rich's markup."""
+    if not (folder / "config.toml").is_file():
+        if (folder / "study.toml").is_file():
+            raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
+        raise ProtofedError(f"'{folder}' is not a run's folder")
+    config = read_settings(folder)
+    records = read_records(folder / "rounds.jsonl")
+    options = ", ".join(f"{k}={v}" for k, v in config.get("options", {}).items())
+    text = [
+        f"[bold]{escape(config['method'])}[/bold] on [bold]{escape(config['task'])}[/bold], seed "
+        f"{config['seed']}, protocol {config['protocol']}, "
+        f"{' and '.join(model_names(config['model']))}"
+        + (f"  [dim]{escape(options)}[/dim]" if options else "")
+    ]
+    done, asked = len(records), config["rounds"]
+    state = "" if done == asked else " [yellow](not finished: protofed run --resume)[/yellow]"
+    if not records:
+        return [*text, f"no round of {asked} is complete"]
+    up, down = (sum(r[k] for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))
+    seconds = sum(sum(r["seconds"].values()) for r in records)
+    text.append(
+        f"{done} of {asked} rounds{state}, {duration(seconds)}, {up:.1f} MB up, {down:.1f} MB "
+        f"down, {config['precision']} on {config['device']}"
+    )
+    unseen = config.get("leave_out")
+    last = shown(last_mean(records), unseen)
+    rounds = [shown({**r["accuracy"], "average": r["average"]}, unseen) for r in records]
+    columns = {name: [r[name] for r in rounds] for name in last}
+    for name in beside(records[-1]):
+        columns[name] = [beside(r)[name] for r in records]
+        last[name] = fmean(columns[name][-LAST:])
+    main = "average" if "average" in columns else next(iter(columns))
+    every = [v for column in columns.values() for v in column]
+    low, high = min(every), max(every)
+    width = max(map(len, columns))
+    text.append("")
+    for name, column in columns.items():
+        style = "bold" if name == main else "default"
+        text.append(
+            f"  [{style}]{escape(name):<{width}}[/]  {sparkline(column, low, high)}  "
+            f"[{style}]{last[name]:5.1f}[/]  [dim]{column[0]:.1f} → {column[-1]:.1f}[/dim]"
+        )
+    losses = [sum(r["loss"].values()) for r in records if isinstance(r.get("loss"), dict)]
+    if losses:
+        curve = sparkline(losses, min(losses), max(losses))
+        text.append(
+            f"  {'loss':<{width}}  {curve}         [dim]{losses[0]:.3g} → {losses[-1]:.3g}[/dim]"
+        )
+    text.append(
+        f"\n[dim]% correct, blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}[/dim]"
+    )
+    if (folder / "summary.json").is_file():
+        summary = read_summary(folder)
+        clients = summary.get("clients", [])
+        per: dict[str, list[int]] = {}
+        for client in clients:
+            per.setdefault(client["domain"], []).append(client["samples"])
+        held = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
+        text.append(f"[dim]clients × samples: {escape(held)}; engine {summary['engine']}[/dim]")
+    return text

@@ -1,0 +1,115 @@
+"""The one type of state: named slots of named tensors.
+
+A server's state, a client's state and both messages are Trees, e.g.
+``{"model": {"head.weight": ...}, "prototypes": {"mean": [K, d], "count": [K]}}``. A Tree is at
+once a safetensors file (keys ``slot/name``), a message on a wire, and a number of bytes. A slot
+without tensors and an absent slot are the same thing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor
+
+from protofed.errors import ProtofedError
+from protofed.files import write_atomic
+
+_PLAIN = torch.contiguous_format
+
+Slot = dict[str, Tensor]
+Tree = dict[str, Slot]
+
+
+def map_tensors(tree: Mapping[str, Mapping[str, Tensor]], fn: Callable[[Tensor], Tensor]) -> Tree:
+    """A new Tree with ``fn`` applied to every tensor; slots left empty disappear."""
+    _check(tree)
+    return {s: {n: fn(t) for n, t in entries.items()} for s, entries in tree.items() if entries}
+
+
+def to(tree: Tree, device: torch.device | str) -> Tree:
+    """The Tree on ``device``, detached from any graph."""
+    return map_tensors(tree, lambda t: t.detach().to(device))
+
+
+def copy(tree: Tree, device: torch.device | str = "cpu") -> Tree:
+    """A Tree on ``device`` that shares no memory with the given one.
+
+    Always in plain row-major order, as if it came from a file or a wire: a sum over another
+    memory layout could round differently.
+    """
+    return map_tensors(tree, lambda t: t.detach().to(device).clone(memory_format=_PLAIN))
+
+
+def nbytes(tree: Tree) -> int:
+    """Bytes of tensor data: what travels when this Tree is a message."""
+    _check(tree)
+    return sum(t.numel() * t.element_size() for slot in tree.values() for t in slot.values())
+
+
+def equal(a: Tree, b: Tree) -> bool:
+    """Whether two Trees hold the same slots, names, dtypes, shapes and bits."""
+    flat_a, flat_b = _flatten(a), _flatten(b)
+    return flat_a.keys() == flat_b.keys() and all(
+        t.dtype == flat_b[k].dtype and t.shape == flat_b[k].shape and _same_bits(t, flat_b[k])
+        for k, t in flat_a.items()
+    )
+
+
+def save(tree: Tree, path: Path, metadata: Mapping[str, Any] | None = None) -> None:
+    """Write a Tree as a safetensors file, atomically: a reader sees the old file or the new."""
+    tensors = {k: t.detach().cpu().contiguous() for k, t in _flatten(tree).items()}
+    write_atomic(path, serialize(tensors, {"protofed": json.dumps(dict(metadata or {}))}))
+
+
+def load(path: Path) -> tuple[Tree, dict[str, Any]]:
+    """Read a Tree and its metadata; a damaged file is a ``ProtofedError`` that names it."""
+    tree: Tree = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {}).get("protofed", "{}"))
+            for key in file.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+                slot, _, name = key.partition("/")
+                # clone: tensors of a file lie at odd addresses, and vectorized sums over
+                # unaligned memory may round differently, which would break exact resume.
+                tree.setdefault(slot, {})[name] = file.get_tensor(key).clone()
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ProtofedError(
+            f"cannot read '{path}': {error}", "the file is damaged or cut"
+        ) from None
+    return tree, metadata
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    # as bytes: 0.0 == -0.0 though they differ, and nan != nan though it does not
+    a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def _check(tree: object) -> None:
+    """Say which slot or entry of a method's message or state is not what a Tree is made of."""
+    if not isinstance(tree, Mapping):
+        raise ProtofedError(f"state and messages are slots of named tensors, not {type(tree)}")
+    for slot, entries in tree.items():
+        if not isinstance(entries, Mapping):
+            raise ProtofedError(
+                f"slot '{slot}' is {type(entries).__name__}, not a dict of named tensors"
+            )
+        for name, t in entries.items():
+            if not isinstance(t, Tensor):
+                raise ProtofedError(
+                    f"entry '{name}' of slot '{slot}' is {type(t).__name__}, not a tensor"
+                )
+
+
+def _flatten(tree: Tree) -> dict[str, Tensor]:
+    for slot in tree:
+        if "/" in slot:
+            raise ValueError(f"a slot's name cannot contain '/': {slot!r}")
+    return {f"{s}/{n}": t for s, entries in tree.items() for n, t in entries.items()}

@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+
+if importlib.util.find_spec("flwr") is not None:  # without it, the tests here skip themselves
+    os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # read when Flower is imported
+    from tests.deploy.flower_world import grid, task_identity, through, world
+    from tests.deploy.loopback_world import deployment
+
+    __all__ = ["deployment", "grid", "task_identity", "through", "world"]

@@ -1,0 +1,330 @@
+"""A method with public images between sites: the task's own, or a folder that every site has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+import torch
+from flwr.app import Message
+from tests.deploy.flower_world import CLASSES, images, in_file_order, pictures
+from typer.testing import CliRunner
+
+from protofed import tree
+from protofed.cli.app import app
+from protofed.config import make_config
+from protofed.deploy import operator as deploy
+from protofed.deploy import programs
+from protofed.deploy.members import read_members
+from protofed.deploy.site import open_home
+from protofed.deploy.spec import pack, unpack
+from protofed.deploy.wire import read_tree, to_array
+from protofed.errors import ProtofedError
+from protofed.federation.public_images import told
+from protofed.runs.records import read_records
+from protofed.runs.run import run
+
+BAD = "print-0"
+SMALL: dict[str, Any] = {"epochs": 1, "batch": 4, "model": "cnn3,cnn2", "width": 4, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Path:
+    """Thirty images of no class."""
+    return pictures(tmp_path / "secret-name", 30)
+
+
+def name_public(home: Path, folder: Path) -> None:
+    with (home / "site.toml").open("a") as file:
+        file.write(f"public = {json.dumps(str(folder))}\n")
+
+
+def copies(folder: Path, sites: dict[str, Path]) -> None:
+    """Each site's own copy, with other names in another tree, named in its settings."""
+    for i, (site, home) in enumerate(sites.items()):
+        to = folder.parent / f"copy-{site}"
+        to.mkdir()
+        for j, path in enumerate(sorted(folder.rglob("*.png"), reverse=bool(i % 2))):
+            shutil.copy(path, to / f"{(j * 7) % 100}-{site}.png")
+        name_public(home, to)
+
+
+def own_models(w: Any) -> dict[str, Any]:
+    return {
+        site: tree.load(w.folder / "homes" / site / "models" / f"{w.config.label}.safetensors")[0]
+        for site in w.members.sites
+    }
+
+
+def homes(w: Any) -> dict[str, Path]:
+    return {site: w.folder / "homes" / site for site in w.members.sites}
+
+
+@pytest.mark.parametrize("source", ["photo", "glyphs", "folder"])
+def test_wherever_they_come_from_the_models_are_the_simulators(
+    world: Callable[..., Any], tmp_path: Path, public: Path, source: str
+) -> None:
+    named = f"folder:{public}" if source == "folder" else source
+    w = world("fedmd", {"public": named, "images": 24}, rounds=3)
+    if source == "folder":
+        copies(public, homes(w))
+    summary = w.coordinator().run()
+    oracle = run(config=w.config, out=tmp_path / "oracle")
+    for site, model in own_models(w).items():
+        assert tree.equal(model, {"model": oracle.clients[site]})
+    records = read_records(w.out / "rounds.jsonl")
+    for mine, other in zip(records, oracle.rounds, strict=True):
+        assert "problems" not in mine
+        assert mine["loss"] == other["loss"]
+        assert mine["bytes_up"] == other["bytes_up"]
+        assert mine["bytes_down"] == other["bytes_down"]
+    assert records[1]["loss"]["digest"] > 0 and records[2]["loss"]["digest"] > 0
+    assert summary["public"] == oracle.summary["public"]
+    assert sum(summary["public"].values()) == 24
+
+
+def test_neither_images_nor_names_travel(
+    world: Callable[..., Any], tmp_path: Path, public: Path
+) -> None:
+    w = world("fedmd", {"public": f"folder:{public}", "images": 24}, rounds=1)
+    copies(public, homes(w))
+    w.coordinator().run()
+    outline = unpack(w.spec)
+    assert outline.public == {"folder": 24}
+    assert outline.config.method.options()["public"] == "folder:"
+    assert outline.config.public_digest == w.config.public_digest
+    assert str(w.config.public_digest).startswith("30-")
+    for text in (w.spec, *(p.read_text() for p in w.out.iterdir() if p.suffix != ".safetensors")):
+        for word in ("secret-name", "patient", "copy-", str(tmp_path)):
+            assert word not in text
+    # 24 × 10 logits up; nothing down before the first consensus, then it and its round
+    first, last = (w.grid.seen[i][1] for i in (0, -1))
+    assert not read_tree(first) and read_tree(last)["consensus"]["logits"].shape == (24, 10)
+    assert read_records(w.out / "rounds.jsonl")[0]["bytes_up"] == 3 * 24 * 10 * 4
+
+
+def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_go_on(
+    world: Callable[..., Any], public: Path
+) -> None:
+    w = world("fedmd", {"public": f"folder:{public}", "images": 24}, rounds=2)
+    sites = homes(w)
+    copies(public, {s: h for s, h in sites.items() if s != BAD})
+    w.coordinator().run()
+    records = read_records(w.out / "rounds.jsonl")
+    for record in records:
+        problem = record["problems"][BAD]
+        assert f"site '{BAD}' has no public images, which fedmd needs" in problem
+        assert "--public PATH" in problem and 'public = "PATH" into site.toml' in problem
+        assert record["clients"] == 2 and list(record["problems"]) == [BAD]
+        assert record["accuracy"][BAD[:-2]] != record["accuracy"][BAD[:-2]]  # not measured
+    # an image is missing there
+    shutil.copytree(public, public.parent / "old-copy")
+    (public.parent / "old-copy" / "batch0" / "patient4.png").unlink()
+    name_public(sites[BAD], public.parent / "old-copy")
+    w.coordinator().run(overwrite=True)
+    problem = read_records(w.out / "rounds.jsonl")[0]["problems"][BAD]
+    theirs = make_config(
+        "glyphs", "fedmd", {"public": f"folder:{public.parent / 'old-copy'}"}
+    ).public_digest
+    assert f"the public images of site '{BAD}' are not those of the run" in problem
+    assert f"{told(theirs)}, not {told(w.config.public_digest)}" in problem
+    assert "29 images (" in problem and "not 30 images (" in problem
+    assert problem.endswith("(copy the folder again)") and "/" not in problem
+    # a folder that is not there: the log of the site says which, the server is told nothing
+    shutil.rmtree(public.parent / "old-copy")
+    w.coordinator().run(overwrite=True)
+    problem = read_records(w.out / "rounds.jsonl")[0]["problems"][BAD]
+    assert problem == "error 100: DataMissing; the log of the site says more"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t[:-1], "has the shape (23, 10), not 24×10"),
+        (lambda t: t[:, :-1], "has the shape (24, 9), not 24×10"),
+        (lambda t: t.repeat(2, 1), "has the shape (48, 10), not 24×10"),
+        (lambda t: t.double(), "is torch.float64, not torch.float32"),
+        (lambda t: t * float("nan"), "is not finite"),
+    ],
+)
+def test_logits_of_other_shapes_are_refused(
+    world: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
+    """What is right the server finds out with noise in the place of images it does not have."""
+    w = world("fedmd", {"images": 24}, rounds=1)
+
+    def spoil(name: str, reply: Message) -> Message:
+        if name == BAD and "tree.logits" in reply.content:
+            logits = read_tree(reply.content)["logits"]["public"]
+            reply.content["tree.logits"]["public"] = to_array(change(logits))
+        return reply
+
+    w.grid.spoil = spoil
+    w.coordinator().run()
+    (record,) = read_records(w.out / "rounds.jsonl")
+    assert record["problems"][BAD] == f"refused: entry 'public' of slot 'logits' {words}"
+    assert record["clients"] == 2
+
+
+def test_very_many_logits_are_not_too_many(world: Callable[..., Any]) -> None:
+    """The most bytes of a reply follow from how many images there are, not from the noise."""
+    w = world("fedmd", {"images": 24}, rounds=1)
+    config, task, public = unpack(w.spec)
+    assert public == {"scan": 8, "print": 8, "photo": 8}
+    from protofed.deploy.checks import ROOM, expect
+
+    server = w.coordinator().server
+    assert expect(config, task, server, {"x": 10**7}).limit == 4 * 10**7 * 10 * 4 + ROOM
+    assert expect(config, task, server, public).limit == 4 * 24 * 10 * 4 + ROOM
+
+
+# ---- sites with folders of their own ------------------------------------------------------------
+
+
+@pytest.fixture
+def founded(tmp_path: Path) -> Any:
+    """Three sites with folders, each the only one of its domain; none has public images yet."""
+    sites = {"coast-0": CLASSES, "north-0": CLASSES, "south-0": CLASSES[:2]}
+    domains = {site: site[:-2] for site in sites}
+    deploy.init(
+        tmp_path / "f", list(sites), classes=list(CLASSES), image_size=16, domains=domains,
+        name="pets",
+    )  # fmt: skip
+    for site, classes in sites.items():
+        data = images(tmp_path / "data" / site[:-2], classes, split=site == "coast-0")
+        file = tmp_path / "f" / "sites" / site / "site.toml"
+        file.write_text(f'site = "{site}"\ndata = "{data}"\ndevice = "cpu"\n')
+    return read_members(tmp_path / "f" / "server" / "federation.toml")
+
+
+def test_sites_with_folders_train_as_the_simulator_does(
+    tmp_path: Path, founded: Any, public: Path, grid: Callable[..., Any], single_thread: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    homes = {site: tmp_path / "f" / "sites" / site for site in founded.sites}
+    copies(public, homes)
+    config, task = deploy.run_config(
+        founded, None, "fedmd", {"images": 20}, {"rounds": 3, **SMALL}, public
+    )
+    out = tmp_path / "f" / "server" / "runs" / config.label
+    summary = grid(founded, tmp_path / "f" / "sites", pack(config, task), out).run()
+    records = read_records(out / "rounds.jsonl")
+    assert [r["clients"] for r in records] == [3, 3, 3] and summary["public"] == {"folder": 20}
+    assert (out / "config.toml").read_text().count('public = "folder:"') == 1
+    in_file_order(monkeypatch, summary["clients"])
+    options = {"images": 20, "public": f"folder:{public}"}
+    oracle = run(
+        f"folder:{tmp_path / 'data'}", "fedmd", options=options, image_size=16, rounds=3,
+        device="cpu", engine="loop", out=tmp_path / "oracle", **SMALL,
+    )  # fmt: skip
+    assert oracle.config.public_digest == config.public_digest
+    for site, home in homes.items():
+        own = tree.load(home / "models" / f"{config.label}.safetensors")[0]
+        assert tree.equal(own, {"model": oracle.clients[site]})
+    for mine, other in zip(records, oracle.rounds, strict=True):
+        assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
+
+
+def test_glyphs_can_be_the_public_images_of_folders(
+    tmp_path: Path, grid: Callable[..., Any], single_thread: None
+) -> None:
+    """Another task needs no copies where all sites can make or have it."""
+    deploy.init(tmp_path / "f", ["a", "b"], classes=list(CLASSES))
+    for site in "ab":
+        data = images(tmp_path / "data" / site, CLASSES)
+        file = tmp_path / "f" / "sites" / site / "site.toml"
+        file.write_text(f'site = "{site}"\ndata = "{data}"\ndevice = "cpu"\n')
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    options = {"public": "glyphs", "images": 10}
+    config, task = deploy.run_config(members, None, "fedmd", options, {"rounds": 2, **SMALL})
+    out = tmp_path / "run"
+    grid(members, tmp_path / "f" / "sites", pack(config, task), out).run()
+    assert [r["clients"] for r in read_records(out / "rounds.jsonl")] == [2, 2]
+
+
+def test_what_an_operator_can_get_wrong_is_said(tmp_path: Path, founded: Any, public: Path) -> None:
+    def config(method: str = "fedmd", options: Any = None, folder: Any = None, file: Any = None,
+               **more: Any) -> Any:  # fmt: skip
+        settings = {"rounds": 1, **more}
+        return deploy.run_config(founded, file, method, options or {}, settings, folder)
+
+    for options in ({}, {"public": "unused"}, {"public": "north"}):
+        complete, task = config(options=options)
+        with pytest.raises(ProtofedError, match="the sites' own are not public") as error:
+            pack(complete, task)
+        assert "deploy site --public PATH" in error.value.hint
+    for given, words in (
+        ({"method": "fpl", "folder": public}, "'fpl' takes no public images"),
+        ({"options": {"public": "glyphs"}, "folder": public}, "say two things"),
+        ({"options": {"public": "folder:"}}, "which folder"),
+        ({"options": {"public": "nowhere"}}, "unknown source of public images"),
+        ({"folder": tmp_path / "nowhere"}, "there is no folder"),
+        ({"options": {"public": "glyphs"}}, "32 pixels, those of folder:pets 16"),
+    ):
+        with pytest.raises(ProtofedError, match=words):
+            config(**given)
+    complete, _ = config(folder=public)
+    assert complete.hash == config(options={"public": f"folder:{public}"})[0].hash
+    # what a run has written goes on where the folder is the same, and needs none
+    file = tmp_path / "again.toml"
+    file.write_text(unpack(pack(complete, task)).config.toml())
+    assert config(None, file=file)[0].hash == complete.hash
+    assert config(None, file=file, folder=public)[0].hash == complete.hash
+    (public / "broken.jpg").write_bytes(b"no image")
+    with pytest.raises(ProtofedError, match="cannot decode 1 of 31") as error:
+        config(folder=public)
+    assert "--skip-bad" in error.value.hint
+    assert config(folder=public, skip_bad=True)[0].hash == complete.hash
+    (public / "batch0" / "patient0.png").unlink()
+    with pytest.raises(ProtofedError, match=r"are 29 images .* those of the configuration 30"):
+        config(None, file=file, folder=public, skip_bad=True)
+
+
+def test_the_commands_say_what_they_found(
+    tmp_path: Path, founded: Any, public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined: list[Any] = []
+    monkeypatch.setattr(programs, "join", lambda home, *rest: joined.append(home))
+    where = str(tmp_path / "f")
+    words = ["deploy", "site", "--dir", where, "--site", "coast-0", "--public"]
+    done = CliRunner().invoke(app, [*words, str(public)])
+    assert done.exit_code == 0, done.output
+    assert joined[0].public == str(public.resolve())
+    started: list[Any] = []
+    monkeypatch.setattr(deploy, "start", lambda *args: started.append(args) or 7)
+    start = ["deploy", "start", "--dir", where, "--method", "fedmd", "--public", str(public)]
+    begun = CliRunner().invoke(app, start)
+    assert begun.exit_code == 0, begun.output
+    shown = told(started[0][1].public_digest)
+    assert f"site coast-0: public folder: {shown}" in done.output  # the same, to compare by eye
+    assert f"public: {shown}" in begun.output
+    for path, message in ((tmp_path / "nowhere", "there is no folder"), (tmp_path / "f", "decode")):
+        wrong = CliRunner().invoke(app, [*words, str(path)])
+        assert isinstance(wrong.exception, ProtofedError) and message in str(wrong.exception)
+    assert "skip_bad = true in site.toml" in str(wrong.exception)
+    assert len(joined) == 1
+
+
+def test_a_sites_settings_name_the_folder_and_the_option_wins(
+    tmp_path: Path, founded: Any, public: Path
+) -> None:
+    home = tmp_path / "f" / "sites" / "coast-0"
+    assert open_home(home).public is None
+    name_public(home, public)
+    assert open_home(home).public == str(public)
+    assert open_home(home, None, "other").public == "other"
+    (home / "site.toml").write_text('site = "coast-0"\npublic = 5\n')
+    with pytest.raises(ProtofedError, match=r"public in '.*' must be a folder, got 5"):
+        open_home(home)

@@ -1,0 +1,263 @@
+"""Tables of runs: means, deviations and paired differences, by hand."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from protofed.config import make_config
+from protofed.methods import METHODS
+from protofed.runs.records import Records
+from protofed.runs.run import Result
+from protofed.studies.render import to_terminal
+from protofed.studies.tables import (
+    Cell,
+    Measure,
+    Row,
+    Spread,
+    caption,
+    cells,
+    few,
+    grid,
+    held,
+    markdown,
+    row,
+    rows,
+)
+
+
+def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0, **settings):
+    """A made-up run whose last rounds have these accuracies (lists: a value per round)."""
+    scan = scan if isinstance(scan, list) else [scan]
+    photo = photo if isinstance(photo, list) else [photo]
+    lines = [
+        {"round": t, "accuracy": {"scan": s, "photo": p}, "average": (s + p) / 2}
+        for t, (s, p) in enumerate(zip(scan, photo, strict=True))
+    ]
+    kind = method if method in METHODS else "fedavg"
+    config = make_config(
+        method=kind, clients={"scan": 2, "photo": 1}, samples=10, device="cpu", seed=seed,
+        **{"rounds": 2, **settings},
+    )  # fmt: skip
+    summary = {
+        "method": method, "bytes_up": up, "bytes_down": down, "seconds": seconds,
+        "data": "made up", "batchnorm": "averaged",
+    }  # fmt: skip
+    return Result(config, Records(lines), {}, summary)
+
+
+def test_a_single_seed_has_no_deviation():
+    (row,) = rows([result("fedavg", 0, 50.0, 70.0)])
+    assert {d: s.mean for d, s in row.accuracy.items()} == {
+        "scan": 50.0, "photo": 70.0, "average": 60.0,
+    }  # fmt: skip
+    assert all(s.std is None and s.error is None and s.seeds == 1 for s in row.accuracy.values())
+    assert row.difference is None
+    assert row.megabytes == 3.0
+    assert row.seconds == 3.0
+    header, body = cells([row])
+    assert header == ["method", "scan", "photo", "average", "MB", "s"]
+    assert body == [["fedavg", "50.0", "70.0", "60.0", "3", "3"]]
+    assert "±" not in markdown([result("fedavg", 0, 50.0, 70.0)])
+
+
+def test_mean_and_standard_deviation_over_seeds():
+    runs = [result("fedavg", s, a, 70.0) for s, a in enumerate((50.0, 53.0, 59.0))]
+    (row,) = rows(runs)
+    assert row.accuracy["scan"].mean == pytest.approx(54.0)
+    # deviations −4, −1, 5: (16 + 1 + 25) / 2 = 21
+    assert row.accuracy["scan"].std == pytest.approx(math.sqrt(21))
+    assert row.accuracy["photo"].std == 0
+    assert cells([row])[1][0][1:4] == ["54.0 ± 4.6", "70.0 ± 0.0", "62.0 ± 2.3"]
+
+
+def test_the_difference_is_paired_by_seed_with_its_interval():
+    runs = [result("fedavg", s, a, a) for s, a in enumerate((50.0, 60.0, 70.0))]
+    runs += [result("fpl", s, a, a) for s, a in enumerate((51.0, 63.0, 72.0))]
+    base, fpl = rows(runs)
+    assert base.difference is None
+    # differences 1, 3, 2: mean 2, standard deviation 1, standard error 1/√3
+    assert fpl.difference.mean == pytest.approx(2.0)
+    assert fpl.difference.std == pytest.approx(1.0)
+    assert fpl.difference.error == pytest.approx(1 / math.sqrt(3))
+    # Student's t with two degrees of freedom: 4.303
+    assert fpl.difference.half == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
+    assert fpl.difference.noise
+    assert cells([base, fpl])[1][1][4] == "+2.0 ± 0.6 (±2.5, noise)"
+    # unpaired, the deviation of the seeds would drown it
+    assert fpl.accuracy["average"].std > 10
+
+
+def test_the_order_of_runs_does_not_matter_and_unpaired_seeds_are_left_out():
+    runs = [
+        result("fpl", 2, 50.0, 50.0),
+        result("fpl", 1, 62.0, 62.0),
+        result("fedavg", 1, 60.0, 60.0),
+        result("fedavg", 5, 10.0, 10.0),
+    ]
+    fpl, base = rows(runs)
+    assert (fpl.method, base.method) == ("fpl", "fedavg")  # as they come
+    assert fpl.difference == Spread(2.0, None, 1)
+    assert cells([fpl])[1][0][4] == "+2.0"
+    assert fpl.accuracy["average"].mean == 56.0
+
+
+def test_a_loss_has_a_minus():
+    runs = [result("fedavg", 0, 60.0, 60.0), result("fpl", 0, 55.5, 55.5)]
+    assert cells(rows(runs))[1][1][4] == "-4.5"
+
+
+def test_without_fedavg_there_is_no_difference():
+    table = rows([result("fpl", 0, 50.0, 60.0), result("fedproto", 0, 51.0, 61.0)])
+    assert [r.difference for r in table] == [None, None]
+    header, body = cells(table)
+    assert header == ["method", "scan", "photo", "average", "MB", "s"], "and no empty column of it"
+    assert {len(line) for line in body} == {6}
+
+
+def test_costs_are_means_over_seeds():
+    runs = [
+        result("fedavg", 0, 1.0, 1.0, up=10_000_000, down=0, seconds=10),
+        result("fedavg", 1, 1.0, 1.0, up=20_000_000, down=6_000_000, seconds=21),
+    ]
+    (row,) = rows(runs)
+    assert row.megabytes == pytest.approx(18.0)
+    assert row.seconds == pytest.approx(15.5)
+
+
+def test_accuracy_is_the_mean_of_the_last_five_rounds():
+    values = [0.0, 0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    (row,) = rows([result("fedavg", 0, values, values, rounds=7)])
+    assert row.accuracy["scan"].mean == 30.0
+
+
+def test_spread():
+    assert Spread.of([4.0]) == Spread(4.0, None, 1)
+    two = Spread.of([1.0, 3.0])
+    assert (two.mean, two.std, two.seeds) == (2.0, pytest.approx(math.sqrt(2)), 2)
+    assert two.error == pytest.approx(1.0)
+
+
+def test_markdown_is_a_table_with_its_caption():
+    runs = [result(m, s, 50.0 + s, 60.0) for s in (0, 3) for m in ("fedavg", "fpl")]
+    text = markdown(runs)
+    lines = text.split("\n")
+    assert lines[0] == "| method | scan | photo | average | Δ FedAvg | MB | s |"
+    assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    assert lines[2].startswith("| fedavg | **51.5 ± 2.1** | **60.0 ± 0.0** | ")  # scan: 50 and 53
+    assert [line.count("|") for line in lines[:4]] == [8] * 4
+    assert lines[4] == ""
+    assert lines[5] == caption(runs)
+    assert text.endswith("\n")
+
+
+def test_the_caption_says_what_the_numbers_are():
+    runs = [result("fedavg", s, 1.0, 1.0) for s in (4, 2)]
+    text = caption(runs)
+    for part in (
+        "mean of the last 5 rounds", "task glyphs (made up)", "protocol glyphs", "2 rounds",
+        "scan 2 × 10", "photo 1 × 10", "seeds 2, 4", "fp32 on cpu", "BatchNorm: averaged",
+        "weights of the average: samples unless", "± standard deviation over seeds",
+        "95% interval", "fewer than 5",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "standard deviation" not in caption(runs[:1])
+    assert "\n" not in text
+
+
+# ---- beside the paper ---------------------------------------------------------------------------
+
+
+def measure(seed, value):
+    return Measure(seed, {"scan": value, "average": value}, 1.0, 2.0, {}, {})
+
+
+def test_many_equal_differences_are_no_noise():
+    base = {s: measure(s, 50.0 + s) for s in range(5)}
+    better = {s: measure(s, 53.0 + s + 0.1 * (s % 2)) for s in range(5)}
+    line = row("FPL", better, base)
+    # differences 3, 3.1, 3, 3.1, 3: deviation 0.0548, t(4) = 2.776
+    assert line.difference.half == pytest.approx(2.776 * 0.0548 / math.sqrt(5), abs=1e-3)
+    assert not line.difference.noise
+    assert line.differences["scan"] == line.differences["average"]
+    assert grid([line])[1][0][3].text == "+3.0 ± 0.0 (±0.1)"
+
+
+def test_the_best_is_marked_and_the_second():
+    table = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 50.0), ("b", 60.0), ("c", 55.0))]
+    _, body = grid(table)
+    assert [line[1].mark for line in body] == ["", "best", "second"]
+    # what is printed alike is marked alike
+    table = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 60.01), ("b", 60.0), ("c", 9.0))]
+    assert [line[1].mark for line in grid(table)[1]] == ["best", "best", "second"]
+    assert grid(table[:1])[1][0][1].mark == ""
+
+
+def test_missing_runs_are_shown():
+    table = [
+        row("a", {0: measure(0, 50.0)}, {}, wanted=3),
+        row("b", {}, {}, wanted=3, state="needs method b"),
+    ]
+    header, body = grid(table, ("scan", "average"))
+    assert header == ["method", "scan", "average", "MB", "s", "seeds"]
+    assert [c.text for c in body[0]] == ["a", "50.0", "50.0", "1", "2", "1/3"]
+    assert [c.text for c in body[1]] == ["b (needs method b)", "—", "—", "—", "—", "0/3"]
+
+
+def test_the_paper_stands_below_with_the_difference():
+    paper = {"scan": 51.25, "average": 49.0}
+    table = [
+        row("FedAvg", {0: measure(0, 50.0)}, {}, paper={"average": 47.5}, paper_std=0.25),
+        row("FPL", {}, {}, paper=paper),
+        row("X", {0: measure(0, 1.0)}, {}, paper={"average": math.nan}),
+    ]
+    _, body = grid(table, ("scan", "average"))
+    texts = [[c.text for c in line[:4]] for line in body]
+    assert texts[1] == ["  paper (ours − paper)", "", "47.50 ± 0.25 (+2.5)", ""]
+    assert texts[3] == ["  paper (ours − paper)", "51.25", "49.00", "+1.50"]
+    assert texts[5][2:] == ["NaN", ""]
+
+
+def test_few_seeds_are_said():
+    assert "one seed" in few(1)
+    assert "fewer than 5" in few(4)
+    assert few(5) == few(5, 5) == ""
+    assert "rows with fewer than 5" in few(5, 4)
+    runs = [result("fedavg", s, 1.0, 1.0) for s in range(5)]
+    assert "fewer than" not in caption(runs)
+    assert "rows with fewer than 5" in caption([*runs, result("fpl", 0, 1.0, 1.0)])
+
+
+def test_who_holds_how_much():
+    samples = {"mnist": 600, "webcam": 0.2, "all": 1.0, "none": 0.3}
+    text = held({"mnist": 6, "webcam": 1, "all": 2, "none": 0}, samples)
+    assert text == "mnist 6 × 600, webcam 1 × 20 %, all 2 × 100 %"
+
+
+def test_a_row_without_runs_has_no_seeds():
+    assert Row("a", {}, None, None, None).seeds == 0
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 132, 400])
+def test_a_narrow_terminal_gets_the_table_in_parts(width):
+    """Whole columns, every cell complete; a paper's line only where it has numbers."""
+    header = ["method", "scan", "print", "average", "Δ FedAvg", "MB", "s"]
+    numbers = ["59.6 ± 3.0", "72.7 ± 3.1", "53.2 ± 3.0", "+5.5 ± 1.5 (±4.2, noise)", "39272", "64"]
+    paper = ["60.15 (-0.6)", "75 (1.0)", "54", "", "", ""]
+    body = [
+        [Cell("FedAvg"), *map(Cell, numbers)],
+        [Cell("  paper (ours − paper)"), *map(Cell, paper)],
+    ]
+    file = io.StringIO()
+    console = Console(width=width, file=file)
+    for part in to_terminal(header, body, console):
+        console.print(part)
+    said = file.getvalue()
+    assert "…" not in said
+    for text in (*header, *numbers, "60.15 (-0.6)"):
+        assert text in said
+    assert max(map(len, said.splitlines())) <= width
+    heads = said.count("method")
+    assert (heads == 1) == (width >= 100)
+    assert said.count("ours − paper") < heads or heads == 1
