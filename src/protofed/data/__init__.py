@@ -11,14 +11,12 @@ import torch
 from protofed.data.distributions import distribution, distributions
 from protofed.data.find import DataMissing
 from protofed.data.glyphs import glyphs
-from protofed.data.real import FOLDER, IMAGE_SIZE, real_task
+from protofed.data.info import FOLDER, IMAGE_SIZE, TASKS, TaskInfo, describe
+from protofed.data.real import real_task
 from protofed.data.specs import SPECS
 from protofed.data.split import Share, split
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError, unknown
-
-TASKS: tuple[str, ...] = ("glyphs", *SPECS)
-"""The tasks by name; ``folder:PATH`` is one too."""
 
 
 def load_task(
@@ -91,6 +89,8 @@ __all__ = [
     "Images",
     "Share",
     "Task",
+    "TaskInfo",
+    "describe",
     "distribution",
     "distributions",
     "glyphs",

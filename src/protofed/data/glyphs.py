@@ -32,6 +32,8 @@ GENERATOR = 1
 SIDE = 32
 CLASSES = tuple("0123456789")
 DOMAINS = ("scan", "print", "photo", "inverse")
+CLIENTS: Mapping[str, int] = {"scan": 4, "print": 3, "photo": 2, "inverse": 1}
+SAMPLES: Mapping[str, float] = {"scan": 100, "print": 80, "photo": 80, "inverse": 60}
 SPLITS = ("train", "test")
 # Images per class.
 COUNTS: Mapping[str, Mapping[str, int]] = {
@@ -68,8 +70,8 @@ def glyphs(seed: int = 0, cache: Path | None = None) -> Task:
         classes=CLASSES,
         domains={d: Domain(images(d, "train"), images(d, "test")) for d in DOMAINS},
         augment=Augment(padding=2, flip=False, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
-        clients={"scan": 4, "print": 3, "photo": 2, "inverse": 1},
-        samples={"scan": 100, "print": 80, "photo": 80, "inverse": 60},
+        clients=CLIENTS,
+        samples=SAMPLES,
         note=(
             "Digits made by the package itself, without a download, from scikit-learn's "
             "handwritten digits, Pillow's default font and random textures."

@@ -11,14 +11,13 @@ from protofed.data import decoded
 from protofed.data.augment import AUGMENTS
 from protofed.data.digits import digits_plan
 from protofed.data.find import DataMissing, find
+from protofed.data.info import FOLDER, IMAGE_SIZE
 from protofed.data.specs import SPECS, Plan
 from protofed.data.task import Task
 from protofed.data.tree_tasks import folder_plan, public_plan, tree_plan
 from protofed.data.trees import content_key, is_archive, stamp
 from protofed.errors import ProtofedError, unknown
 
-IMAGE_SIZE = 32
-FOLDER = "folder:"
 SITE = "site:"
 PUBLIC = "public:"
 FOLDER_SPLITS = ("auto",)

@@ -56,7 +56,33 @@ class Augment:
     grayscale: float = 0.0
 
 
+IMAGE_SIZE = 32
+"""The side that images from files are resized to unless told otherwise."""
+
 RESERVED = ("average", "seen average")
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """A task without its images.
+
+    ``domains``, ``classes``, ``clients`` and ``samples`` are None where only the images tell:
+    those of a folder are found when it is read. ``test_splits`` are the ways to divide the images,
+    the default first; none where there is nothing to choose. ``clients`` is the number of clients
+    of each domain, ``samples`` how many training images each of them holds.
+    """
+
+    name: str
+    domains: tuple[str, ...] | None
+    classes: tuple[str, ...] | None
+    clients: Mapping[str, int] | None
+    samples: Mapping[str, float] | None
+    image_size: int = IMAGE_SIZE
+    flip: bool = True
+    test_splits: tuple[str, ...] = ()
+    leftover: bool = False
+    repair: bool = False
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,6 +125,23 @@ class Task:
     def has_images(self) -> bool:
         """False for the outline of a task, whose images are elsewhere."""
         return any(len(domain.train) for domain in self.domains.values())
+
+    @property
+    def info(self) -> TaskInfo:
+        """What is known of the task without its images."""
+        return TaskInfo(
+            self.name,
+            tuple(self.domains),
+            self.classes,
+            self.clients,
+            self.samples,
+            self.image_size,
+            self.augment.flip,
+            () if self.test_split is None else (self.test_split,),
+            self.leftover,
+            self.repair,
+            self.note,
+        )
 
     @property
     def image_size(self) -> int:
