@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from protofed.data.task import Task
+from protofed.data.task import TaskInfo
 from protofed.errors import unknown
 
 # In the order of the task's domains. The paper of FPL prints 3, 7, 6, 4 for Digits; its code, its
@@ -23,12 +23,12 @@ PUBLISHED: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 }
 
 
-def distributions(task: Task) -> tuple[str, ...]:
+def distributions(task: TaskInfo) -> tuple[str, ...]:
     """The names of the client distributions that the task has."""
     return tuple(dict.fromkeys(("skewed", "equal", "one", "random", *PUBLISHED.get(task.name, {}))))
 
 
-def distribution(task: Task, name: str, seed: int = 0) -> dict[str, int]:
+def distribution(task: TaskInfo, name: str, seed: int = 0) -> dict[str, int]:
     """The number of clients of each domain under the distribution of that name.
 
     - ``skewed``: the task's main one, as the papers compare methods on it;
@@ -39,6 +39,7 @@ def distribution(task: Task, name: str, seed: int = 0) -> dict[str, int]:
     """
     if name not in distributions(task):
         raise unknown(f"client distribution of {task.name}", name, distributions(task))
+    assert task.domains is not None and task.clients is not None, "the task's domains are unknown"
     published = PUBLISHED.get(task.name, {})
     counts = published.get(name) or published.get("skewed") or tuple(task.clients.values())
     if name == "equal":

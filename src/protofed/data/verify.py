@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protofed.data.find import find
-from protofed.data.real import FOLDER, own_folder, plan, real_task
+from protofed.data.info import FOLDER
+from protofed.data.real import own_folder, plan, real_task
 from protofed.data.specs import SPECS, SPLITS
 from protofed.data.task import Task
 

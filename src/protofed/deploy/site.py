@@ -18,7 +18,8 @@ from flwr.app import RecordDict
 from protofed import tree
 from protofed.config import TASK_OPTIONS, Config
 from protofed.data import Images, Share, Task, load_task
-from protofed.data.real import FOLDER, own_folder, site_images
+from protofed.data.info import FOLDER
+from protofed.data.real import own_folder, site_images
 from protofed.deploy.members import FILE, Members, read_members
 from protofed.deploy.messages import Answer, Request, read_request, write
 from protofed.deploy.spec import unpack

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from protofed import keys
 from protofed.data import TASKS, Images, Share, Task, load_task
-from protofed.data.real import FOLDER, own_folder, public_images
+from protofed.data.info import FOLDER
+from protofed.data.real import own_folder, public_images
 from protofed.data.specs import SPECS
 from protofed.errors import ProtofedError, unknown
 from protofed.method import PublicImages

@@ -1,0 +1,152 @@
+"""What a run finds when it starts: its images, device, precision, engine and versions.
+
+A config says what was asked for. Facts are recorded beside it, compared when a run resumes, and
+compared wherever runs stand in one row of a table.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from protofed.config import AUTO, Config, short_hash, short_task
+from protofed.data import Task
+from protofed.errors import ProtofedError
+from protofed.federation.public_images import public_digest
+from protofed.version import __version__
+
+NUMERICS = 1
+"""Raised whenever the golden values, or the rounding of lanes, change.
+
+Numbers of runs with different values are not comparable to the last digit.
+"""
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "tf32": torch.float32,
+    "bf16": torch.float32,
+}
+"""The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found; ``digest`` and ``public_digest`` stand for images that come from files."""
+
+    numerics: int
+    device: str
+    precision: str
+    engine: str
+    engine_reason: str
+    digest: str | None
+    public_digest: str | None
+    hardware: str
+    versions: Mapping[str, str]
+
+    def applied(self, config: Config) -> Config:
+        """The config with device, precision and engine as they were found."""
+        return replace(
+            config, device=self.device, precision=self.precision, engine=self.engine
+        )
+
+    def run_hash(self, config: Config) -> str:
+        """Stands for the run: what was asked for, and the facts that can change its numbers."""
+        found = (self.device, self.precision, self.digest, self.public_digest)
+        return short_hash([config.hash, found])
+
+    def run_name(self, config: Config) -> str:
+        """The name of the run's folder."""
+        hash = self.run_hash(config)
+        return f"{short_task(config.task)}-{config.method.name}-{config.seed}-{hash}"
+
+    def differences(self, other: Facts) -> list[str]:
+        """What of another run's facts can make its numbers differ: ``precision fp32 → bf16``."""
+        names = ("numerics", "device", "precision", "digest", "public_digest")
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        return [
+            f"{name.replace('_', ' ')} {_shown(a)} → {_shown(b)}"
+            for name, (a, b) in pairs.items()
+            if a != b
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, as ``facts.json`` holds it."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Facts:
+        """Facts from plain data; keys of later versions are ignored."""
+        return cls(**{f.name: found[f.name] for f in fields(cls)})
+
+
+def discover(config: Config, task: Task) -> Facts:
+    """The facts of a run of this config on this machine; ``task`` is its task, loaded."""
+    device = find_device(config.device)
+    engine, reason = choose_engine(config.engine, device, config.workers)
+    wanted = config.method.public_images
+    return Facts(
+        numerics=NUMERICS,
+        device=device,
+        precision=find_precision(config.precision, device),
+        engine=engine,
+        engine_reason=reason,
+        digest=task.digest or None,
+        public_digest=public_digest(wanted, task, config.data, config.skip_bad),
+        hardware=_hardware(device),
+        versions={
+            "protofed": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    )
+
+
+def find_device(asked: str) -> str:
+    """The device to compute on: cpu or cuda."""
+    there = torch.cuda.is_available()
+    if asked == AUTO:
+        return "cuda" if there else "cpu"
+    if asked == "cuda" and not there:
+        raise ProtofedError("device cuda was asked for, but torch sees no GPU", "use --device cpu")
+    return asked
+
+
+def find_precision(asked: str, device: str) -> str:
+    """The precision to compute in."""
+    if asked != AUTO:
+        return asked
+    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def choose_engine(asked: str, device: str, workers: int | None = None) -> tuple[str, str]:
+    """The engine to use, and why."""
+    cores = workers or os.cpu_count() or 1
+    if asked == "lanes" and device != "cuda":
+        raise ProtofedError("engine lanes needs a GPU", "use --engine workers, or --device cuda")
+    if asked == "workers" and device != "cpu":
+        raise ProtofedError("engine workers runs on the CPU", "use --engine lanes on a GPU")
+    if asked != AUTO:
+        return asked, "asked for"
+    if device == "cuda":
+        return "lanes", "the device is a GPU"
+    if cores > 1:
+        return "workers", f"the device is a CPU with {cores} workers"
+    return "loop", "the device is a CPU with one worker"
+
+
+def _hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)[:12]
