@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from protofed import keys, tree
-from protofed.config import DTYPES, config_task
+from protofed.federation.facts import DTYPES
 from protofed.data import Images, Task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError, unknown

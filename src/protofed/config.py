@@ -25,6 +25,7 @@ from protofed.errors import ProtofedError, unknown
 from protofed.methods import Method, create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
+from protofed.toml import toml_text
 
 FORMAT = 1
 """Of every file that a run writes; a reader refuses files of a later format."""
@@ -294,6 +295,18 @@ class Config:
         """The different models of the clients."""
         return model_names(self.model)
 
+    @property
+    def domain_clients(self) -> Mapping[str, int]:
+        """The number of clients of each domain."""
+        assert isinstance(self.clients, Mapping), "the task's domains are not known yet"
+        return self.clients
+
+    @property
+    def domain_samples(self) -> Mapping[str, float]:
+        """How many training images each client of a domain holds."""
+        assert isinstance(self.samples, Mapping), "the task's domains are not known yet"
+        return self.samples
+
     def for_task(self, info: TaskInfo) -> Config:
         """The config with the clients and samples of every domain, now that these are known."""
         if isinstance(self.clients, Mapping) and isinstance(self.samples, Mapping):
@@ -315,11 +328,8 @@ class Config:
             },
         }
         flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
-        lines = [f"format = {FORMAT}"]
-        lines += [f"{k} = {_toml(v)}" for k, v in flat.items() if v is not None]
-        for table, values in tables.items():
-            lines += ["", f"[{table}]"] + [f"{_key(k)} = {_toml(v)}" for k, v in values.items()]
-        return "\n".join(lines) + "\n"
+        flat = {k: v for k, v in flat.items() if v is not None}
+        return toml_text({"format": FORMAT, **flat, **tables})
 
 
 SETTINGS: dict[str, Setting] = {
@@ -630,13 +640,3 @@ def is_number(value: Any) -> bool:
 
 def _else(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _toml(value: Any) -> str:
-    # JSON's strings, numbers and booleans are TOML's, except that TOML knows no bare 1e400
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _key(name: str) -> str:
-    plain = name.isascii() and name.replace("_", "").isalnum()
-    return name if plain else json.dumps(name, ensure_ascii=False)

@@ -23,6 +23,12 @@ class Diverged(ProtofedError):
     exit_code = 3
 
 
+class Busy(ProtofedError):
+    """Another process is writing the folder."""
+
+    exit_code = 75  # sysexits' EX_TEMPFAIL: worth another try
+
+
 class NoSecondDerivative(NotImplementedError):
     """A gradient of a gradient was asked for, of an operation whose own gradient is written down.
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from protofed.config import SETTINGS
 from protofed.errors import ProtofedError, unknown
 
 
@@ -60,16 +61,14 @@ def by_method(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
     return options
 
 
-def settings(texts: Sequence[str] | None) -> dict[str, Any]:
-    """Settings of a run, each ``NAME=VALUE``; ``clients=scan=4,print=3`` is one per domain."""
-    found = {}
-    for text in texts or []:
-        name, equals, word = (part.strip() for part in text.partition("="))
-        if not equals:
-            raise ProtofedError(f"cannot read --set '{text}'", "write --set epochs=2")
-        several = name in ("clients", "samples", "model")
-        found[name] = per_domain(name, word) if several else value(word)
-    return found
+def parse_setting(name: str, typed: Any) -> Any:
+    """What was typed for a setting, as its value; only tables and rounds are typed as text."""
+    kind = SETTINGS[name].kind
+    if kind == "table":
+        return per_domain(name, typed)
+    if kind == "rounds":
+        return [value(r) for r in typed.split(",")] if typed != "none" else "none"
+    return typed
 
 
 def at_least_one(**numbers: int | None) -> None:

@@ -1,81 +1,44 @@
 """Engines: where and how the clients of a round are trained.
 
 ``loop`` is the oracle: one client after another. ``workers`` runs clients on all cores of a CPU
-and agrees with it bit for bit; ``lanes`` runs them on a GPU and agrees to a tolerance.
+and agrees with it bit for bit; ``lanes`` runs them on a GPU and agrees to a tolerance. Importing
+this package makes them known to the federation.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 
 from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
-from protofed.errors import ProtofedError, unknown
 from protofed.federation.allocator import keep_freed_memory
-from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site
+from protofed.federation.client_round import Setup
+from protofed.federation.engine import Engine, register_engine
 from protofed.models import Network
-from protofed.tree import Tree
 
-ENGINES = ("auto", "loop", "workers", "lanes")
-
-
-class Engine(Protocol):
-    """What a run needs of an engine."""
-
-    def train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
-    ) -> Iterator[tuple[str, Reply]]:
-        """Train these clients and give their replies."""
-
-    def evaluate(
-        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
-    ) -> Iterator[Scores]:
-        """The scores of each exam, in their order."""
-
-    def make_room(self) -> None:
-        """Give up memory of the device that the next round can do without."""
+Networks = Callable[[], Mapping[str, Network]]
 
 
-def choose(engine: str, device: str, workers: int | None = None) -> tuple[str, str]:
-    """The engine to use, and why."""
-    if engine not in ENGINES:
-        raise unknown("engine", engine, ENGINES)
-    cores = workers or os.cpu_count() or 1
-    if engine == "lanes" and device != "cuda":
-        raise ProtofedError("engine lanes needs a GPU", "use --engine workers, or --device cuda")
-    if engine == "workers" and device != "cpu":
-        raise ProtofedError("engine workers runs on the CPU", "use --engine lanes on a GPU")
-    if engine != "auto":
-        return engine, "asked for"
-    if device == "cuda":
-        return "lanes", "the device is a GPU"
-    if cores > 1:
-        return "workers", f"the device is a CPU with {cores} workers"
-    return "loop", "the device is a CPU with one worker"
-
-
-def build_engine(
-    name: str,
-    setup: Setup,
-    make_networks: Callable[[], Mapping[str, Network]],
-    device: torch.device,
-    workers: int | None = None,
-) -> Engine:
-    """The engine of that name (not ``auto``).
-
-    ``make_networks`` gives a network to compute in for each of the clients' models.
-    """
+def _loop(setup: Setup, networks: Networks, device: torch.device, workers: int | None) -> Engine:
     if device.type == "cpu":
         keep_freed_memory()
-    if name == "loop":
-        return Loop(setup, make_networks())
-    if name == "workers":
-        count = workers or os.cpu_count() or 1
-        return Workers(setup, [make_networks() for _ in range(count)])
-    from protofed.engines.lanes.engine import Lanes
+    return Loop(setup, networks())
 
-    return Lanes(setup, make_networks, device)
+
+def _workers(setup: Setup, networks: Networks, device: torch.device, workers: int | None) -> Engine:
+    keep_freed_memory()
+    return Workers(setup, [networks() for _ in range(workers or os.cpu_count() or 1)])
+
+
+def _lanes(setup: Setup, networks: Networks, device: torch.device, workers: int | None) -> Engine:
+    from protofed.engines.lanes.engine import Lanes  # needs a GPU
+
+    return Lanes(setup, networks, device)
+
+
+register_engine("loop", _loop)
+register_engine("workers", _workers)
+register_engine("lanes", _lanes)

@@ -52,9 +52,7 @@ class Facts:
 
     def applied(self, config: Config) -> Config:
         """The config with device, precision and engine as they were found."""
-        return replace(
-            config, device=self.device, precision=self.precision, engine=self.engine
-        )
+        return replace(config, device=self.device, precision=self.precision, engine=self.engine)
 
     def run_hash(self, config: Config) -> str:
         """Stands for the run: what was asked for, and the facts that can change its numbers."""

@@ -6,14 +6,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from protofed import keys, tree
-from protofed.config import DTYPES, Config, config_task
-from protofed.data import Images, Share, Task, split
-from protofed.engines import build_engine, choose
+from protofed.config import Config, task_settings
+from protofed.data import Images, Share, Task, load_task, split
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_round import (
     Exam,
@@ -25,17 +24,18 @@ from protofed.federation.client_round import (
     require_finite,
 )
 from protofed.federation.client_state import ClientStore
-from protofed.federation.public_images import Public, make_public, told
+from protofed.federation.engine import build_engine
+from protofed.federation.facts import DTYPES, Facts, discover
+from protofed.federation.model_fit import require_fit
+from protofed.federation.public_images import Public, make_public
 from protofed.federation.server import Server
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
-from protofed.runs.artifacts import Keeper
-from protofed.runs.records import Record, Records
 from protofed.tree import Slot, Tree
 
-if TYPE_CHECKING:
-    from protofed.runs.result import Result
+Record = dict[str, Any]
+"""What is recorded of a round."""
 
 NO_WEIGHTS = "nothing: no model is averaged"
 """What a run says of its averaging weights where there is nothing to average."""
@@ -51,8 +51,11 @@ Otherwise a round's time would grow with the clients that do not take part in it
 class Observer:
     """Watches a run; it sees everything and changes nothing."""
 
-    def start(self, federation: Federation, records: Records) -> None:
+    def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
+
+    def reply(self, round: int, name: str, message: Tree) -> None:
+        """Called with the message that a client of the round sent."""
 
     def client(self, round: int, done: int, total: int) -> None:
         """Called when a client of the round has finished."""
@@ -63,8 +66,8 @@ class Observer:
     def round(self, record: Record) -> None:
         """Called after each round."""
 
-    def end(self, result: Result) -> None:
-        """Called when the run is complete."""
+    def end(self, result: Any) -> None:
+        """Called with the run's ``Result`` when it is complete."""
 
 
 class Sites(Mapping[str, Site]):
@@ -110,11 +113,23 @@ class Federation:
     """A run in memory: the task split into clients, the server, the engine."""
 
     def __init__(
-        self, config: Config, task: Task | None = None, folder: Path | None = None
+        self,
+        config: Config,
+        task: Task | None = None,
+        folder: Path | None = None,
+        facts: Facts | None = None,
     ) -> None:
-        self.config = config
-        self.task = task or config_task(config)
+        self.asked = config
+        """The config as it was asked for."""
+        self.task = task or load_task(config.task, **task_settings(config))
+        config = config.for_task(self.task.info)
+        self.facts = facts or discover(config, self.task)
+        self.hash, self.name = self.facts.run_hash(config), self.facts.run_name(config)
+        self.config = config = self.facts.applied(config)
+        """The config with what was found: clients, device, precision, engine."""
         self.method = config.method
+        sizes = (len(self.task.classes), self.task.image_size, config.width, config.norm)
+        require_fit(self.method, config.models, *sizes)
         self.shares = make_shares(config, self.task)
         device = torch.device(config.device)
         self.models = client_models(config.model, [s.name for s in self.shares])
@@ -131,7 +146,6 @@ class Federation:
             name: tested_images(self.task, name, config.leave_out, device)
             for name in self.task.domains
         }
-        self.engine_name, self.engine_reason = choose(config.engine, config.device, config.workers)
         self.server = Server(
             self.method,
             network,
@@ -141,32 +155,22 @@ class Federation:
             seed=config.seed,
             participation=config.participation,
             average=config.average,
-            device=device if self.engine_name == "lanes" else "cpu",
+            device=device if config.engine == "lanes" else "cpu",
         )
         self.store = ClientStore(
             self._initial_client, folder / "clients" if folder else None, share=config.participation
         )
-        self.keeper = Keeper(config, folder)
         self.engine = build_engine(
-            self.engine_name, self.setup, self.make_networks, device, config.workers
+            config.engine, self.setup, self.make_networks, device, config.workers
         )
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
 
     def _public(self, device: torch.device) -> Public | None:
-        """The public images, which must be those that the configuration's hash stands for."""
         config, wanted = self.config, self.method.public_images
-        public = make_public(
+        return make_public(
             wanted, self.task, self.shares, config.seed, device, config.data, config.skip_bad
         )
-        if public is not None and public.digest != config.public_digest:
-            raise ProtofedError(
-                f"the public images are {told(public.digest)}, those of the configuration "
-                f"{told(config.public_digest)}",
-                "point public=folder:PATH or --data at the same files, or remove the "
-                "configuration's line 'public_digest'",
-            )
-        return public
 
     def make_network(self, model: str = "") -> Network:
         """A network to compute in, on the run's device, of that model (else the first)."""
@@ -199,19 +203,18 @@ class Federation:
         replies = self.engine.train(sites, received, self.store.get, round)
         for done, (name, reply) in enumerate(replies, start=1):
             server.accept(name, reply)
-            self.keeper.receive(round, name, reply.message, self.sizes.classes)
             self.store.stage(name, reply.mine, round)
             up += tree.nbytes(reply.message)
             steps += reply.steps
             told[name] = reply.losses
             for observer in observers:
+                observer.reply(round, name, reply.message)
                 observer.client(round, done, len(names))
         self._aggregate()
         require_finite(server.state.get("model", {}), f"round {round + 1}: the averaged model")
         self.store.accept()
         trained = time.perf_counter()
         scores = self.evaluate(observers)
-        self.keeper.write(self)
         accuracy = scores.pop("accuracy")
         return {
             "round": round,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from protofed import tree
-from protofed.config import UNHASHED, Config, short_task
+from protofed.config import SETTINGS, Config, short_task
+UNHASHED = [n for n, s in SETTINGS.items() if not s.numbers]
 from protofed.errors import ProtofedError
 from protofed.federation.client_state import ClientStore, Index
 from protofed.files import writing

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed import tree
-from protofed.config import Config, config_task, make_config
+from protofed.config import Config, make_config
 from protofed.data import DataMissing, outline
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.simulation import initial_network

@@ -7,28 +7,26 @@ work the same way, and ``compare`` and ``sweep`` write one. Unknown keys are err
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config
+from protofed.config import SETTINGS as RUN_SETTINGS
+from protofed.config import FORMAT, check_format, short_hash
 from protofed.errors import ProtofedError, unknown
 from protofed.methods import METHODS, method_class
+from protofed.toml import toml_text
 
 KINDS = ("table", "curves", "bars", "sweep", "tsne")
 
-SETTINGS = tuple(
-    f.name
-    for f in fields(Config)
-    if f.name not in ("task", "method", "seed", "digest", "public_digest")
-)
+SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
+"""The settings that a study may give; its seeds have a key of their own."""
 
 
 @dataclass(frozen=True)
@@ -150,17 +148,37 @@ class Study:
 
     def toml(self) -> str:
         """The study as TOML, with all that was changed on the command line."""
-        return dumps({"name": self.name, **self.raw})
+        return toml_text({"format": FORMAT, "name": self.name, **self.raw}, nested=("printed", "override"))
 
-    def overridden(self, on: str | None = None, settings: Mapping[str, Any] | None = None) -> Study:
-        """The study on another task, or with settings that win over all others."""
+    def overridden(
+        self,
+        on: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> Study:
+        """The study on another task, with settings that win over all others, or with
+        hyper-parameters of its methods (method → name → value)."""
         old = self.override
+        methods = {**old.get("options", {})}
+        for method, given in (options or {}).items():
+            methods[method] = {**methods.get(method, {}), **given}
         change = {
             "on": on or old.get("on"),
             "settings": {**old.get("settings", {}), **(settings or {})},
+            "options": methods,
         }
         change = {k: v for k, v in change.items() if v}
         return parse({**self.raw, "override": change} if change else self.raw, self.name)
+
+    def with_seeds(self, seeds: Sequence[int]) -> Study:
+        """The same study over these seeds."""
+        return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
+
+    @property
+    def hash(self) -> str:
+        """Stands for what the study asks for, its seeds aside: they may become more."""
+        asked = {k: v for k, v in self.raw.items() if k not in ("seeds", "title", "notes", "paper")}
+        return short_hash(json.loads(json.dumps(asked, default=str)))
 
 
 def point_label(label: str, point: Mapping[str, Any]) -> str:
@@ -215,6 +233,7 @@ def load(name: str) -> Study:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ProtofedError(f"study '{name}' is not valid TOML: {error}") from None
+    check_format(raw.pop("format", FORMAT), path)
     return parse(_completed(raw, where), where)
 
 
@@ -273,15 +292,16 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
-    sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
     baseline = raw.get("baseline", next((r.label for r in rows.values() if _plain(r)), None))
     if baseline is not None and (not isinstance(baseline, str) or baseline not in rows):
         raise unknown("row as baseline", baseline, rows)
     override = _table(raw, "override")
-    _only(override, ("on", "settings"), "key in [override]")
+    _only(override, ("on", "settings", "options"), "key in [override]")
     if "on" in override:
         _text(override, "on")
     _only(_table(override, "settings"), SETTINGS, "setting")
+    rows = _with_options(rows, _table(override, "options"))
+    sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
     tsne = _table(raw, "tsne")
     _only(tsne, ("domains", "rounds"), "key in [tsne]")
     _list(tsne, "domains", str)
@@ -346,6 +366,26 @@ def _row(label: str, raw: Any) -> Row:
     if not row.missing:
         method_class(row.method).create(row.options)
     return row
+
+
+def _with_options(
+    rows: Mapping[str, Row], options: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Row]:
+    """The rows with hyper-parameters of their methods that were given on the command line."""
+    methods = {row.method for row in rows.values()}
+    for method in options:
+        if method not in methods:
+            raise unknown("method of the study", method, methods)
+    return {
+        label: _row(label, {
+            "method": row.method,
+            "options": {**row.options, **given},
+            "settings": row.settings,
+        })
+        if (given := options.get(row.method))
+        else row
+        for label, row in rows.items()
+    }
 
 
 def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
@@ -449,40 +489,3 @@ def _text(raw: Mapping[str, Any], key: str, default: str | None = None) -> str:
 
 def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# ---- writing ------------------------------------------------------------------------------------
-
-
-def dumps(raw: Mapping[str, Any]) -> str:
-    """A dictionary as TOML that ``tomllib`` reads back as it was."""
-    flat = {k: v for k, v in raw.items() if not isinstance(v, Mapping)}
-    lines = [f"{_key(k)} = {_value(v)}" for k, v in flat.items()]
-    for section, table in raw.items():
-        if isinstance(table, Mapping):
-            lines += _section((section,), table)
-    return "\n".join(lines) + "\n"
-
-
-def _section(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
-    deep = path[0] == "printed" and len(path) == 1
-    lines = ["", f"[{'.'.join(map(_key, path))}]"]
-    lines += [f"{_key(k)} = {_value(v)}" for k, v in table.items() if not deep]
-    for name, inner in table.items() if deep else ():
-        lines += _section((*path, name), inner)
-    return lines
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _key(name: str) -> str:
-    plain = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
-    return name if plain else json.dumps(name, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""Many runs, each in a process of its own, and what a person sees of them.
+"""Many runs, each a ``protofed run`` in a process of its own, and what a person sees of them.
 
-What passes between the processes is the run's folder and its claim, nothing else: other processes
-and other machines may work on the same study folder at the same time.
+What passes between the processes is the run's folder. Several studies may use one pool at the same
+time: a folder that another process has locked is waited for.
 """
 
 from __future__ import annotations
@@ -25,46 +25,45 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.config import Config
-from protofed.errors import ProtofedError
+from protofed.errors import Busy, ProtofedError
 from protofed.observers.progress import accuracies, duration
-from protofed.runs.folder import begins_anew
-from protofed.runs.records import Records, read_records
-from protofed.runs.run import is_finished
-from protofed.studies.claims import holder
+from protofed.runs.folder import RunFolder
+from protofed.runs.records import Records
 from protofed.studies.render import natural_width
-from protofed.studies.worker import BUSY, claim_file, failed_file
 
 POLL_SECONDS = 0.3
-LOOK_SECONDS = 2.0
-"""How often is looked at runs that others have."""
+RETRY_SECONDS = 2.0
+"""How often a run that another process has is looked at."""
 SHOWN = 16
+"""More jobs than this are not shown one by one, only those that are running."""
+GPU_JOBS, GPU_CORES, GPU_BYTES = 2, 4, 16 << 30
 
 
 @dataclass
 class Job:
-    """A run to be done: waiting, running (here), elsewhere, done or failed."""
+    """A run to be done: waiting, running (here), elsewhere (in another process), done or failed."""
 
     name: str
     config: Config
-    folder: Path
+    folder: RunFolder
+    hash: str
     state: str = "waiting"
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
-    looked: float = float("-inf")
+    checked: float = float("-inf")
     before: int = 0
     stale: int = -1
-    """When the rounds of a run that begins anew were written: they are not this run's."""
+    """When the rounds of a run that starts over were written: they are not this run's."""
     records: Records = field(default_factory=Records)
-    told: int = 0
+    printed: int = 0
     message: str = ""
     tensorboard: bool = False
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the rounds that the run has by now."""
-        file = self.folder / "rounds.jsonl"
         with contextlib.suppress(ProtofedError, OSError):
-            if file.stat().st_mtime_ns != self.stale:
-                self.records = read_records(file)
+            if self.folder.rounds_written() != self.stale:
+                self.records = self.folder.records()
 
     @property
     def rounds(self) -> int:
@@ -89,8 +88,7 @@ class Job:
 def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
     """Do what is not done yet, ``at_once`` at a time; returns the jobs that failed.
 
-    A failing run does not stop the others. Runs that another process has are waited for, and taken
-    over if that process dies.
+    A failing run does not stop the others.
     """
     for job in jobs:
         _settle(job)
@@ -104,29 +102,43 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
     return [job for job in jobs if job.state == "failed"]
 
 
+def default_jobs(gpu: bool) -> int:
+    """Runs at a time: one for each core; on a GPU two, if there is room for a second.
+
+    A run alone leaves a GPU idle while it reads images, records its first epochs and writes files.
+    Each run has a process, and so a CUDA context, of its own.
+    """
+    cores = os.cpu_count() or 1
+    if not gpu:
+        return cores
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min(GPU_JOBS, cores // GPU_CORES, free // GPU_BYTES))
+
+
 def raise_failures(failed: Sequence[Job]) -> None:
     """One error for all failed runs."""
     if len(failed) == 1:
         raise ProtofedError(f"run {failed[0].name} failed: {failed[0].message}")
     if failed:
-        told = "; ".join(f"{job.name}: {job.message}" for job in failed[:3])
+        listed = "; ".join(f"{job.name}: {job.message}" for job in failed[:3])
         more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
-        raise ProtofedError(f"{len(failed)} runs failed: {told}{more}")
+        raise ProtofedError(f"{len(failed)} runs failed: {listed}{more}")
 
 
 def _settle(job: Job) -> None:
-    """Whether the run is done, or has diverged before."""
-    if is_finished(job.folder, job.config):
+    """Whether the run is done, or has diverged before: the same numbers would diverge again."""
+    if job.folder.is_finished(job.hash):
         job.state = "done"
-    elif failed_file(job.folder).is_file():
+    elif message := job.folder.diverged():
         job.state = "failed"
-        told = failed_file(job.folder).read_text("utf-8").strip()
-        job.message = f"{told} (not tried again while {failed_file(job.folder)} is there)"
+        job.message = f"{message} (to try again, delete {job.folder.path})"
 
 
 def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Console) -> None:
     began = time.perf_counter()
-    open_ = list(todo)
+    left = list(todo)
     live = Live(console=console, transient=True, refresh_per_second=4)
     with (
         _stopped_by_sigterm(),
@@ -134,27 +146,25 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
         live if console.is_terminal else contextlib.nullcontext(),
     ):
         try:
-            while open_:
-                _start_some(open_, Path(scratch), at_once, console)
-                if any(job.state in ("running", "elsewhere", "waiting") for job in open_):
+            while left:
+                _start_some(left, Path(scratch), at_once, console)
+                if any(job.state in ("running", "elsewhere", "waiting") for job in left):
                     time.sleep(POLL_SECONDS)
-                for job in open_:
+                for job in left:
                     if job.state == "running":
-                        job.look()
+                        job.refresh()
                         _poll(job, Path(scratch))
                 if console.is_terminal:
                     live.update(display(jobs, began, at_once, console))
                 else:
-                    _tell(open_, console)
-                open_ = [job for job in open_ if job.state not in ("done", "failed")]
+                    _print_rounds(left, console)
+                left = [job for job in left if job.state not in ("done", "failed")]
         finally:
-            running = [job for job in open_ if job.state == "running" and job.process]
-            for job in running:  # let them write a checkpoint
-                assert job.process is not None
-                job.process.terminate()
-            for job in running:
-                assert job.process is not None
-                job.process.wait()
+            running = [job.process for job in left if job.state == "running" and job.process]
+            for process in running:  # let them write a checkpoint
+                process.terminate()
+            for process in running:
+                process.wait()
 
 
 @contextlib.contextmanager
@@ -171,34 +181,33 @@ def _stopped_by_sigterm() -> Iterator[None]:
 
 
 def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Console) -> None:
-    """Fill the free places; what others have is only looked at now and then."""
+    """Fill the free places; what other processes have is only checked now and then."""
     free = at_once - sum(job.state == "running" for job in jobs)
     for job in jobs:
         if free <= 0:
             return
-        if job.state == "running" or time.perf_counter() - job.looked < LOOK_SECONDS:
+        if job.state == "running" or time.perf_counter() - job.checked < RETRY_SECONDS:
             continue
-        job.looked = time.perf_counter()
+        job.checked = time.perf_counter()
         _settle(job)  # another process may have finished it meanwhile
         if job.state in ("done", "failed"):
             continue
-        if other := holder(claim_file(job.folder)):
-            job.state, job.message = "elsewhere", str(other)
-            job.look()
+        if job.folder.is_locked():
+            job.state = "elsewhere"
+            job.refresh()
             continue
-        if begins_anew(job.folder, job.config):
-            _forget(job, console)
+        if job.folder.starts_over(job.hash):
+            _forget_rounds(job, console)
         _start(job, scratch, at_once)
         free -= 1
 
 
-def _forget(job: Job, console: Console) -> None:
-    """Say that a run stopped before its first checkpoint, and take its rounds for no progress."""
-    with contextlib.suppress(OSError):
-        job.stale = (job.folder / "rounds.jsonl").stat().st_mtime_ns
+def _forget_rounds(job: Job, console: Console) -> None:
+    """Say that a run stopped before its first checkpoint; its rounds are not progress."""
+    job.stale = job.folder.rounds_written()
     job.records = Records()
     console.print(
-        f"{job.name}: begins anew, there is no checkpoint in its folder to go on from",
+        f"{job.name}: starts over, there is no checkpoint in its folder to resume from",
         highlight=False,
         soft_wrap=True,
         markup=False,
@@ -206,17 +215,17 @@ def _forget(job: Job, console: Console) -> None:
 
 
 def _start(job: Job, scratch: Path, at_once: int) -> None:
-    config = scratch / f"{job.config.label}.toml"
+    config = scratch / f"{job.folder.path.name}.toml"
     config.write_text(job.config.toml(), encoding="utf-8")
-    command = [sys.executable, "-m", "protofed.studies.worker"]
+    command = [sys.executable, "-m", "protofed", "run", "--quiet", "--resume"]
     if job.config.workers is None:  # runs side by side share the cores
         command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
     command += ["--tensorboard"] * job.tensorboard
-    job.look()
+    job.refresh()
     job.started, job.before = time.perf_counter(), len(job.records)
     with _errors(job, scratch).open("wb") as file:
         job.process = subprocess.Popen(
-            [*command, "--config", str(config), "--out", str(job.folder)],
+            [*command, "--config", str(config), "--out", str(job.folder.path)],
             stdin=subprocess.DEVNULL,
             stderr=file,
         )
@@ -224,7 +233,7 @@ def _start(job: Job, scratch: Path, at_once: int) -> None:
 
 
 def _errors(job: Job, scratch: Path) -> Path:
-    return scratch / f"{job.config.label}.err"
+    return scratch / f"{job.folder.path.name}.err"
 
 
 def _poll(job: Job, scratch: Path) -> None:
@@ -234,7 +243,7 @@ def _poll(job: Job, scratch: Path) -> None:
         return
     if code == 0:
         job.state = "done"
-    elif code == BUSY:
+    elif code == Busy.exit_code:
         job.state = "waiting"
     else:
         text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
@@ -266,7 +275,7 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
     for job in shown:
         left = job.seconds_left
         state = {"running": duration(left) if left is not None else "starting"}
-        state["elsewhere"] = f"on {job.message}"
+        state["elsewhere"] = "in another process"
         average = f"{job.records[-1]['average']:.1f}" if job.records else ""
         table.add_row(
             escape(job.name),
@@ -298,17 +307,17 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
         return None
     mean = {task: sum(s) / len(s) for task, s in took.items()}
     overall = sum(mean.values()) / len(mean)
-    open_ = [job for job in jobs if job.state not in ("done", "failed")]
+    unfinished = [job for job in jobs if job.state not in ("done", "failed")]
     work = sum(
-        (job.config.rounds - job.rounds) * mean.get(job.config.task, overall) for job in open_
+        (job.config.rounds - job.rounds) * mean.get(job.config.task, overall) for job in unfinished
     )
-    return work / max(1, min(at_once, len(open_)))
+    return work / max(1, min(at_once, len(unfinished)))
 
 
-def _tell(jobs: Sequence[Job], console: Console) -> None:
+def _print_rounds(jobs: Sequence[Job], console: Console) -> None:
     """A line for each new round, where there is no terminal."""
     for job in jobs:
-        if job.process is not None and len(job.records) > job.told:  # not one of another process
+        if job.process is not None and len(job.records) > job.printed:  # not of another process
             left = job.seconds_left
             console.print(
                 f"{job.name}  round {len(job.records)}/{job.config.rounds}  "
@@ -317,4 +326,4 @@ def _tell(jobs: Sequence[Job], console: Console) -> None:
                 soft_wrap=True,
                 markup=False,
             )
-            job.told = len(job.records)
+            job.printed = len(job.records)

@@ -1,0 +1,161 @@
+"""``protofed run``: one method on one task."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from protofed.cli.options import (
+    RUNS_PANEL,
+    MethodOption,
+    PoolOption,
+    SetOption,
+    TaskOption,
+    with_settings,
+)
+from protofed.cli.parse import assignments
+from protofed.cli.show import console, print_results
+from protofed.errors import ProtofedError
+
+
+@with_settings()
+def run(
+    *,
+    task: TaskOption = None,
+    method: MethodOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file, e.g. another run's config.toml; options given here win."),
+    ] = None,
+    set_: SetOption = None,
+    pool: PoolOption = Path("runs"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=RUNS_PANEL,
+            help="The run's folder; default: one named after the run in the pool.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", rich_help_panel=RUNS_PANEL, help="Resume from the folder's checkpoint."
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", rich_help_panel=RUNS_PANEL, help="Start over in a folder with a run."
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", rich_help_panel=RUNS_PANEL, help="Print only errors.")
+    ] = False,
+    tensorboard: Annotated[
+        bool,
+        typer.Option(
+            "--tensorboard",
+            rich_help_panel=RUNS_PANEL,
+            help="Write every round for TensorBoard, live.",
+        ),
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            rich_help_panel=RUNS_PANEL,
+            help="Record what each thread and the GPU do in the second round: a Chrome trace, "
+            "trace.json.gz, in the run's folder.",
+        ),
+    ] = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run one method on one task and keep everything in a folder.
+
+    Without --config and options this is FedAvg on glyphs. Ctrl-C writes a checkpoint; the same
+    command with --resume continues from it and ends with the very same numbers.
+    """
+    from protofed.config import merged_config, task_settings
+    from protofed.data import load_task
+    from protofed.federation.facts import discover
+    from protofed.federation.simulation import Observer
+    from protofed.observers.progress import RunProgress
+    from protofed.runs import RunFolder, load_run
+    from protofed.runs import run as run_federation
+
+    asked = merged_config(config, task, method, assignments(set_), settings)
+    loaded = load_task(asked.task, **task_settings(asked))
+    complete = asked.for_task(loaded.info)
+    facts = discover(complete, loaded)
+    folder = RunFolder(out or pool / facts.run_name(complete))
+    if folder.is_finished(facts.run_hash(complete)) and not overwrite:
+        if profile:
+            raise ProtofedError(
+                f"'{folder.path}' already holds this run, complete: there is no round to record",
+                "--overwrite runs it again, --out takes another folder",
+            )
+        if not quiet:
+            console.print(f"{folder.path} already holds this run, complete:")
+            print_results([load_run(folder.path, model=False)])
+        return
+    if resume and not quiet and folder.is_unstarted(asked):
+        console.print(f"no checkpoint in {folder.path} to resume from: the run starts over")
+    observers: list[Observer] = [] if quiet else [RunProgress(console)]
+    if tensorboard:
+        from protofed.observers.tensorboard import TensorBoard
+
+        observers.append(TensorBoard(folder.path))
+    recorder = None
+    if profile:
+        from protofed.observers.profile import Profile
+
+        recorder = Profile(folder.path)
+        observers.append(recorder)
+    with stopped_by_sigterm():
+        result = run_federation(
+            config=asked,
+            task=loaded,
+            out=folder.path,
+            resume=resume,
+            overwrite=overwrite,
+            observers=observers,
+        )
+    if quiet:
+        return
+    folder.write("curves.png", result.plot())
+    print_results([result])
+    console.print(f"model, rounds, curves.png and config.toml are in [bold]{folder.path}[/bold]")
+    if recorder is not None:
+        console.print(
+            f"round {recorder.recorded} is recorded in [bold]{recorder.path}[/bold]: open it in a "
+            "browser at ui.perfetto.dev or chrome://tracing",
+            soft_wrap=True,
+        )
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which batch systems send, stops as Ctrl-C does; a second signal is ignored.
+
+    A study passes Ctrl-C on to its runs, which have it from the terminal already; a checkpoint is
+    being written then.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,59 @@
+"""Whether clients with different models can be one federation of a method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from protofed.errors import ProtofedError
+from protofed.method import Entry, Method, Sizes
+from protofed.methods import METHODS
+from protofed.models import Network, build, entries
+
+
+def require_fit(
+    method: Method,
+    names: Sequence[str],
+    classes: int,
+    image_size: int,
+    width: int | None,
+    norm: str | None,
+) -> None:
+    """An error if clients with these models cannot be one federation of the method."""
+    if len(names) < 2:
+        return
+    with torch.random.fork_rng(devices=[]):  # networks to look at: none of their draws count
+        backbones = {n: build(n, classes, image_size, width, norm) for n in names}
+        sizes = {n: b.features for n, b in backbones.items()}
+        if len(set(sizes.values())) > 1:
+            each = ", ".join(f"{n} has {d}" for n, d in sizes.items())
+            raise ProtofedError(
+                f"the clients' models must have features of the same size: {each}",
+                "choose other models, or a --width that makes them equal (a ResNet has 8 × width)",
+            )
+        common = Sizes(classes, next(iter(sizes.values())), image_size)
+        if _fits(method, backbones, common):
+            return
+        able = [n for n, cls in METHODS.items() if _fits(cls().apart(), backbones, common)]
+        able = [f"{n} as it is by default" if n == method.name else n for n in able]
+    raise ProtofedError(
+        f"{method.name} sends whole models, or parts that differ between {' and '.join(names)}: "
+        "it needs the same model at all clients",
+        f"methods that can: {', '.join(able)}; or give one --model",
+    )
+
+
+def _fits(method: Method, backbones: Mapping[str, Network], sizes: Sizes) -> bool:
+    """Whether what travels of the models is the same in all of them."""
+    traveling = [_traveling(method, method.network(b, sizes)) for b in backbones.values()]
+    return all(entries == traveling[0] for entries in traveling)
+
+
+def _traveling(method: Method, network: Network) -> dict[str, torch.Size]:
+    state = network.state_dict()
+    return {
+        name: state[name].shape
+        for name, kind in entries(network).items()
+        if method.shared(Entry(name, kind)) != "no"
+    }
