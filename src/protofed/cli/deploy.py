@@ -183,10 +183,13 @@ def site(
     join(home, patience, _say)
 
 
-@deploy_app.command()
+@deploy_app.command(context_settings=HELP)
+@with_settings(only=DEPLOYED)
 def start(
+    *,
     folder: DirOption = Path(),
-    method: Annotated[str | None, typer.Option(help="A method's name.")] = None,
+    method: MethodOption = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file; options here win.")] = None,
     set_: SetOption = None,
     public: Annotated[
         Path | None,
@@ -197,63 +200,30 @@ def start(
             "site with others is refused.",
         ),
     ] = None,
-    skip_bad: SkipBadOption = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of start and training.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file; options here win.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start the run anew.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start the run over.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show the log until the run ends.")] = False,
-    protocol: ProtocolOption = None,
-    rounds: RoundsOption = None,
-    epochs: EpochsOption = None,
-    batch: BatchOption = None,
-    lr: LrOption = None,
-    momentum: MomentumOption = None,
-    weight_decay: DecayOption = None,
-    model: ModelOption = None,
-    width: WidthOption = None,
-    norm: NormOption = None,
-    samples: SamplesOption = None,
-    participation: ParticipationOption = None,
-    average: AverageOption = None,
-    precision: PrecisionOption = None,
-    flip: FlipOption = None,
-    augment: AugmentOption = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option("--checkpoint-every", help="Rounds between checkpoints.")
-    ] = None,
+    settings: dict[str, Any],
 ) -> None:
     """Start a run on the server; sites take part as they are connected."""
     _need_flower()
-    from protofed.cli.parse import assignments, per_domain
-    from protofed.deploy import operator as deploy
+    from protofed.deploy import operator
     from protofed.deploy.members import FILE, read_members
-    from protofed.federation.public_images import told
 
-    given: dict[str, Any] = {
-        "seed": seed, "protocol": protocol, "rounds": rounds, "epochs": epochs, "batch": batch,
-        "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "model": model,
-        "width": width, "norm": norm, "participation": participation, "average": average,
-        "precision": precision, "flip": flip, "augment": augment,
-        "checkpoint_every": checkpoint_every, "skip_bad": skip_bad,
-        "samples": per_domain("samples", samples) if samples else None,
-    }  # fmt: skip
-    home = deploy.server_folder(folder)
+    home = operator.server_folder(folder)
     members = read_members(home / FILE)
-    settings = {k: v for k, v in given.items() if v is not None}
-    options = assignments(set_)
-    complete, task = deploy.run_config(members, config, method, options, settings, public)
-    if complete.public_digest is not None:
-        _say(f"public: {told(complete.public_digest)}")
-    out = deploy.run_folder(home, complete)
+    run = operator.plan_run(members, config, method, assignments(set_), settings, public)
+    if run.facts.public_digest is not None:
+        say(f"public: {describe_digest(run.facts.public_digest)}")
+    out = operator.run_folder(home, run)
     log = out.parent / f"{out.name}.log"
-    number = deploy.start(home, complete, task, resume, overwrite)
-    _say(f"run {number} is started; results: {out}, log: {log}")
+    number = operator.start(home, run, resume, overwrite)
+    say(f"run {number} is started; results: {out}, log: {log}")
     if wait:
         try:
-            status = deploy.follow(home, number, log, _say)
+            status = operator.follow(home, number, log, say)
         except KeyboardInterrupt:  # only the watching ends
-            _say(f"run {number} goes on; protofed deploy status shows it, deploy stop ends it")
+            say(f"run {number} continues; protofed deploy status shows it, deploy stop ends it")
             return
         if not status.startswith("finished:completed"):
             raise ProtofedError(f"run {number} has ended: {status}", f"see {log}")

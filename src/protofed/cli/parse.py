@@ -1,15 +1,10 @@
-"""What a person typed, as values; and tables as they are printed."""
+"""What a person typed, as values."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
 
 from protofed.config import SETTINGS
 from protofed.errors import ProtofedError, unknown
@@ -78,56 +73,32 @@ def at_least_one(**numbers: int | None) -> None:
             raise ProtofedError(f"--{name} must be at least 1, got {number}")
 
 
-@contextmanager
-def told(console: Console) -> Iterator[Callable[[str], None]]:
-    """Shows what is under way: in place on a terminal, else a line for what takes long."""
-    with console.status("") if console.is_terminal else nullcontext() as live:
-
-        def tell(text: str) -> None:
-            if live is not None:
-                live.update(escape(text))
-            elif not text.startswith(("drawing", "reading", "packing")):
-                console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-        yield tell
+def parse_shard(text: str | None) -> tuple[int, int]:
+    """``2/5`` as (2, 5); nothing is the whole: (1, 1)."""
+    if text is None:
+        return 1, 1
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ProtofedError(f"cannot read --shard '{text}'", "write --shard 1/4, up to 4/4")
+    return int(part), int(parts)
 
 
-def print_table(console: Console, header: Sequence[str], body: Any, caption: str) -> None:
-    """A table with its caption below."""
-    from protofed.studies.render import to_terminal
-
-    # where there is no terminal there is no width to keep to either
-    wide = console if console.is_terminal else Console(file=console.file, width=400)
-    for part in to_terminal(header, body, wide):
-        console.print()
-        wide.print(part)
-    console.print(f"[dim]{escape(caption)}[/dim]")
-
-
-def print_outcome(
-    console: Console,
-    study: Any,
-    folder: Path,
-    names: Sequence[str],
-    failed: Sequence[Any],
-    tasks: Sequence[str] = (),
-) -> None:
-    """What a study gave: the tables that have runs, where the files are, and what failed."""
-    from protofed.studies.execution import raise_failures
-    from protofed.studies.folder import make_tables
-
-    print_study(console, study, [t for t in make_tables(study, folder, tasks) if t.runs])
-    if names:
-        console.print(f"{', '.join(names)} and the runs are in [bold]{folder}[/bold]")
-    raise_failures(failed)
+def words(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names separated by commas; some of the known ones have commas of their own."""
+    parts = [n.strip() for n in (text or "").split(",") if n.strip()]
+    found = []
+    while parts:
+        joined = ((end, ", ".join(parts[:end])) for end in range(len(parts), 0, -1))
+        end, name = next(((e, n) for e, n in joined if n in known), (1, parts[0]))
+        found.append(name)
+        parts = parts[end:]
+    return tuple(found)
 
 
-def print_study(console: Console, study: Any, made: Sequence[Any]) -> None:
-    """The tables of a study."""
-    for table in made:
-        if len(made) > 1:
-            console.print(f"\n[bold]{escape(table.task)}[/bold]")
-        header, body = table.grid()
-        print_table(console, header, body, table.caption)
-        for note in table.notes:
-            console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """``tau=0.02,0.05`` as a name and its values."""
+    name, equals, values = text.partition("=")
+    found = [value(w.strip()) for w in values.split(",") if w.strip()]
+    if not equals or not found:
+        raise ProtofedError(f"cannot read --over '{text}'", "write --over tau=0.02,0.05")
+    return name.strip(), found

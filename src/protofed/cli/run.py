@@ -20,7 +20,7 @@ from protofed.cli.options import (
     with_settings,
 )
 from protofed.cli.parse import assignments
-from protofed.cli.show import console, print_results
+from protofed.cli.output import console, print_results
 from protofed.errors import ProtofedError
 
 

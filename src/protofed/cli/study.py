@@ -1,60 +1,53 @@
-"""``protofed study``, ``sweep`` and ``show``: many runs, and a look at one."""
+"""``protofed study``: the papers' tables and figures, and studies of one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from protofed.cli.compare import finish
 from protofed.cli.options import (
-    DataOption,
-    DeviceOption,
-    FollowOption,
+    HELP,
+    RUNS_PANEL,
     ImagesOption,
-    PrecisionOption,
-    RoundsOption,
-    TaskOption,
+    JobsOption,
+    PoolOption,
+    SetOfMethodOption,
+    ShardOption,
+    TensorBoardOption,
+    with_settings,
 )
-from protofed.cli.parse import at_least_one, print_outcome, print_study, settings, told, value
-from protofed.errors import ProtofedError
+from protofed.cli.output import console, print_table, print_tables, status
+from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, words
 
 if TYPE_CHECKING:
     from protofed.studies.definition import Study
 
-console = Console()
 study_app = typer.Typer(
     name="study",
     no_args_is_help=True,
-    help="The papers' tables and figures, and studies of your own: list, show, run, table.",
+    context_settings=HELP,
+    help="The papers' tables and figures, and studies of your own: list, show, run, table, pack.",
 )
 
 NameArgument = Annotated[str, typer.Argument(help="A built-in study, or a TOML file of your own.")]
-OutOption = Annotated[Path | None, typer.Option(help="The study's folder; default: runs/NAME.")]
-JobsOption = Annotated[
-    int | None,
-    typer.Option(help="Runs at a time; default: one for each core, or two on a GPU with room."),
+FolderArgument = Annotated[
+    str, typer.Argument(help="The study's folder, or its name: then runs/NAME.")
 ]
 TasksOption = Annotated[
-    str | None, typer.Option(metavar="T,...", help="Only these tasks of the study.")
+    str | None, typer.Option("--tasks", metavar="T,...", help="Only these tasks of the study.")
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands of this file to the command line."""
-    app.add_typer(study_app)
-    app.command()(sweep)
-    app.command()(show)
-
-
-@study_app.command("list")
+@study_app.command("list", context_settings=HELP)
 def list_() -> None:
     """List the built-in studies, and what this version lacks to run them."""
     from protofed.studies.definition import builtin, load
+    from protofed.studies.plan import plan
 
     table = Table("study", "what it shows", "tasks", "runs", box=None, header_style="bold")
     for name in builtin():
@@ -62,7 +55,8 @@ def list_() -> None:
         lacks = [*study.missing, *_lacking_rows(study)]
         what = study.title.partition(": ")[2] or study.title  # its name says the rest
         title = escape(what) + "".join(f"\n[yellow]{escape(w)}[/]" for w in lacks)
-        table.add_row(name, title, ", ".join(study.tasks), str(_runs(study)))
+        runs = len({run.config.hash for run in plan(study)})
+        table.add_row(name, title, ", ".join(study.tasks), str(runs))
     console.print(table)
     console.print(
         "[dim]protofed study show NAME: its rows, the paper's numbers, what to know; "
@@ -70,14 +64,12 @@ def list_() -> None:
     )
 
 
-@study_app.command("show")
+@study_app.command("show", context_settings=HELP)
 def show_study(name: NameArgument) -> None:
     """Show a study: rows, settings, the numbers the paper prints, and what to know about them."""
-    from protofed.cli.parse import print_table
     from protofed.studies.definition import load
-    from protofed.studies.folder import TaskTable
-    from protofed.studies.plan import columns, study_tasks
-    from protofed.studies.tables import row
+    from protofed.studies.plan import columns, plan, study_tasks
+    from protofed.studies.tables import TableRow, printed_grid
 
     study = load(name)
     console.print(f"[bold]{escape(study.title)}[/bold]\n{escape(study.paper)}", highlight=False)
@@ -86,14 +78,15 @@ def show_study(name: NameArgument) -> None:
     table = Table("row", "method", "hyper-parameters and settings", "", box=None)
     for line in study.rows.values():
         given = {**line.options, **line.settings}
-        words = ", ".join(f"{k}={v}" for k, v in given.items())
-        table.add_row(escape(line.label), line.method, escape(words), f"[yellow]{line.missing}[/]")
+        text = ", ".join(f"{k}={v}" for k, v in given.items())
+        table.add_row(escape(line.label), line.method, escape(text), f"[yellow]{line.missing}[/]")
     console.print(table)
     for swept in study.sweeps:
         over = "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in swept.over.items())
         console.print(escape(f"swept: {over} (of {', '.join(swept.rows)})"), highlight=False)
     seeds = ", ".join(map(str, study.seeds))
-    console.print(f"seeds {seeds}; {_runs(study)} runs in all", highlight=False)
+    runs = len({run.config.hash for run in plan(study)})
+    console.print(f"seeds {seeds}; {runs} runs in all", highlight=False)
     shared = ", ".join(f"{k}={v}" for k, v in study.settings.items())
     for task in study_tasks(study):
         own = ", ".join(f"{k}={v}" for k, v in task.settings.items())
@@ -102,25 +95,22 @@ def show_study(name: NameArgument) -> None:
             highlight=False,
         )
         printed = study.printed.get(task.name, {})
-        lines = [
-            row(label, {}, {}, paper=p.values, paper_std=p.std) for label, p in printed.items()
+        rows = [
+            TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed.items()
         ]
-        if lines:
-            paper = TaskTable(task.name, columns(study, task), lines, study.baseline or "", "", ())
-            header, body = paper.grid()
-            # the lines of the paper alone, under the rows' names
-            body = [
-                [own[0], *theirs[1:]] for own, theirs in zip(body[::2], body[1::2], strict=True)
-            ]
-            print_table(console, header, body, "printed by the paper")
-        for note in task.notes:
+        if rows:
+            print_table(
+                *printed_grid(rows, columns(study, task), study.baseline or ""),
+                "printed by the paper",
+            )
+        for note in (*task.notes, *study.notes):
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
-    for note in study.notes:
-        console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
 
 
-@study_app.command("run")
+@study_app.command("run", context_settings=HELP)
+@with_settings(exclude=("seed",))
 def run_(
+    *,
     name: NameArgument,
     tasks: TasksOption = None,
     methods: Annotated[
@@ -128,237 +118,128 @@ def run_(
         typer.Option(metavar="M,...", help="Only these rows, by their labels or their methods."),
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="Number of seeds, from 0 on.")] = None,
-    rounds: RoundsOption = None,
     on: Annotated[
         str | None,
         typer.Option(
             "--on", metavar="TASK", help="Another task in place of the study's: --on glyphs."
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
+    set_: SetOfMethodOption = None,
+    pool: PoolOption = Path("runs"),
+    out: Annotated[
+        Path | None,
         typer.Option(
-            "--set", metavar="NAME=VALUE", help="A setting for all runs, e.g. epochs=2; repeatable."
+            rich_help_panel=RUNS_PANEL,
+            help="Folder of the tables and figures; default: runs/NAME, with a hash where options "
+            "change the study.",
         ),
     ] = None,
-    out: OutOption = None,
     jobs: JobsOption = None,
-    data: DataOption = None,
-    device: DeviceOption = None,
-    precision: PrecisionOption = None,
-    tensorboard: FollowOption = False,
+    shard: ShardOption = None,
+    tensorboard: TensorBoardOption = False,
+    settings: dict[str, Any],
 ) -> None:
     """Run a study, or what is left of it, and write its tables and figures.
 
-    Runs that are complete, here or in the folder of a study beside this one, are not done again;
-    interrupted ones go on. Several processes or machines may run the same study in the same
-    folder: no run is done twice.
+    Runs that the pool already has, from whatever command, are not done again; interrupted ones
+    resume. Settings that are given here hold for all runs of the study.
     """
-    from dataclasses import replace
-
-    from protofed.studies.compare import outside, run_study
+    from protofed.methods import method_class
     from protofed.studies.definition import load
-    from protofed.studies.folder import with_seeds_of
+    from protofed.studies.launch import run_study
     from protofed.studies.plan import Selection
 
     at_least_one(seeds=seeds, jobs=jobs)
+    part = parse_shard(shard)
     study = load(name)
-    given = {"rounds": rounds, "device": device, "precision": precision, "data": data}
-    changed = settings(set_) | {k: v for k, v in given.items() if v is not None}
-    if on is not None or changed:
-        study = study.overridden(on, changed)
-    now = tuple(range(seeds)) if seeds is not None else study.seeds
-    folder = out or _folder(study)
-    study = with_seeds_of(folder, replace(study, seeds=now, raw={**study.raw, "seeds": list(now)}))
-    chosen = Selection(_names(tasks), _names(methods, [n.label for n in study.lines]), now)
-    if others := outside(study, folder):
-        console.print(
-            f"[yellow]{others} finished runs in {escape(str(folder))} were asked for with other "
-            "settings: they stay, but are not in these tables[/yellow] (give the same options, or "
-            "another --out)",
-            highlight=False,
-            soft_wrap=True,
-        )
-    names, failed = run_study(study, folder, jobs, console, chosen, tensorboard)
-    print_outcome(console, study, folder, names, failed, chosen.tasks)
-    if study.kind == "tsne":
-        console.print(f"the t-SNE figures: protofed report {folder} -o report.html")
+    plain = study.hash
+    known = {row.method: row.method for row in study.rows.values() if not row.missing}
+    known |= {method_class(m).name: m for m in known}
+    study = study.overridden(on, settings, by_method(assignments(set_), known))
+    chosen = Selection(
+        words(tasks),
+        words(methods, [line.label for line in study.lines]),
+        tuple(range(seeds)) if seeds is not None else study.seeds,
+    )
+    study = study.with_seeds(chosen.seeds)
+    place = f"-on-{on.replace(':', '-').replace('/', '-')}" if on else ""
+    changed = f"-{study.hash}" if study.hash != study_hash_on(study, on, plain) else ""
+    path = out or pool / f"{study.name}{place}{changed}"
+    failed = run_study(
+        study, pool, console, jobs=jobs, selection=chosen, shard=part, tensorboard=tensorboard
+    )
+    finish(path, study, pool, failed, shard)
+    if study.kind == "tsne" and shard is None:
+        console.print(f"the t-SNE figures: protofed report {path} -o report.html")
 
 
-@study_app.command("table")
+def study_hash_on(study: Study, on: str | None, plain: str) -> str:
+    """The hash the study has if nothing but its task was changed."""
+    from protofed.studies.definition import load
+
+    if on is None:
+        return plain
+    without = {k: v for k, v in study.raw.items() if k != "override"}
+    from protofed.studies.definition import parse
+
+    return parse(without, study.name).overridden(on).hash
+
+
+@study_app.command("table", context_settings=HELP)
 def table_(
-    name: Annotated[str, typer.Argument(help="The study; with --out only its folder counts.")],
-    out: OutOption = None,
+    folder: FolderArgument,
     form: Annotated[
         str, typer.Option("--format", help="terminal, markdown, csv or latex.")
     ] = "terminal",
     tasks: TasksOption = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Also write the tables and figures into the folder.")
+    ] = False,
 ) -> None:
-    """Print a study's tables from what its folder holds by now; what is missing is shown as —."""
+    """Print a study's tables from what its pool holds by now; what is missing is shown as —."""
     from protofed.errors import unknown
-    from protofed.studies.folder import make_tables, open_study, to_text
-    from protofed.studies.render import FORMATS
+    from protofed.report.study_figures import write_figures
+    from protofed.studies.folder import FORMATS, StudyFolder, to_text
 
-    if form not in FORMATS:
-        raise unknown("format", form, FORMATS)
-    folder = out or _study_folder(name)
-    study = open_study(folder)
-    made = make_tables(study, folder, _names(tasks))
-    _tell_outside(study, folder)
+    if form not in ("terminal", *FORMATS):
+        raise unknown("format", form, ("terminal", *FORMATS))
+    found = StudyFolder.open(_study_folder(folder))
+    made = found.tables(words(tasks))
     if form == "terminal":
-        print_study(console, study, made)
+        print_tables(made)
     else:
-        print(to_text(study, made, form), end="")
+        print(to_text(found.study, made, form), end="")
+    if write:
+        every = found.tables()
+        names = found.write_tables() + write_figures(found, every)
+        console.print(f"{', '.join(names)} are in [bold]{escape(str(found.path))}[/bold]")
 
 
-@study_app.command("pack")
+@study_app.command("pack", context_settings=HELP)
 def pack_(
-    name: Annotated[str, typer.Argument(help="The study; with --out only its folder counts.")],
+    folder: FolderArgument,
     to: Annotated[Path, typer.Option("--to", help="The new folder, e.g. results/NAME.")],
-    out: OutOption = None,
     images: ImagesOption = 500,
 ) -> None:
-    """Copy a study to keep it: configurations, summaries, compressed rounds, tables, report.
+    """Pack a study into a few small files: its definition, its runs, its table, its pictures.
 
-    Models, checkpoints and images stay behind. The tables and the report, with what it shows of
-    the models, can be made again from the copy.
+    Models, checkpoints and images stay behind. Tables and the report, with what it shows of the
+    models, can be made again from the packed study.
     """
-    from protofed.studies.folder import open_study
-    from protofed.studies.pack import pack
+    from protofed.report.pack import pack
 
-    folder = out or _study_folder(name)
-    with told(console) as tell:
-        packed = pack(folder, to, images, tell)
-    _tell_outside(open_study(folder), folder)
+    with status() as tell:
+        packed = pack(_study_folder(folder), to, images, tell)
     console.print(
-        f"{packed.runs} runs, their tables, figures and report.html "
-        f"({packed.report / 1e6:.1f} MB) are in [bold]{escape(str(to))}[/bold], "
-        f"{packed.size / 1e6:.1f} MB in all",
+        f"{packed.runs} runs with their tables and figures are in [bold]{escape(str(to))}[/bold], "
+        f"{packed.size / 1e6:.1f} MB in all; protofed report {escape(str(to))} shows them",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def sweep(
-    over: Annotated[
-        list[str],
-        typer.Option(
-            "--over",
-            metavar="NAME=V,V,...",
-            help="A hyper-parameter of the method, or a setting, and its values; given twice: a "
-            "grid.",
-        ),
-    ],
-    task: TaskOption = None,
-    method: Annotated[
-        str, typer.Option(help="A method's name, or path/to/file.py:Class.")
-    ] = "fedavg",
-    against: Annotated[
-        str | None, typer.Option(help="Another method, not swept, as a dashed line.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Number of seeds, from 0 on.")] = 1,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A hyper-parameter of the method, or else a setting of all runs; repeatable.",
-        ),
-    ] = None,
-    rounds: RoundsOption = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The folder; default: runs/sweep-<task>-<method>-<names>.")
-    ] = None,
-    jobs: JobsOption = None,
-    data: DataOption = None,
-    device: DeviceOption = None,
-    precision: PrecisionOption = None,
-    tensorboard: FollowOption = False,
-) -> None:
-    """Run a method over values of a parameter (a line), or of two (a heat map), with a table.
-
-    Of three parameters and more there is the table alone.
-
-    [bold]protofed sweep --task glyphs --method fpl --over tau=0.02,0.05,0.1[/bold]
-    """
-    from protofed.config import short_task
-    from protofed.methods import method_class
-    from protofed.studies.compare import adhoc, run_study
-
-    task = task or "glyphs"
-    at_least_one(seeds=seeds, jobs=jobs)
-    grid: dict[str, list[Any]] = {}
-    for name, values in map(_values, over):
-        grid.setdefault(name, []).extend(values)
-    own = method_class(method).name
-    typed = settings(set_)
-    options = {k: v for k, v in typed.items() if k in method_class(method).hypers()}
-    given = {"rounds": rounds, "device": device, "precision": precision, "data": data}
-    shared = {k: v for k, v in typed.items() if k not in options}
-    shared |= {k: v for k, v in given.items() if v is not None}
-    rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    if against is not None and method_class(against).name != own:
-        rows[method_class(against).name] = (against, {})
-    rows[own] = (method, options)
-    title = f"{own} over {' and '.join(grid)}"
-    swept = [{"over": grid, "rows": [own]}]
-    study = adhoc("sweep", title, task, rows, range(seeds), shared, swept)
-    folder = out or Path("runs") / f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}"
-    names, failed = run_study(study, folder, jobs, console, tensorboard=tensorboard)
-    print_outcome(console, study, folder, names, failed)
-
-
-def show(
-    run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")],
-) -> None:
-    """Print a run's summary, with the course of every domain's accuracy as a sparkline."""
-    from protofed.studies.show import lines
-
-    for text in lines(run):
-        console.print(text, highlight=False, soft_wrap=True)
-
-
-def _values(text: str) -> tuple[str, list[Any]]:
-    name, equals, words = text.partition("=")
-    found = [value(w.strip()) for w in words.split(",") if w.strip()]
-    if not equals or not found:
-        raise ProtofedError(f"cannot read --over '{text}'", "write --over tau=0.02,0.05")
-    return name.strip(), found
-
-
-def _names(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names separated by commas; of the known ones some have commas of their own."""
-    parts = [n.strip() for n in (text or "").split(",") if n.strip()]
-    found = []
-    while parts:
-        joined = ((end, ", ".join(parts[:end])) for end in range(len(parts), 0, -1))
-        end, name = next(((e, n) for e, n in joined if n in known), (1, parts[0]))
-        found.append(name)
-        parts = parts[end:]
-    return tuple(found)
-
-
-def _tell_outside(study: Study, folder: Path) -> None:
-    """Say on stderr that runs are left out: a table may be read by a program."""
-    from protofed.studies.compare import outside
-
-    if others := outside(study, folder):
-        Console(stderr=True).print(
-            f"[yellow]{others} finished runs in {escape(str(folder))} are left out:[/yellow] they "
-            "were asked for with other settings, or a method's file has changed since",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
 def _study_folder(name: str) -> Path:
     return Path(name) if Path(name).is_dir() else Path("runs") / Path(name).stem
-
-
-def _folder(study: Study) -> Path:
-    on = study.override.get("on")
-    return Path("runs") / (f"{study.name}-on-{on.replace(':', '-').replace('/', '-')}" if on
-                           else study.name)  # fmt: skip
 
 
 def _lacking_rows(study: Study) -> list[str]:
@@ -369,13 +250,3 @@ def _lacking_rows(study: Study) -> list[str]:
     for label, why in study.missing_rows.items():
         found.setdefault(why, []).append(label)
     return [f"{', '.join(labels)}: {why}" for why, labels in found.items()]
-
-
-def _runs(study: Study) -> int:
-    from protofed.data import DataMissing
-    from protofed.studies.plan import cells
-
-    try:
-        return len({cell.key for cell in cells(study)})
-    except DataMissing:
-        return 0

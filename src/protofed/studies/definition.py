@@ -177,7 +177,7 @@ class Study:
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
-        asked = {k: v for k, v in self.raw.items() if k not in ("seeds", "title", "notes", "paper")}
+        asked = {k: v for k, v in self.raw.items() if k not in ("seeds", "title", "notes", "paper", "name", "pool")}
         return short_hash(json.loads(json.dumps(asked, default=str)))
 
 
@@ -195,7 +195,7 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "tsne", "override",
+    "sweep", "printed", "baseline", "tsne", "override", "pool",
 )  # fmt: skip
 
 

@@ -58,6 +58,9 @@ class Job:
     printed: int = 0
     message: str = ""
     tensorboard: bool = False
+    overwrite: bool = False
+    """Run it again although it is complete: it has not kept what is asked for."""
+    gpu: bool = False
 
     def refresh(self) -> None:
         """Read the rounds that the run has by now."""
@@ -129,7 +132,7 @@ def raise_failures(failed: Sequence[Job]) -> None:
 
 def _settle(job: Job) -> None:
     """Whether the run is done, or has diverged before: the same numbers would diverge again."""
-    if job.folder.is_finished(job.hash):
+    if job.folder.is_finished(job.hash) and not job.overwrite:
         job.state = "done"
     elif message := job.folder.diverged():
         job.state = "failed"
@@ -217,7 +220,8 @@ def _forget_rounds(job: Job, console: Console) -> None:
 def _start(job: Job, scratch: Path, at_once: int) -> None:
     config = scratch / f"{job.folder.path.name}.toml"
     config.write_text(job.config.toml(), encoding="utf-8")
-    command = [sys.executable, "-m", "protofed", "run", "--quiet", "--resume"]
+    command = [sys.executable, "-m", "protofed", "run", "--quiet"]
+    command += ["--overwrite" if job.overwrite else "--resume"]
     if job.config.workers is None:  # runs side by side share the cores
         command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
     command += ["--tensorboard"] * job.tensorboard

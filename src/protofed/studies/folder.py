@@ -1,40 +1,34 @@
-"""A study's folder: its definition, its runs, and the tables and figures made of them.
+"""A study's folder: its definition, and the tables and figures made of the runs in its pool.
 
-    study.toml         the study as it was run, with what the command line changed
-    index-*.json       which run answers which cell; one file for each plan, so that several
-                       processes can write at once
-    <run>/             the runs; <run>.claim while one is under way
-    table.md .csv .tex, *.png, *.pdf
+    study.toml               the study as it was run, with what the command line changed
+    table.md .csv .tex       its tables
+    *.png, *.pdf             its figures
+    runs.jsonl.gz            only in a packed study: its runs (see ``protofed.runs.pool``)
 
-Tables need of a run its ``config.toml`` and ``summary.json``, curves its ``rounds.jsonl`` (or
-``rounds.jsonl.gz``): a study can be read where neither images nor models are.
+The runs themselves are in the pool. Tables can be made where neither images nor models are.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
 
 from protofed.config import EACH
 from protofed.errors import ProtofedError
-from protofed.files import read_json, write_atomic
-from protofed.runs.finished import read_finished, read_settings, read_summary
-from protofed.studies import plan, render, tables
+from protofed.files import write_atomic
+from protofed.runs.pool import PACKED, Pool, StoredRun
+from protofed.studies import render, tables
 from protofed.studies.definition import Study, StudyTask, load
-from protofed.studies.plan import AVERAGE, Cell
-from protofed.studies.tables import Measure, Row
-from protofed.studies.worker import failed_file
+from protofed.studies.history import RunHistory, join_left_out
+from protofed.studies.plan import AVERAGE, PlannedRun, Selection, columns, plan, study_tasks
+from protofed.studies.tables import Measure, TableLine, TableRow
 
-if TYPE_CHECKING:
-    from protofed.runs.run import Result
+FORMATS = {"markdown": "md", "csv": "csv", "latex": "tex"}
+"""The formats of the tables that are written, and the endings of their files."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +37,13 @@ class TaskTable:
 
     task: str
     columns: tuple[str, ...]
-    rows: list[Row]
+    rows: list[TableRow]
     baseline: str
     caption: str
     notes: tuple[str, ...]
 
-    def grid(self) -> tuple[list[str], list[list[tables.Cell]]]:
-        """Header and cells."""
+    def grid(self) -> tuple[list[str], list[TableLine]]:
+        """Header and lines."""
         return tables.grid(self.rows, self.columns, self.baseline)
 
     @property
@@ -58,186 +52,186 @@ class TaskTable:
         return sum(row.seeds for row in self.rows)
 
 
-# ---- definition and index -----------------------------------------------------------------------
+@dataclass(frozen=True)
+class StudyFolder:
+    """A study with the pool its runs are in."""
 
+    path: Path
+    study: Study
+    pool: Pool
 
-def open_study(folder: Path) -> Study:
-    """The study that a folder holds, with every seed that it has runs of."""
-    if not (folder / "study.toml").is_file():
-        tried = sorted(file.parent for file in folder.parent.glob(f"{folder.name}-on-*/study.toml"))
-        hint = f"there is {tried[0]}" if tried else "run one: protofed study run NAME"
-        raise ProtofedError(f"'{folder}' holds no study", hint)
-    return with_seeds_of(folder, load(str(folder / "study.toml")))
+    @classmethod
+    def open(cls, path: Path) -> StudyFolder:
+        """The study that a folder holds."""
+        if not (path / "study.toml").is_file():
+            near = sorted(f.parent for f in path.parent.glob(f"{path.name}-*/study.toml"))
+            hint = f"there is {near[0]}" if near else "run one: protofed study run NAME"
+            raise ProtofedError(f"'{path}' holds no study", hint)
+        study = load(str(path / "study.toml"))
+        pool = path if (path / PACKED).is_file() else path / study.raw.get("pool", "..")
+        return cls(path, study, Pool(Path(os.path.normpath(pool))))
 
+    @classmethod
+    def create(cls, path: Path, study: Study, pool: Path) -> StudyFolder:
+        """Write the definition of a study whose runs are in the pool.
 
-def with_seeds_of(folder: Path, study: Study) -> Study:
-    """The study with the seeds, too, that the folder already has runs of.
+        Seeds that the folder already has are kept; another study's tables are never replaced.
+        """
+        if (path / "study.toml").is_file():
+            there = load(str(path / "study.toml"))
+            if there.hash != study.hash:
+                raise ProtofedError(
+                    f"'{path}' holds another study ('{there.title}', or with other settings)",
+                    "choose another --out, or delete that folder; its runs are in the pool",
+                )
+            study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
+        elif (path / "config.toml").is_file():
+            raise ProtofedError(f"'{path}' is a run's folder", "choose another --out")
+        raw = {**study.raw, "pool": os.path.relpath(pool, path)}
+        study = replace(study, raw=raw)
+        write_atomic(path / "study.toml", study.toml())
+        return cls(path, study, Pool(pool))
 
-    More seeds now, fewer for another task, or other seeds in a process beside this one leave the
-    tables of what is there as they are.
-    """
-    index = read_index(folder)
-    ends = (re.search(r"-(\d+)-[0-9a-f]+$", run.name) for runs in index.values() for run in runs)
-    there = plan.Selection(seeds=tuple({int(end[1]) for end in ends if end}))
-    if not there.seeds:
-        return study
-    done = {c.seed for c in plan.cells(study, there) if finished(index.get(c.key, ()))}
-    seeds = sorted({*study.seeds, *done})
-    return replace(study, seeds=tuple(seeds), raw={**study.raw, "seeds": seeds})
+    @cached_property
+    def runs(self) -> dict[PlannedRun, StoredRun | None]:
+        """The run of the pool that answers each planned one, where there is one."""
+        planned = plan(self.study)
+        found = self.pool.select([run.config for run in planned])
+        return dict(zip(planned, found, strict=True))
 
+    # ---- tables --------------------------------------------------------------------------------
 
-def write_study(study: Study, folder: Path, index: Mapping[str, Path]) -> None:
-    """Write the definition, and which run answers which cell."""
-    write_atomic(folder / "study.toml", study.toml())
-    named = {k: os.path.relpath(p, folder) for k, p in sorted(index.items())}
-    text = json.dumps(named, indent=0)
-    name = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
-    write_atomic(folder / f"index-{name}.json", text)
+    def tables(self, tasks: Sequence[str] = ()) -> list[TaskTable]:
+        """The tables of the study's tasks from what is in the pool by now."""
+        wanted = {run.task for run in plan(self.study, Selection(tasks=tuple(tasks)))}
+        return [self._table(t) for t in study_tasks(self.study) if t.name in wanted]
 
-
-def read_index(folder: Path) -> dict[str, list[Path]]:
-    """The runs of each cell's key, from all that ever planned here; its own before others'."""
-    index: dict[str, list[Path]] = {}
-    for file in sorted(folder.glob("index-*.json")):
-        for key, path in read_json(file).items():
-            index.setdefault(key, []).append(folder / path)
-    return {key: sorted(paths, key=lambda p: p.parent != folder) for key, paths in index.items()}
-
-
-def drop(folder: Path, stale: Mapping[str, Sequence[Path]]) -> None:
-    """Take these runs out of the index: the cells of these keys ask for something else by now."""
-    for file in folder.glob("index-*.json"):
-        index = read_json(file)
-        left = {k: p for k, p in index.items() if folder / p not in stale.get(k, ())}
-        if left != index:
-            write_atomic(file, json.dumps(left, indent=0))
-
-
-def finished(paths: Sequence[Path]) -> Path | None:
-    """The first of these runs that is complete."""
-    return next((p for p in paths if (p / "summary.json").is_file()), None)
-
-
-def run_folders(folder: Path, study: Study | None = None) -> dict[str, dict[str, list[Path]]]:
-    """The finished runs of a study's folder: task → label of the row → folders of the runs."""
-    study = study or open_study(folder)
-    index = read_index(folder)
-    found: dict[str, dict[str, list[Path]]] = {}
-    for cell in plan.cells(study):
-        labels = found.setdefault(cell.task, {})
-        runs = labels.setdefault(cell.line.label, [])
-        if (path := finished(index.get(cell.key, ()))) is not None:
-            runs.append(path)
-    return found
-
-
-# ---- tables -------------------------------------------------------------------------------------
-
-
-def make_tables(study: Study, folder: Path, tasks: Sequence[str] = ()) -> list[TaskTable]:
-    """The tables of the study's tasks from what is in the folder by now."""
-    index = read_index(folder)
-    every: dict[tuple[str, str], list[Cell]] = {}
-    for cell in plan.cells(study, plan.Selection(tasks=tuple(tasks))):
-        every.setdefault((cell.task, cell.line.label), []).append(cell)
-    made = []
-    for task in plan.study_tasks(study):
-        if not any(t == task.name for t, _ in every):
-            continue
-        found = {line.label: _measures(every[task.name, line.label], index) for line in study.lines}
-        made.append(_table(study, task, found, _states(study, task.name, every, index)))
-    return made
-
-
-def _table(
-    study: Study,
-    task: StudyTask,
-    found: Mapping[str, Mapping[int, Measure]],
-    states: Mapping[str, str],
-) -> TaskTable:
-    base = study.baseline or ""
-    printed = {} if "on" in study.override else study.printed.get(task.name, {})
-    lines = []
-    for line in study.lines:
-        paper = printed.get(line.label)
-        lines.append(
-            tables.row(
-                line.label,
-                found[line.label],
-                found.get(base, {}) if line.label != base else {},
-                len(study.seeds),
-                paper=paper.values if paper else {},
-                paper_std=paper.std if paper else None,
-                state=states[line.label],
+    def _table(self, task: StudyTask) -> TaskTable:
+        study = self.study
+        found = {line.label: self._measures(task.name, line.label) for line in study.lines}
+        base = study.baseline or ""
+        printed = {} if "on" in study.override else study.printed.get(task.name, {})
+        rows = []
+        for line in study.lines:
+            paper = printed.get(line.label)
+            rows.append(
+                tables.row(
+                    line.label,
+                    found[line.label],
+                    found.get(base, {}) if line.label != base else {},
+                    len(study.seeds),
+                    paper=paper.values if paper else {},
+                    paper_std=paper.std if paper else None,
+                    state=line.row.missing or self._diverged(task.name, line.label),
+                )
             )
+        shown = columns(study, task)
+        measured = dict.fromkeys(c for row in rows for c in row.columns)
+        if measured and set(measured) != set(shown):
+            shown = tuple(measured)
+        every = [
+            replace(m, summary={**m.summary, "method": label})
+            for label, runs in found.items()
+            for m in runs.values()
+        ]
+        caption = tables.describe(every) if every else "No run is there yet."
+        notes = (*study.notes, *task.notes) if "on" not in study.override else ()
+        return TaskTable(
+            task.name, shown, rows, base or "FedAvg", caption, (*notes, *self._mixed(task.name))
         )
-    columns = plan.columns(study, task)
-    measured = dict.fromkeys(c for line in lines for c in line.columns)
-    if measured and set(measured) != set(columns):
-        columns = tuple(measured)
-    every = [
-        replace(m, summary={**m.summary, "method": label})
-        for label, runs in found.items()
-        for m in runs.values()
-    ]
-    caption = tables.describe(every) if every else "No run is there yet."
-    notes = (*study.notes, *task.notes) if "on" not in study.override else ()
-    return TaskTable(task.name, columns, lines, base or "FedAvg", caption, notes)
+
+    def _measures(self, task: str, label: str) -> dict[int, Measure]:
+        """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
+        by_seed: dict[int, dict[PlannedRun, StoredRun | None]] = {}
+        for run, stored in self.runs.items():
+            if (run.task, run.line.label) == (task, label):
+                by_seed.setdefault(run.seed, {})[run] = stored
+        found = {}
+        for seed, parts in by_seed.items():
+            done = {
+                run.unseen or "": Measure.of(stored.summary, stored.settings)
+                for run, stored in parts.items()
+                if stored is not None
+            }
+            if len(done) == len(parts):
+                found[seed] = _joined(done) if len(parts) > 1 else next(iter(done.values()))
+        return found
+
+    def _diverged(self, task: str, label: str) -> str:
+        unanswered = (
+            run.config
+            for run, stored in self.runs.items()
+            if stored is None and (run.task, run.line.label) == (task, label)
+        )
+        stopped = (found for config in unanswered for found in self.pool.candidates(config))
+        return "diverged" if any(found.diverged for found in stopped) else ""
+
+    def _mixed(self, task: str) -> list[str]:
+        """What of the runs' facts differs, though they stand in one table."""
+        stored = [s for run, s in self.runs.items() if run.task == task and s is not None]
+        notes = []
+        for name, words in FACTS_IN_WORDS.items():
+            values = sorted({str(s.facts.get(name)) for s in stored})
+            if len(values) > 1:
+                shown = " and ".join(v[:12] for v in values)
+                notes.append(f"The runs of this table differ in {words}: {shown}.")
+        return notes
+
+    def write_tables(self) -> list[str]:
+        """The tables in every format; returns the names of the files."""
+        made = self.tables()
+        names = []
+        for form, suffix in FORMATS.items():
+            write_atomic(self.path / f"table.{suffix}", to_text(self.study, made, form))
+            names.append(f"table.{suffix}")
+        return names
+
+    # ---- rounds --------------------------------------------------------------------------------
+
+    def histories(self, task: str) -> list[RunHistory]:
+        """The runs of a task as curves need them.
+
+        Only rows that left out the same domain, or none, can be drawn over each other: those like
+        the first one. Runs that left out each domain in turn are joined.
+        """
+        chosen = {run: s for run, s in self.runs.items() if run.task == task}
+        found = [
+            RunHistory.of(run.line.label, stored.settings, stored.result().rounds)
+            for run, stored in chosen.items()
+            if stored is not None
+        ]
+        if len({run.unseen for run in chosen}) > 1:
+            found = join_left_out(found)
+        return [run for run in found if run.unseen == found[0].unseen]
 
 
-def _measures(cells: Sequence[Cell], index: Mapping[str, Sequence[Path]]) -> dict[int, Measure]:
-    """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
-    by_seed: dict[int, list[Cell]] = {}
-    for cell in cells:
-        by_seed.setdefault(cell.seed, []).append(cell)
-    found = {}
-    for seed, parts in by_seed.items():
-        paths = [finished(index.get(cell.key, ())) for cell in parts]
-        runs = [read_measure(path) for path in paths if path is not None]
-        if len(runs) == len(parts):
-            each = len(parts) > 1
-            found[seed] = _joined(parts, runs) if each else runs[0]
-    return found
+FACTS_IN_WORDS = {
+    "numerics": "the version of the arithmetic (numerics)",
+    "device": "device",
+    "precision": "precision",
+    "digest": "images (digest)",
+}
 
 
-def _joined(parts: Sequence[Cell], runs: Sequence[Measure]) -> Measure:
+def _joined(runs: Mapping[str, Measure]) -> Measure:
     """One column from each run: the domain that it did not train on."""
-    of = {cell.unseen or "": run for cell, run in zip(parts, runs, strict=True)}
-    accuracy = {domain: run.accuracy[domain] for domain, run in of.items()}
+    first = next(iter(runs.values()))
+    accuracy = {domain: run.accuracy[domain] for domain, run in runs.items()}
     # the clients of all domains, of which each run was without one's
-    every = {d: max(run.settings["clients"].get(d, 0) for run in runs) for d in of}
-    tested = {domain: run.summary["tested"][domain] for domain, run in of.items()}
+    every = {d: max(run.settings["clients"].get(d, 0) for run in runs.values()) for d in runs}
+    tested = {domain: run.summary["tested"][domain] for domain, run in runs.items()}
     return Measure(
-        runs[0].seed,
+        first.seed,
         {**accuracy, AVERAGE: fmean(accuracy.values())},
-        sum(run.megabytes for run in runs),
-        sum(run.seconds for run in runs),
-        {**runs[0].summary, "tested": tested, "beside": {}},
-        {**runs[0].settings, "leave_out": EACH, "clients": every},
+        sum(run.megabytes for run in runs.values()),
+        sum(run.seconds for run in runs.values()),
+        {**first.summary, "tested": tested, "beside": {}},
+        {**first.settings, "leave_out": EACH, "clients": every},
     )
 
 
-def _states(
-    study: Study, task: str, every: Mapping[Any, list[Cell]], index: Mapping[str, Sequence[Path]]
-) -> dict[str, str]:
-    states = {}
-    for line in study.lines:
-        paths = [p for cell in every[task, line.label] for p in index.get(cell.key, ())]
-        diverged = any(failed_file(p).is_file() for p in paths)
-        states[line.label] = line.row.missing or ("diverged" if diverged else "")
-    return states
-
-
-def read_measure(folder: Path) -> Measure:
-    """What a table needs of a run's folder."""
-    return Measure.of(read_summary(folder), read_settings(folder))
-
-
-# ---- what is written ----------------------------------------------------------------------------
-
-
 def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
-    """The tables in one of the formats of ``render``, but for the terminal's."""
+    """The tables as Markdown, CSV or LaTeX."""
     if form == "csv":
         return render.to_csv({t.task: t.rows for t in made}, {t.task: t.columns for t in made})
     if form == "latex":
@@ -250,72 +244,3 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
         parts.append(head + render.to_markdown(*t.grid(), t.caption) + ("\n" + notes) * bool(notes))
     head = f"# {study.title}\n\n" + f"{study.paper}\n\n" * bool(study.paper)
     return head + "\n".join(parts)
-
-
-def write_outputs(study: Study, folder: Path) -> list[str]:
-    """Tables in every format and the study's figures; returns the names of the files."""
-    made = make_tables(study, folder)
-    if not any(t.runs for t in made):
-        return []
-    return write_tables(study, folder, made) + _figures(study, folder, made)
-
-
-def write_tables(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]:
-    """The tables in every format; returns the names of the files."""
-    names = []
-    for form, suffix in (("markdown", "md"), ("csv", "csv"), ("latex", "tex")):
-        write_atomic(folder / f"table.{suffix}", to_text(study, made, form))
-        names.append(f"table.{suffix}")
-    return names
-
-
-def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]:
-    from protofed.report import plots  # matplotlib is slow to import
-    from protofed.report.curves import curves
-    from protofed.studies import figures
-
-    names = []
-    results = {} if study.sweeps else _light(study, folder)
-    alone = len(made) == 1
-    for table in made:
-        if not table.runs:
-            continue
-        ending = "" if alone else "-" + re.sub(r"[^\w.-]+", "-", table.task)
-        for suffix in ("png", "pdf"):
-            if results.get(table.task):
-                curves(results[table.task], folder / f"curves{ending}.{suffix}")
-                names.append(f"curves{ending}.{suffix}")
-            if study.kind == "bars":
-                figures.bars(table, folder / f"bars{ending}.{suffix}", study.title)
-                names.append(f"bars{ending}.{suffix}")
-        for i in range(len(study.sweeps)):
-            if (plot := figures.sweep(study, i, table)) is not None:
-                plot = replace(plot, name=f"{plot.name}{ending}")
-                names += [path.name for path in plots.save(plot, folder)]
-    return names
-
-
-def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
-    """The runs as the curves need them: named after their rows, without models or images.
-
-    Only rows that left out the same domain, or none, can be drawn over each other: those like the
-    first one. Runs that left out each domain in turn are joined.
-    """
-    from protofed.report.curves import together
-
-    found: dict[str, list[Result]] = {}
-    for task, lines in run_folders(folder, study).items():
-        runs = [_light_run(path, label) for label, paths in lines.items() for path in paths]
-        if len({c.unseen for c in plan.cells(study) if c.task == task and c.unseen}) > 1:
-            runs = together(runs)
-        if runs:
-            found[task] = [r for r in runs if r.config.leave_out == runs[0].config.leave_out]
-    return found
-
-
-def _light_run(folder: Path, label: str) -> Result:
-    settings = {"leave_out": None, **read_settings(folder)}
-    summary = {**read_measure(folder).summary, "method": label}
-    records = read_finished(folder)
-    light = SimpleNamespace(config=SimpleNamespace(**settings), rounds=records, summary=summary)
-    return cast("Result", light)

@@ -25,7 +25,7 @@ TASK_OWNED = ("model", "width", "norm", "rounds", "epochs", "batch", "lr", "mome
 """Settings that belong to a task: on another one they would mean something else."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlannedRun:
     """A run that the study asks for: one line of its table, on one task, with one seed.
 

@@ -1,0 +1,94 @@
+"""``protofed methods``: list the methods, show one, or check one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from protofed.cli.output import console
+from protofed.errors import ProtofedError, unknown
+
+CHECK = "check"
+
+
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method to show; or the word check.")] = None,
+    target: Annotated[
+        str | None, typer.Argument(help="After check: the method, e.g. file.py:Class.")
+    ] = None,
+    task: Annotated[
+        str, typer.Option(help="Show the defaults that the paper gives on this task.")
+    ] = "",
+) -> None:
+    """List the methods, show one (protofed methods fpl), or check one.
+
+    [bold]protofed methods check file.py:Class[/bold] runs the whole battery of checks on a method:
+    gradients, weights at 0, a missing class, one client, resume, serialization, capture-safety.
+    """
+    from protofed.methods import METHODS
+
+    if name == CHECK:
+        if target is None:
+            raise ProtofedError("check what?", "protofed methods check path/to/file.py:Class")
+        _check(target)
+    elif target is not None:
+        raise ProtofedError(
+            f"'{name} {target}' is not a method",
+            f"protofed methods {CHECK} {target} checks one, protofed methods {target} shows one",
+        )
+    elif name is not None:
+        _show(name, task)
+    else:
+        table = Table("method", "paper", "what travels", box=None, header_style="bold")
+        for cls in METHODS.values():
+            table.add_row(cls.name, cls.paper, cls.travels)
+        console.print(table)
+        console.print("[dim]protofed methods NAME shows hyper-parameters and deviations.[/dim]")
+
+
+def _show(name: str, task: str) -> None:
+    from protofed.data import TASKS
+    from protofed.methods import method_class
+
+    if task and task not in TASKS:
+        raise unknown("task", task, TASKS)
+    cls = method_class(name)
+    module = sys.modules[cls.__module__]
+    console.print(
+        f"[bold]{cls.name}[/bold]   {escape(cls.paper)}\ntravels: {escape(cls.travels)}\n"
+    )
+    text = escape((module.__doc__ or cls.__doc__ or "").strip())
+    console.print(text, highlight=False, soft_wrap=True)
+    if not cls.hypers():
+        console.print("\nno hyper-parameters")
+        return
+    default = f"on {task}" if task else "default"
+    table = Table("hyper-parameter", "symbol", default, "meaning", box=None, header_style="bold")
+    defaults = cls.defaults(task)
+    for key, hyper in cls.hypers().items():
+        meaning = hyper.meaning
+        if hyper.choices:
+            meaning += f" [{' | '.join(hyper.choices)}]"
+        if hyper.per_task and not task:
+            meaning += f" ({', '.join(f'{t}: {v}' for t, v in hyper.per_task.items())})"
+        table.add_row(key, hyper.symbol, str(defaults[key]), escape(meaning))
+    console.print()
+    console.print(table)
+
+
+def _check(target: str) -> None:
+    from protofed.methods import method_class
+    from protofed.testing import run_checks
+
+    verdicts = run_checks(method_class(target), lambda v: console.print(v.line(), highlight=False))
+    failed = [v for v in verdicts if v.failed]
+    if failed:
+        raise ProtofedError(f"{len(failed)} of {len(verdicts)} checks failed for {target}")
+    skipped = sum(v.status == "skipped" for v in verdicts)
+    apart = f" ({skipped} do{'es' * (skipped == 1)} not apply)" if skipped else ""
+    passed = len(verdicts) - skipped
+    console.print(f"[green]all {passed} checks passed[/green]{apart} for {escape(target)}")

@@ -1,0 +1,81 @@
+"""What the commands print: tables, studies, and what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from protofed.runs import Result
+    from protofed.studies.folder import StudyFolder, TaskTable
+
+console = Console()
+"""Where all commands print."""
+
+
+def say(line: str) -> None:
+    """Print a line as it is: no markup, no wrapping."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """Shows what is under way: in place on a terminal, else a line for what takes long."""
+    with console.status("") if console.is_terminal else nullcontext() as live:
+
+        def tell(text: str) -> None:
+            if live is not None:
+                live.update(escape(text))
+            elif not text.startswith(("drawing", "reading", "packing")):
+                say(text)
+
+        yield tell
+
+
+def print_table(header: Sequence[str], body: Any, caption: str) -> None:
+    """A table with its caption below."""
+    from protofed.studies.render import to_terminal
+
+    # where there is no terminal there is no width to keep to either
+    wide = console if console.is_terminal else Console(file=console.file, width=400)
+    for part in to_terminal(header, body, wide):
+        console.print()
+        wide.print(part)
+    console.print(f"[dim]{escape(caption)}[/dim]")
+
+
+def print_results(results: Sequence[Result]) -> None:
+    """Runs as a table."""
+    from protofed.studies.tables import caption, grid, rows
+
+    print_table(*grid(rows(results)), caption(results))
+
+
+def print_tables(made: Sequence[TaskTable]) -> None:
+    """The tables of a study."""
+    for table in made:
+        if len(made) > 1:
+            console.print(f"\n[bold]{escape(table.task)}[/bold]")
+        print_table(*table.grid(), table.caption)
+        for note in table.notes:
+            console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
+
+
+def print_outcome(folder: StudyFolder, failed: Sequence[Any], tasks: Sequence[str] = ()) -> None:
+    """Write and print a study's tables and figures, and say what failed."""
+    from protofed.report.study_figures import write_figures
+    from protofed.studies.execution import raise_failures
+
+    made = folder.tables()
+    if any(table.runs for table in made):
+        names = folder.write_tables() + write_figures(folder, made)
+        print_tables([t for t in folder.tables(tasks) if t.runs])
+        console.print(
+            f"{', '.join(names)} are in [bold]{escape(str(folder.path))}[/bold], the runs in "
+            f"[bold]{escape(str(folder.pool.path))}[/bold]"
+        )
+    raise_failures(failed)
