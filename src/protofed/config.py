@@ -23,6 +23,7 @@ from protofed.data.real import FOLDER
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.public_images import of_task, public_digest
+from protofed.files import check_format
 from protofed.methods import Method, create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names, require_fit
@@ -313,6 +314,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ProtofedError(f"cannot read config '{path}': {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProtofedError(f"config '{path}' is not valid TOML: {error}") from None
+    check_format(path, raw.pop("format", None))
     valid = [f.name for f in fields(Config)]
     for name in raw:
         if name not in valid:

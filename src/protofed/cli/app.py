@@ -162,14 +162,14 @@ def run(
     """
     from protofed.config import merged_config
     from protofed.observers.progress import RunProgress
-    from protofed.runs.folder import begins_anew
-    from protofed.runs.run import Observer, is_finished, load_run
+    from protofed.runs.folder import RunFolder
+    from protofed.runs.run import Observer, load_run
     from protofed.runs.run import run as run_federation
 
     given = _given(locals())
     complete = merged_config(config, task, method, assignments(set_), given)
     folder = out or Path("runs") / complete.label
-    if is_finished(folder, complete) and not overwrite:
+    if RunFolder(folder).is_finished(complete.hash) and not overwrite:
         if profile:
             raise ProtofedError(
                 f"'{folder}' already holds this run, complete: there is no round to record",
@@ -179,8 +179,8 @@ def run(
             console.print(f"{folder} already holds this run, complete:")
             _print_results([load_run(folder)])
         return
-    if resume and not quiet and begins_anew(folder, complete):
-        console.print(f"no checkpoint in {folder} to go on from: the run begins anew")
+    if resume and not quiet and RunFolder(folder).starts_over(complete):
+        console.print(f"no checkpoint in {folder} to resume from: the run starts over")
     observers: list[Observer] = [] if quiet else [RunProgress(console)]
     if tensorboard:
         from protofed.observers.tensorboard import TensorBoard

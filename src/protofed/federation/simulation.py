@@ -30,7 +30,8 @@ from protofed.federation.server import Server
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
-from protofed.runs.artifacts import Keeper
+from protofed.runs.artifacts import ArtifactWriter
+from protofed.runs.folder import RunFolder
 from protofed.runs.records import Record, Records
 from protofed.tree import Slot, Tree
 
@@ -143,10 +144,11 @@ class Federation:
             average=config.average,
             device=device if self.engine_name == "lanes" else "cpu",
         )
-        self.store = ClientStore(
-            self._initial_client, folder / "clients" if folder else None, share=config.participation
-        )
-        self.keeper = Keeper(config, folder)
+        home = RunFolder(folder) if folder is not None else None
+        states = home.client_states if home is not None else None
+        self.store = ClientStore(self._initial_client, states, share=config.participation)
+        domains = {share.name: share.domain for share in self.shares}
+        self.artifacts = ArtifactWriter(home, config, config.hash, self.task.classes, domains)
         self.engine = build_engine(
             self.engine_name, self.setup, self.make_networks, device, config.workers
         )
@@ -199,7 +201,7 @@ class Federation:
         replies = self.engine.train(sites, received, self.store.get, round)
         for done, (name, reply) in enumerate(replies, start=1):
             server.accept(name, reply)
-            self.keeper.receive(round, name, reply.message, self.sizes.classes)
+            self.artifacts.receive(round, name, reply.message)
             self.store.stage(name, reply.mine, round)
             up += tree.nbytes(reply.message)
             steps += reply.steps
@@ -211,7 +213,7 @@ class Federation:
         self.store.accept()
         trained = time.perf_counter()
         scores = self.evaluate(observers)
-        self.keeper.write(self)
+        self.artifacts.write(server)
         accuracy = scores.pop("accuracy")
         return {
             "round": round,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,12 @@ from protofed.config import Config, merged_config
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import one_thread
-from protofed.federation.client_state import Index
+from protofed.federation.client_state import ClientStore, Index
 from protofed.federation.simulation import Federation, Observer, initial_network
-from protofed.files import write_atomic
 from protofed.method import Method
-from protofed.runs.folder import (
-    append_record,
-    complete_records,
-    opened_folder,
-    save_checkpoint,
-)
-from protofed.runs.records import Records, line
-from protofed.runs.result import Result, is_finished, load_run, save_model
+from protofed.runs.folder import Checkpoint, RunFolder
+from protofed.runs.records import Records
+from protofed.runs.result import Result, load_run
 from protofed.runs.summary import summarize
 from protofed.tree import Tree
 
@@ -35,7 +28,6 @@ __all__ = [
     "Observer",
     "Result",
     "initial_network",
-    "is_finished",
     "load_run",
     "run",
     "tf32",
@@ -83,30 +75,28 @@ def _run(
 ) -> Result:
     # first the federation: a split that cannot be neither makes a folder nor overwrites one
     federation = Federation(config, task, folder)
-    opened = opened_folder(config, folder, resume, overwrite) if folder else nullcontext()
-    with opened as checkpoint:
-        return _rounds(federation, folder, checkpoint, observers)
+    if folder is None:
+        return _rounds(federation, None, None, observers)
+    home = RunFolder(folder)
+    with home.open(config, config.hash, resume=resume, overwrite=overwrite) as checkpoint:
+        return _rounds(federation, home, checkpoint, observers)
 
 
 def _rounds(
     federation: Federation,
-    folder: Path | None,
-    checkpoint: tuple[Tree, dict[str, Any]] | None,
+    folder: RunFolder | None,
+    checkpoint: Checkpoint | None,
     observers: Sequence[Observer],
 ) -> Result:
     config = federation.config
     server, records = federation.server, Records()
     if folder is not None:
         if checkpoint is not None:
-            state, metadata = checkpoint
-            server.state = tree.copy(state, server.device)
-            server.round = metadata["round"]
-            records = complete_records(folder, server.round, server.round)
-            federation.store.restore(metadata["clients"])
-        write_atomic(folder / "config.toml", config.toml())
-        text = json.dumps(federation.table(), indent=2, ensure_ascii=False)
-        write_atomic(folder / "clients.json", text + "\n")
-        write_atomic(folder / "rounds.jsonl", "".join(map(line, records)))
+            server.state = tree.copy(checkpoint.state, server.device)
+            server.round = checkpoint.round
+            records = folder.records()
+            federation.store.restore(checkpoint.clients)
+        folder.save_clients(federation.table())
     for observer in observers:
         observer.start(federation, records)
     done: tuple[int, Tree, Index] = (server.round, server.state, federation.store.accept())
@@ -115,28 +105,38 @@ def _rounds(
             record = federation.run_round(observers)
             records.append(record)
             if folder is not None:
-                append_record(folder, record)
+                folder.append_record(record)
             done = (server.round, server.state, federation.store.accept())
-            if folder and server.round % config.checkpoint_every == 0:
-                save_checkpoint(folder, config, federation.store, done)
+            if folder is not None and server.round % config.checkpoint_every == 0:
+                _checkpoint(folder, config, federation.store, done)
             for observer in observers:
                 observer.round(record)
     except BaseException:
         # Ctrl-C, a diverging client, a full disk: what is complete is kept, and only that
         if folder is not None and done[0]:
-            save_checkpoint(folder, config, federation.store, done)
+            _checkpoint(folder, config, federation.store, done)
         raise
     model = tree.copy({"model": federation.model}).get("model", {})
     own = federation.own_models()
-    result = Result(config, records, model, _summary(federation, records), folder, clients=own)
+    path = folder.path if folder is not None else None
+    result = Result(config, records, model, _summary(federation, records), path, clients=own)
     if folder is not None:
-        save_checkpoint(folder, config, federation.store, done)
-        save_model(result, folder)
-        text = json.dumps(result.summary, indent=2, ensure_ascii=False)
-        write_atomic(folder / "summary.json", text + "\n")
+        _checkpoint(folder, config, federation.store, done)
+        result.save_model(folder)
+        folder.finish(result.summary)
     for observer in observers:
         observer.end(result)
     return result
+
+
+def _checkpoint(
+    folder: RunFolder, config: Config, store: ClientStore, done: tuple[int, Tree, Index]
+) -> None:
+    """Write the state after a complete round; the clients' files count with the checkpoint."""
+    round, state, index = done
+    files = store.save(index, round)
+    folder.save_checkpoint(Checkpoint(config.hash, round, state, files))
+    store.clean(files)
 
 
 @contextmanager

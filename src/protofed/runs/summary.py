@@ -1,4 +1,4 @@
-"""The summary of a finished run, simulated or deployed: one set of keys for both."""
+"""The summary of a finished run, with the same keys whether it was simulated or deployed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def summarize(
     skipped: Sequence[str] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """What ``summary.json`` holds; ``more`` are keys of one kind of run alone."""
+    """The content of ``summary.json``; ``more`` are keys that only one kind of run has."""
     method, accuracy = config.method, last_mean(records)
     return {
         "task": config.task,
@@ -64,7 +64,7 @@ def summarize(
 
 
 def _unseen(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, Any]:
-    """The domain nobody trained on, and its accuracy apart from that of the others."""
+    """The domain that nobody trained on, and its accuracy apart from the others'."""
     if unseen is None:
         return {"unseen": None}
     return {

@@ -18,9 +18,8 @@ from protofed.errors import ProtofedError, unknown
 from protofed.files import Damaged
 from protofed.methods import METHODS
 from protofed.observers.tensorboard import require_tensorboard
-from protofed.runs.artifacts import kept_rounds
-from protofed.runs.finished import read_summary
-from protofed.runs.run import is_finished
+from protofed.runs.artifacts import rounds_to_keep
+from protofed.runs.folder import RunFolder
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import Study, parse
@@ -81,11 +80,11 @@ def outside(study: Study, folder: Path) -> int:
 
 def _elsewhere(folder: Path, config: Config) -> Path | None:
     """This very run, complete in this folder or in that of another study beside it."""
-    if is_finished(folder / config.label, config):
+    if RunFolder(folder / config.label).is_finished(config.hash):
         return folder / config.label
     beside = sorted(folder.parent.glob("*/study.toml"))
     runs = (file.parent / config.label for file in beside)
-    found = (run for run in runs if is_finished(run, config))
+    found = (run for run in runs if RunFolder(run).is_finished(config.hash))
     return next((run for run in found if _serves(run, folder, config)), None)
 
 
@@ -111,7 +110,7 @@ def _is_of(run: Path, config: Config) -> bool:
     What was asked for of device and precision is in a cell's key; the rest is the machine's choice.
     """
     try:
-        summary = read_summary(run)
+        summary = RunFolder(run).summary()
     except Damaged:
         return False
     chosen = {k: summary[k] for k in ("device", "precision") if k in summary}
@@ -122,8 +121,7 @@ def _serves(run: Path, folder: Path, config: Config) -> bool:
     """Whether a run of another study also kept the models of single rounds that are asked for."""
     if run.parent == folder or not config.keep_rounds:
         return True
-    snapshots = (run / "snapshots" / f"{round}.safetensors" for round in kept_rounds(config))
-    return all(file.is_file() for file in snapshots)
+    return rounds_to_keep(config) <= set(RunFolder(run).artifact_rounds("snapshots"))
 
 
 GPU_JOBS, GPU_CORES, GPU_BYTES = 2, 4, 16 << 30

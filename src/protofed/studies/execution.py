@@ -27,9 +27,8 @@ from rich.table import Table
 from protofed.config import Config
 from protofed.errors import ProtofedError
 from protofed.observers.progress import accuracies, duration
-from protofed.runs.folder import begins_anew
-from protofed.runs.records import Records, read_records
-from protofed.runs.run import is_finished
+from protofed.runs.folder import RunFolder
+from protofed.runs.records import Records
 from protofed.studies.claims import holder
 from protofed.studies.render import natural_width
 from protofed.studies.worker import BUSY, claim_file, failed_file
@@ -53,7 +52,7 @@ class Job:
     looked: float = float("-inf")
     before: int = 0
     stale: int = -1
-    """When the rounds of a run that begins anew were written: they are not this run's."""
+    """When the rounds of a run that starts over were written: they are not this run's."""
     records: Records = field(default_factory=Records)
     told: int = 0
     message: str = ""
@@ -61,10 +60,10 @@ class Job:
 
     def look(self) -> None:
         """Read the rounds that the run has by now."""
-        file = self.folder / "rounds.jsonl"
+        run = RunFolder(self.folder)
         with contextlib.suppress(ProtofedError, OSError):
-            if file.stat().st_mtime_ns != self.stale:
-                self.records = read_records(file)
+            if run.rounds_file.stat().st_mtime_ns != self.stale:
+                self.records = run.records()
 
     @property
     def rounds(self) -> int:
@@ -116,7 +115,7 @@ def raise_failures(failed: Sequence[Job]) -> None:
 
 def _settle(job: Job) -> None:
     """Whether the run is done, or has diverged before."""
-    if is_finished(job.folder, job.config):
+    if RunFolder(job.folder).is_finished(job.config.hash):
         job.state = "done"
     elif failed_file(job.folder).is_file():
         job.state = "failed"
@@ -186,7 +185,7 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Conso
             job.state, job.message = "elsewhere", str(other)
             job.look()
             continue
-        if begins_anew(job.folder, job.config):
+        if RunFolder(job.folder).starts_over(job.config):
             _forget(job, console)
         _start(job, scratch, at_once)
         free -= 1
@@ -195,10 +194,10 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Conso
 def _forget(job: Job, console: Console) -> None:
     """Say that a run stopped before its first checkpoint, and take its rounds for no progress."""
     with contextlib.suppress(OSError):
-        job.stale = (job.folder / "rounds.jsonl").stat().st_mtime_ns
+        job.stale = RunFolder(job.folder).rounds_file.stat().st_mtime_ns
     job.records = Records()
     console.print(
-        f"{job.name}: begins anew, there is no checkpoint in its folder to go on from",
+        f"{job.name}: starts over, there is no checkpoint in its folder to resume from",
         highlight=False,
         soft_wrap=True,
         markup=False,

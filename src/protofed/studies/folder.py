@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 from protofed.config import EACH
 from protofed.errors import ProtofedError
 from protofed.files import read_json, write_atomic
-from protofed.runs.finished import read_finished, read_settings, read_summary
+from protofed.runs.folder import RunFolder
 from protofed.studies import plan, render, tables
 from protofed.studies.definition import Study, StudyTask, load
 from protofed.studies.plan import AVERAGE, Cell
@@ -115,7 +115,7 @@ def drop(folder: Path, stale: Mapping[str, Sequence[Path]]) -> None:
 
 def finished(paths: Sequence[Path]) -> Path | None:
     """The first of these runs that is complete."""
-    return next((p for p in paths if (p / "summary.json").is_file()), None)
+    return next((p for p in paths if RunFolder(p).is_finished()), None)
 
 
 def run_folders(folder: Path, study: Study | None = None) -> dict[str, dict[str, list[Path]]]:
@@ -230,7 +230,8 @@ def _states(
 
 def read_measure(folder: Path) -> Measure:
     """What a table needs of a run's folder."""
-    return Measure.of(read_summary(folder), read_settings(folder))
+    run = RunFolder(folder)
+    return Measure.of(run.summary(), run.settings())
 
 
 # ---- what is written ----------------------------------------------------------------------------
@@ -314,8 +315,8 @@ def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
 
 
 def _light_run(folder: Path, label: str) -> Result:
-    settings = {"leave_out": None, **read_settings(folder)}
+    settings = {"leave_out": None, **RunFolder(folder).settings()}
     summary = {**read_measure(folder).summary, "method": label}
-    records = read_finished(folder)
+    records = RunFolder(folder).records()
     light = SimpleNamespace(config=SimpleNamespace(**settings), rounds=records, summary=summary)
     return cast("Result", light)

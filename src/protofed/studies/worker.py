@@ -33,7 +33,8 @@ def work(config_file: Path, folder: Path, workers: int | None, tensorboard: bool
     from protofed.config import merged_config
     from protofed.errors import Diverged
     from protofed.files import write_atomic
-    from protofed.runs.run import Observer, is_finished, run
+    from protofed.runs.folder import RunFolder
+    from protofed.runs.run import Observer, run
     from protofed.studies.claims import Claim
 
     claim = Claim.acquire(claim_file(folder))
@@ -43,7 +44,7 @@ def work(config_file: Path, folder: Path, workers: int | None, tensorboard: bool
     claim.keep(lost=lambda: os._exit(BUSY))
     try:
         config = merged_config(config_file, None, None, None, {"workers": workers})
-        if not is_finished(folder, config):  # somebody may have, before the claim
+        if not RunFolder(folder).is_finished(config.hash):  # somebody may have, before the claim
             observers: list[Observer] = []
             if tensorboard:
                 from protofed.observers.tensorboard import TensorBoard
