@@ -377,7 +377,7 @@ def test_resume_from_a_cut_checkpoint(unfinished, capsys, size):
     assert code == 2
     assert err.count("\n") == 1
     assert "checkpoint.safetensors" in err
-    assert "damaged or cut" in err
+    assert "damaged or truncated" in err
     assert files(unfinished) == before
 
 

@@ -1,13 +1,13 @@
-"""What a finished run learned: features, confusions, prototypes, clusters, the gap between domains.
+"""What a run has learned: features, confusions, prototypes, clusters, the gap between domains.
 
     >>> from protofed import analysis
     >>> z, y = analysis.features("runs/glyphs-fpl-0-8d543c2646", "photo")
     >>> xy = analysis.tsne(z)
 
-A run is a ``Result`` or its folder. Rounds count from 1, as everywhere a person reads them; what a
-run keeps of single rounds is named by ``keep_rounds``. ``task`` is needed only for a run on a
-``Task`` object, which a folder cannot name. Networks compute on the CPU, in float32 (a run in
-float64: float64), whatever the run computed in.
+A run is a ``Result`` or its folder. Rounds count from 1; ``keep_rounds`` names those of which a run
+keeps prototypes and models. ``task`` is needed only for a run on a ``Task`` object, which a folder
+cannot name. Networks compute on the CPU in float32, whatever the run computed in (float64 for runs
+in float64).
 
 Shapes: n samples, d features, K classes, M clients.
 """
@@ -25,15 +25,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protofed import keys, tree
-from protofed.federation.facts import DTYPES
+from protofed import keys
 from protofed.data import Images, Task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.facts import DTYPES
 from protofed.federation.client_round import EVALUATION_BATCH, load, one_thread
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
 from protofed.prototypes import finch, widened
+from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
 from protofed.tree import Slot, Tree
 
@@ -44,7 +45,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a run's model says of images: features [n, d], labels [n], predicted classes [n]."""
+    """A model's outputs for images: features [n, d], labels [n], predicted classes [n]."""
 
     features: Floats
     labels: Ints
@@ -53,7 +54,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Distances:
-    """Cosine distances [K, M, M] between clients' prototypes; NaN where one has no such class."""
+    """Cosine distances [K, M, M] between clients' prototypes; NaN if either lacks the class."""
 
     classes: tuple[str, ...]
     clients: tuple[str, ...]
@@ -62,7 +63,7 @@ class Distances:
 
 @dataclass(frozen=True)
 class Clusters:
-    """FINCH's clusters in one round: for each class, the clients of each cluster."""
+    """FINCH's clusters of one round: for each class, the clients in each cluster."""
 
     round: int
     members: Mapping[str, tuple[tuple[str, ...], ...]]
@@ -77,7 +78,7 @@ class Clusters:
 
 @dataclass(frozen=True)
 class DomainGap:
-    """How far apart the domains lie in feature space; see ``gap``."""
+    """How far apart domains are in feature space; ``gap`` defines the numbers."""
 
     distance: float
     classes: float
@@ -86,13 +87,13 @@ class DomainGap:
 
     @property
     def ratio(self) -> float:
-        """Distance of domains in units of the distance of classes; 0: domains coincide."""
+        """The distance between domains in units of that between classes; 0 if domains coincide."""
         return self.distance / self.classes if self.classes > 0 else math.nan
 
 
 @dataclass(frozen=True)
-class Prototypes:
-    """One round's prototypes: what each client sent, and what the server made of it.
+class RoundPrototypes:
+    """The prototypes of one round: what each client sent, and what the server made of it.
 
     ``sent[client]`` and ``made[slot]`` are (rows [j, d], classes [j]): one row per prototype.
     """
@@ -119,9 +120,9 @@ def features(
     """Features [n, d] and labels [n] of a domain's images under the run's model.
 
     ``split`` is test (what the run was tested on) or train (all training images of the domain,
-    without augmentation). ``round`` needs a kept model; None is the end of the run. ``limit``
-    takes at most so many images, always the same ones. Of a method whose clients keep their own
-    models, the domain's first client answers.
+    without augmentation). ``round`` must be one whose model was kept; None is the end of the run.
+    ``limit`` takes at most that many images, always the same ones. If clients keep their own
+    models, that of the domain's first client is used.
     """
     out = next(outputs(run, domain, split, round, task=task, limit=limit))
     return out.features, out.labels
@@ -138,16 +139,16 @@ def confusion(
 ) -> Ints:
     """Counts [K, K]: row = true class, column = predicted, by the method's own prediction rule.
 
-    Of a method whose clients keep their own models: the sum over the domain's clients.
+    If clients keep their own models, it is the sum over the domain's clients.
     """
     run = _loaded(run)
-    task = task or config_task(run.config)
+    task = task or run.task()
     every, size = outputs(run, domain, split, round, task=task, limit=limit), len(task.classes)
     return sum((counts(out, size) for out in every), np.zeros((size, size), dtype=np.int64))
 
 
 def counts(out: Outputs, classes: int) -> Ints:
-    """A confusion matrix [K, K] of outputs."""
+    """The confusion matrix [K, K] of outputs."""
     table = np.zeros((classes, classes), dtype=np.int64)
     np.add.at(table, (out.labels, out.predicted), 1)
     return table
@@ -162,14 +163,14 @@ def outputs(
     task: Task | None = None,
     limit: int | None = None,
 ) -> Iterator[Outputs]:
-    """What the run's model says of a domain's images; one for each client that has its own."""
+    """The outputs of the run's model for a domain's images; one for each client with its own."""
     run = _loaded(run)
     run.need_model()
-    task = task or config_task(run.config)
+    task = task or run.task()
     images = _images(run, task, domain, split, limit)
     config = run.config
     received: Tree | None = None
-    for model, mine in _private(run, domain, round):
+    for model, mine in _evaluated(run, domain, round):
         network = initial_network(config, task, model)
         names = tuple(name for name, _ in network.named_parameters())
         sizes = Sizes(len(task.classes), network.features, task.image_size, names)
@@ -216,56 +217,53 @@ def _images(run: Result, task: Task, domain: str, split: str, limit: int | None)
 
 
 def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
-    """What the server would broadcast: the model, and what goes with it where that was kept."""
+    """What the server would broadcast: the model, and whatever of the rest was kept."""
     if round is not None and round != run.config.rounds:
-        path = _kept(run, "snapshots", round)
-        slots: Tree = dict(tree.load(path)[0])
-        if (run.folder or Path()).joinpath("prototypes", path.name).is_file():
-            slots |= _unflat(tree.load(_kept(run, "prototypes", round))[0].get("down", {}))
+        slots, _ = _artifact(run, "snapshots", round)
+        if round in prototype_rounds(run):
+            slots |= _unflat(_artifact(run, "prototypes", round)[0].get("down", {}))
         return slots
-    checkpoint = run.folder / "checkpoint.safetensors" if run.folder else None
-    if checkpoint is None or not checkpoint.is_file():
+    checkpoint = RunFolder(run.folder).checkpoint() if run.folder else None
+    if checkpoint is None:
         return {"model": run.model}
-    state, _ = tree.load(checkpoint)
     clients = tuple(row["client"] for row in run.summary.get("clients", ()))
     rounds = run.config.rounds
-    return run.config.method.broadcast(ServerView(state, rounds, rounds, clients, sizes))
+    return run.config.method.broadcast(ServerView(checkpoint.state, rounds, rounds, clients, sizes))
 
 
-def _private(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree]]:
-    """Model and private state of who is looked at: the domain's clients, or the server (none)."""
+def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree]]:
+    """Model name and private state of the domain's clients, or of the server, which has none."""
     if run.config.method.evaluates == "global":
         yield "", {}
         return
-    if run.folder is None or round not in (None, run.config.rounds):
+    folder = RunFolder(run.folder) if run.folder else None
+    checkpoint = folder.checkpoint() if folder else None
+    if folder is None or checkpoint is None or round not in (None, run.config.rounds):
         raise ProtofedError(
-            f"clients of {run.config.method.name} keep their own models, and of these only a "
-            "run's folder has any: those of the last round"
+            f"clients of {run.config.method.name} keep their own models, and these are only in a "
+            "run's folder, as of the last round"
         )
-    _, metadata = tree.load(run.folder / "checkpoint.safetensors")
     rows = run.summary["clients"]
     for row in [row for row in rows if row["domain"] == domain] or rows:
-        file = metadata["clients"].get(row["client"])
-        state = tree.load(run.folder / "clients" / file)[0] if file else {}
-        yield row.get("model", ""), state
+        file = checkpoint.clients.get(row["client"])
+        yield row.get("model", ""), folder.client_state(file) if file else {}
 
 
-def _kept(run: Result, kind: str, round: int) -> Path:
-    folder = run.folder / kind if run.folder else None
-    rounds = _rounds(folder)
-    if folder is None or round not in rounds:
+def _artifact(run: Result, kind: str, round: int) -> tuple[Tree, dict[str, Any]]:
+    rounds = _artifact_rounds(run, kind)
+    if run.folder is None or round not in rounds:
         there = f"rounds {', '.join(map(str, rounds))}" if rounds else "nothing"
         sends = " (if its method sends any)" if kind == "prototypes" else ""
         raise ProtofedError(
             f"the run kept no {kind} of round {round}; it kept {there}",
             f"run it with --keep-rounds {round}{sends}",
         )
-    return folder / f"{round}.safetensors"
+    return RunFolder(run.folder).artifact(kind, round)
 
 
-def _rounds(folder: Path | None) -> list[int]:
-    files = folder.glob("*.safetensors") if folder else ()
-    return sorted(int(path.stem) for path in files if path.stem.isdigit())
+def _artifact_rounds(run: Run, kind: str) -> list[int]:
+    folder = _loaded(run).folder
+    return RunFolder(folder).artifact_rounds(kind) if folder else []
 
 
 def _unflat(slot: Slot) -> Tree:
@@ -280,14 +278,16 @@ def _unflat(slot: Slot) -> Tree:
 
 
 TSNE_STEPS = 500
-"""Half of the usual number, in half the time: on features of 800 images the divergence is 1.5 %
-higher, and as many neighbors stay together (trustworthiness 0.989, 0.976, 0.982 either way)."""
+"""Half of the usual number takes half the time: on features of 800 images the divergence is 1.5 %
+higher, and neighbors stay together as well (trustworthiness 0.989, 0.976, 0.982 either way)."""
 
 
 def tsne(features: Floats, seed: int = 0) -> Floats:
-    """Places [n, 2] by t-SNE: the same for the same features and seed, whatever the machine's
-    number of cores. Perplexity 30, less for few samples; starts from the principal components,
-    moved a little by the seed."""
+    """Embed features in the plane [n, 2] by t-SNE.
+
+    The result depends on features and seed alone, not on the number of cores. The perplexity is 30,
+    or less for few samples; it starts from the principal components, perturbed by the seed.
+    """
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
@@ -316,20 +316,20 @@ def tsne(features: Floats, seed: int = 0) -> Floats:
 def domain_gap(
     run: Run, split: str = "test", *, task: Task | None = None, limit: int | None = 500
 ) -> DomainGap:
-    """How far apart the domains lie in the run's feature space, as ``gap`` measures it."""
+    """How far apart the domains are in the run's feature space, as ``gap`` measures it."""
     run = _loaded(run)
-    task = task or config_task(run.config)
+    task = task or run.task()
     return gap({d: features(run, d, split, task=task, limit=limit) for d in task.domains})
 
 
 def gap(domains: Mapping[str, tuple[Floats, Ints]]) -> DomainGap:
     """The gap between domains, from features and labels of each.
 
-    ``distance``: 1 − cosine between the class means of two domains, averaged over the classes
-    both have and the pairs of domains. ``classes``: the same between two classes of one domain,
-    as its scale. ``probe``: accuracy in %, five-fold cross-validated, of a logistic regression
-    that tells the domain from the feature, equally many samples of each; ``chance`` is what
-    guessing gives: near chance, the domain cannot be seen in the features.
+    ``distance`` is 1 − cosine between the class means of two domains, averaged over the classes
+    both have and over the pairs of domains. ``classes``, its scale, is the same between two classes
+    of one domain. ``probe`` is the five-fold cross-validated accuracy in % of a logistic regression
+    that predicts the domain from the feature, with equally many samples of each; ``chance`` is that
+    of guessing. Near chance, the features do not show the domain.
     """
     means = {
         name: {int(k): z[y == k].mean(0, dtype=np.float64) for k in np.unique(y)}
@@ -381,23 +381,21 @@ def _cosine_distance(a: Floats, b: Floats) -> float:
 
 
 def model_rounds(run: Run) -> list[int]:
-    """The rounds, from 1, whose global model the run kept, beside the one at its end."""
-    run = _loaded(run)
-    return _rounds(run.folder / "snapshots" if run.folder else None)
+    """The rounds, from 1, whose global model the run kept, beside the final one."""
+    return _artifact_rounds(run, "snapshots")
 
 
 def prototype_rounds(run: Run) -> list[int]:
     """The rounds whose prototypes the run kept."""
-    folder = _loaded(run).folder
-    return _rounds(folder / "prototypes") if folder else []
+    return _artifact_rounds(run, "prototypes")
 
 
-def prototypes(run: Run, round: int | None = None) -> Prototypes:
-    """The prototypes of a kept round; None: the last that was kept."""
+def prototypes(run: Run, round: int | None = None) -> RoundPrototypes:
+    """The prototypes of a round that was kept; None is the last such round."""
     run = _loaded(run)
     if round is None:
         round = (prototype_rounds(run) or [run.config.rounds])[-1]
-    slots, metadata = tree.load(_kept(run, "prototypes", round))
+    slots, metadata = _artifact(run, "prototypes", round)
     clients = metadata["clients"]
     sent = {}
     for i, row in enumerate(clients):
@@ -405,13 +403,13 @@ def prototypes(run: Run, round: int | None = None) -> Prototypes:
         sent[row["client"]] = tuple(np.concatenate(column) for column in zip(*every, strict=True))
     made = {slot: _rows(entries) for slot, entries in _unflat(slots.get("down", {})).items()}
     domains = {row["client"]: row["domain"] for row in clients}
-    return Prototypes(round, tuple(metadata["classes"]), domains, sent, made)  # type: ignore[arg-type]
+    return RoundPrototypes(round, tuple(metadata["classes"]), domains, sent, made)  # type: ignore[arg-type]
 
 
 def prototype_distances(run: Run, round: int | None = None) -> Distances:
     """Pairwise cosine distances between the clients' prototypes of each class.
 
-    A client that sent several prototypes of a class is there with their mean.
+    A client that sent several prototypes of a class counts with their mean.
     """
     kept = prototypes(run, round)
     clients = tuple(kept.sent)
@@ -430,8 +428,8 @@ def prototype_distances(run: Run, round: int | None = None) -> Distances:
 def clusters(run: Run) -> list[Clusters]:
     """What FINCH finds in the clients' prototypes of each kept round.
 
-    With the method's own ``finch_level``, if it has one, else the last partition: for FPL these
-    are the very clusters that its server made, for others what FINCH would find. A client that
+    This uses the method's ``finch_level``, if it has one, else the last partition: for FPL these
+    are the clusters that its server made, for others those that FINCH would find. A client that
     sent several prototypes of a class may be in several clusters. Empty for a run that kept none.
     """
     run = _loaded(run)
@@ -457,7 +455,7 @@ def clusters(run: Run) -> list[Clusters]:
 
 
 def _rows(entries: Slot) -> tuple[Floats, Ints]:
-    """Prototypes [K, d] or [K, J, d] that are there, one a row, with their classes."""
+    """The prototypes that are present in [K, d] or [K, J, d], one per row, and their classes."""
     mean = entries["mean"]
     size = entries.get("count", entries.get("mask"))
     there = torch.ones(mean.shape[:-1], dtype=torch.bool) if size is None else size > 0

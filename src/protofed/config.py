@@ -22,13 +22,11 @@ from protofed.data import Task, TaskInfo, describe, distribution, distributions
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError, unknown
+from protofed.files import FORMAT, check_format
 from protofed.methods import Method, create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
 from protofed.toml import toml_text
-
-FORMAT = 1
-"""Of every file that a run writes; a reader refuses files of a later format."""
 
 AUTO = "auto"
 """The value of a setting that the run decides when it starts."""
@@ -522,7 +520,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise ProtofedError(f"cannot read config '{path}': {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProtofedError(f"config '{path}' is not valid TOML: {error}") from None
-    check_format(raw.pop("format", FORMAT), path)
+    check_format(path, raw.pop("format", None))
     valid = ("task", "method", *SETTINGS)
     for name in raw:
         if name not in valid:
@@ -540,15 +538,6 @@ def read_config(path: Path) -> dict[str, Any]:
         if name in raw and not (table or isinstance(raw[name], str)):
             raise ProtofedError(f"{name} in '{path}' must be a name, got {raw[name]!r}")
     return raw
-
-
-def check_format(found: Any, path: Path) -> None:
-    """An error if a file was written by a later version than this one."""
-    if not is_whole(found) or found > FORMAT:
-        raise ProtofedError(
-            f"'{path}' has format {found!r}, this version reads up to {FORMAT}",
-            "it was written by a newer version of protofed: upgrade",
-        )
 
 
 TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "skip_bad", "augment")

@@ -19,7 +19,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from protofed.errors import ProtofedError
-from protofed.files import write_atomic
+from protofed.files import FORMAT, check_format, write_atomic
 
 _PLAIN = torch.contiguous_format
 
@@ -65,24 +65,28 @@ def equal(a: Tree, b: Tree) -> bool:
 def save(tree: Tree, path: Path, metadata: Mapping[str, Any] | None = None) -> None:
     """Write a Tree as a safetensors file, atomically: a reader sees the old file or the new."""
     tensors = {k: t.detach().cpu().contiguous() for k, t in _flatten(tree).items()}
-    write_atomic(path, serialize(tensors, {"protofed": json.dumps(dict(metadata or {}))}))
+    about = json.dumps({"format": FORMAT, **(metadata or {})})
+    write_atomic(path, serialize(tensors, {"protofed": about}))
 
 
 def load(path: Path) -> tuple[Tree, dict[str, Any]]:
-    """Read a Tree and its metadata; a damaged file is a ``ProtofedError`` that names it."""
+    """Read a Tree and its metadata; a damaged file raises a ``ProtofedError`` that names it."""
     tree: Tree = {}
     try:
         with safe_open(path, framework="pt") as file:
             metadata = json.loads((file.metadata() or {}).get("protofed", "{}"))
+            if not isinstance(metadata, dict):
+                raise ValueError("its metadata is not an object")
             for key in file.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 slot, _, name = key.partition("/")
-                # clone: tensors of a file lie at odd addresses, and vectorized sums over
+                # clone: a file's tensors are not aligned in memory, and vectorized sums over
                 # unaligned memory may round differently, which would break exact resume.
                 tree.setdefault(slot, {})[name] = file.get_tensor(key).clone()
     except (SafetensorError, OSError, ValueError) as error:
         raise ProtofedError(
-            f"cannot read '{path}': {error}", "the file is damaged or cut"
+            f"cannot read '{path}': {error}", "the file is damaged or truncated"
         ) from None
+    check_format(path, metadata.pop("format", None))
     return tree, metadata
 
 

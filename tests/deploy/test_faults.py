@@ -184,8 +184,8 @@ def test_a_killed_server_goes_on_with_the_same_bits(
     w.grid.spoil = change
     coordinator = w.coordinator()
     # SIGKILL leaves no time for a last checkpoint
-    real, coordinator.folder.checkpoint = (
-        coordinator.folder.checkpoint,
+    real, coordinator.ledger.checkpoint = (
+        coordinator.ledger.checkpoint,
         lambda kept: real(kept) if kept.round == 2 else None,
     )
     with pytest.raises(Killed):

@@ -328,7 +328,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(protofed, raw):
     (run / "rounds.jsonl").write_text('{"round": 0, "accuracy": {}, "average": 1.0}\n')
     code, out, err = protofed("study", "run", "mine.toml", "--jobs", 1)
     assert (code, err) == (0, "")
-    assert "FedAvg seed 0: begins anew, there is no checkpoint in its folder" in out
+    assert "FedAvg seed 0: starts over, there is no checkpoint in its folder" in out
     assert (run / "summary.json").is_file()
     # of really another configuration it is not touched
     text = (run / "config.toml").read_text().replace("lr = 0.01", "lr = 0.5")
@@ -337,7 +337,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(protofed, raw):
         (run / name).unlink()
     code, out, err = protofed("study", "run", "mine.toml", "--jobs", 1)
     assert code != 0
-    assert "begins anew" not in out
+    assert "starts over" not in out
     assert "another configuration" in err
     assert "lr = 0.5" in (run / "config.toml").read_text()
 

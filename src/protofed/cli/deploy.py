@@ -236,7 +236,7 @@ def status(folder: DirOption = Path()) -> None:
     from protofed.deploy import operator as deploy
     from protofed.deploy.members import FILE, read_members
     from protofed.observers.progress import accuracies
-    from protofed.runs.records import read_records
+    from protofed.runs.folder import find_runs
 
     home = deploy.server_folder(folder)
     members = read_members(home / FILE)
@@ -248,10 +248,10 @@ def status(folder: DirOption = Path()) -> None:
         _say(f"run {run['run-id']}: {run['status']}")
     if not found:
         _say("no run yet")
-    for rounds in sorted((home / "runs").glob("*/rounds.jsonl")):
-        records = read_records(rounds)
+    for written in find_runs(home / "runs"):
+        records = written.records()
         last = f": {accuracies(records[-1])}" if records else ""
-        _say(f"{rounds.parent.name}: {len(records)} rounds{last}")
+        _say(f"{written.path.name}: {len(records)} rounds{last}")
     if any(not deploy.ended(run) for run in found) and (said := deploy.last_words(home)):
         _say(f"last in the log: {said}")
 

@@ -28,7 +28,7 @@ from protofed.config import Config
 from protofed.data import Task
 from protofed.deploy import wire
 from protofed.deploy.checks import check_answer, expect
-from protofed.deploy.keeping import Kept, RunFolder
+from protofed.deploy.ledger import Ledger, Progress
 from protofed.deploy.members import Members
 from protofed.deploy.messages import RECORD, Answer, Request, write
 from protofed.deploy.wire import Refused
@@ -95,7 +95,7 @@ class Coordinator:
             participation=config.participation,
             average=config.average,
         )
-        self.folder = RunFolder(folder, config, members, task, network, public)
+        self.ledger = Ledger(folder, config, members, task, network, public)
         self.accepted: dict[str, str] = {}
         """Of each site the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
@@ -105,10 +105,10 @@ class Coordinator:
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """All rounds that are left, and the last evaluation; returns the summary."""
-        with self.folder.opened(resume, overwrite) as kept:
+        with self.ledger.opened(resume, overwrite) as kept:
             return self._run(kept)
 
-    def _run(self, kept: Kept | None) -> dict[str, Any]:
+    def _run(self, kept: Progress | None) -> dict[str, Any]:
         if kept is not None:
             self.server.state, self.server.round = tree.copy(kept.state), kept.round
             self.accepted, self.pending = dict(kept.accepted), kept.pending
@@ -120,20 +120,20 @@ class Coordinator:
                 if self._round():
                     done = self._done()
                     if self.server.round % self.config.checkpoint_every == 0:
-                        self.folder.checkpoint(done)
+                        self.ledger.checkpoint(done)
             self._last_evaluation()
         except BaseException:
-            self.folder.checkpoint(done)  # what is complete is kept, and only that
+            self.ledger.checkpoint(done)  # what is complete is kept, and only that
             raise
-        summary = self.folder.finish(self._done())
+        summary = self.ledger.finish(self._done())
         for name, count in summary["wire"].items():
             up, down = (f"{count[way] / 1000:,.1f} kB {way}" for way in ("up", "down"))
             log.info("site %s: %s, %s", name, up, down)
-        log.info("the run is complete: %s", self.folder.path)
+        log.info("the run is complete: %s", self.ledger.folder.path)
         return summary
 
-    def _done(self) -> Kept:
-        return Kept(self.server.round, self.server.state, dict(self.accepted), self.pending)
+    def _done(self) -> Progress:
+        return Progress(self.server.round, self.server.state, dict(self.accepted), self.pending)
 
     # ---- who is there --------------------------------------------------------------------------
 
@@ -208,9 +208,9 @@ class Coordinator:
         if self.pending is not None:
             self._measure(got)
         self.accepted |= {name: got.answers[name].state for name in trained}
-        self.folder.samples |= {name: got.answers[name].samples for name in trained}
+        self.ledger.samples |= {name: got.answers[name].samples for name in trained}
         self.pending = self._record(round, trained, got)
-        self.folder.keep(server)
+        self.ledger.artifacts.write(server)
         log.info(
             "round %d/%d: %d of %d sites trained, %.1f s",
             round + 1, self.config.rounds, len(trained), len(sampled), got.seconds,
@@ -238,7 +238,7 @@ class Coordinator:
 
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
-        self.folder.keeper.abandon()
+        self.ledger.artifacts.abandon()
         self.failures += 1
         log.warning(
             "round %d is not counted: %s (attempt %d of %d)",
@@ -259,7 +259,7 @@ class Coordinator:
             train=train,
             evaluate=evaluate,
             accepted=self.accepted.get(name, ""),
-            kept=self.folder.accepted.get(name, ""),
+            kept=self.ledger.accepted.get(name, ""),
         )
 
     def _last_evaluation(self) -> None:
@@ -288,8 +288,8 @@ class Coordinator:
         known = [s for d, s in scores.items() if tested[d]]
         self.pending["accuracy"] = {d: round_to(s, 4) for d, s in scores.items()}
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
-        self.folder.tested = tested
-        self.folder.append(self.pending)
+        self.ledger.tested = tested
+        self.ledger.append(self.pending)
         log.info("after round %d: %s", self.pending["round"] + 1, accuracies(self.pending))
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
@@ -361,7 +361,7 @@ class Coordinator:
             if waiting:
                 self.sleep(min(self.poll, left))
         got.seconds = time.monotonic() - began
-        self.folder.bill(got.wire)
+        self.ledger.bill(got.wire)
         return got
 
     def _take(
@@ -391,7 +391,7 @@ class Coordinator:
 
     def _accept(self, got: Exchange, name: str, reply: Reply) -> None:
         self.server.accept(name, reply)
-        self.folder.receive(self.server.round, name, reply.message, self.sizes.classes)
+        self.ledger.artifacts.receive(self.server.round, name, reply.message)
         got.losses[name] = reply.losses
         got.up += tree.nbytes(reply.message)
         log.info("round %d: site %s has replied", self.server.round + 1, name)

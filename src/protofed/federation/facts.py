@@ -64,16 +64,6 @@ class Facts:
         hash = self.run_hash(config)
         return f"{short_task(config.task)}-{config.method.name}-{config.seed}-{hash}"
 
-    def differences(self, other: Facts) -> list[str]:
-        """What of another run's facts can make its numbers differ: ``precision fp32 → bf16``."""
-        names = ("numerics", "device", "precision", "digest", "public_digest")
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        return [
-            f"{name.replace('_', ' ')} {_shown(a)} → {_shown(b)}"
-            for name, (a, b) in pairs.items()
-            if a != b
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, as ``facts.json`` holds it."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
@@ -145,6 +135,3 @@ def _hardware(device: str) -> str:
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
 
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)[:12]

@@ -116,9 +116,10 @@ class Federation:
         self,
         config: Config,
         task: Task | None = None,
-        folder: Path | None = None,
+        client_states: Path | None = None,
         facts: Facts | None = None,
     ) -> None:
+        """``client_states`` is the folder for private states that do not fit into memory."""
         self.asked = config
         """The config as it was asked for."""
         self.task = task or load_task(config.task, **task_settings(config))
@@ -157,9 +158,7 @@ class Federation:
             average=config.average,
             device=device if config.engine == "lanes" else "cpu",
         )
-        self.store = ClientStore(
-            self._initial_client, folder / "clients" if folder else None, share=config.participation
-        )
+        self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         self.engine = build_engine(
             config.engine, self.setup, self.make_networks, device, config.workers
         )
@@ -283,7 +282,7 @@ class Federation:
     @property
     def examined(self) -> str:
         """In words, if clients are tested with their own models, but not all in every round."""
-        if self.method.evaluates == "global" or max(self.config.clients.values()) <= EXAMINED:
+        if self.method.evaluates == "global" or max(self.config.domain_clients.values()) <= EXAMINED:
             return ""
         return f"{EXAMINED} clients of a domain that has more, drawn anew every round"
 
@@ -331,8 +330,8 @@ def make_shares(config: Config, task: Task) -> list[Share]:
     """The part of the task that each client of a run holds."""
     return split(
         task,
-        config.clients,
-        config.samples,
+        config.domain_clients,
+        config.domain_samples,
         config.seed,
         leftover=config.leftover,
         repair=config.repair,

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.ticker import MaxNLocator
 
-from protofed.analysis import Clusters, Distances, Floats, Ints, Prototypes
+from protofed.analysis import Clusters, Distances, Floats, Ints, RoundPrototypes
 from protofed.report.curves import COLORS, panel_title
 from protofed.report.plots import CLASS_COLORS, INK, Key, Panel, Plot, faint, ink
 from protofed.runs.records import over_rounds
@@ -345,7 +345,7 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
     return Plot(f"clusters-{slug(label)}", label, "", panels)
 
 
-def prototypes_apart(kept: Prototypes) -> list[tuple[str, Floats, Ints, str]]:
+def prototypes_apart(kept: RoundPrototypes) -> list[tuple[str, Floats, Ints, str]]:
     """Every prototype with its kind and the domain of the client that sent it."""
     sent = [("sent", z, y, kept.domains[c]) for c, (z, y) in kept.sent.items()]
     return sent + [("made", z, y, "") for z, y in kept.made.values()]

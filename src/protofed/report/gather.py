@@ -15,6 +15,7 @@ from typing import Any
 
 from protofed.config import UNHASHED, Config
 from protofed.errors import ProtofedError
+from protofed.runs.folder import RunFolder, find_runs
 from protofed.runs.run import Result, load_run
 from protofed.studies import plan
 from protofed.studies.definition import Study
@@ -107,14 +108,12 @@ def _studies(path: Path) -> list[Path]:
 
 
 def _folders(path: Path) -> list[Path]:
-    if (path / "config.toml").is_file():
-        return [path]
-    return sorted(file.parent for file in path.rglob("config.toml"))
+    return [run.path for run in find_runs(path)]
 
 
 def _load(folder: Path, left_out: list[tuple[Path, str]], tell: Tell) -> Result | None:
     """The run in a folder, without its model: few of them are needed, and they are large."""
-    if not (folder / "summary.json").is_file():
+    if not RunFolder(folder).is_finished():
         left_out.append((folder, "not finished"))
         return None
     tell(f"reading {folder.name}")
@@ -151,7 +150,7 @@ def _of_study(folder: Path, many: bool, tell: Tell) -> tuple[list[Group], list[t
             groups.append(Group(own, tuple(runs), study, tables[task], part))
     for path in _folders(folder):
         if path.resolve() not in used:
-            done = (path / "summary.json").is_file()
+            done = RunFolder(path).is_finished()
             left_out.append((path, "not of the study as it is now" if done else "not finished"))
     return groups, left_out
 

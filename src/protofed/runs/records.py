@@ -1,4 +1,4 @@
-"""What a run records: a line per round, a summary, and how they are read back."""
+"""The records of a run's rounds: how they are stored, and the accuracies made of them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from protofed.errors import ProtofedError
 from protofed.files import Damaged
 
 LAST = 5
-"""The papers' metric: the mean over this many last rounds. Never the best round on test data."""
+"""The papers' metric is the mean over this many last rounds, never the best round on test data."""
 
 SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
 
 SEEN = "seen average"
-"""Where a domain is left out: the average of the others, which is not what such a run is for."""
+"""Of a run that leaves a domain out: the average of the other domains."""
 
 BESIDE = {"own": "own domain"}
-"""What a person reads for the name of an accuracy that is recorded beside the method's own."""
+"""Display names of accuracies that are recorded beside the method's own."""
 
 Record = dict[str, Any]
 
@@ -59,8 +59,8 @@ class Records(list[Record]):
 def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -> dict[str, float]:
     """Accuracy per domain and ``average``, as means over the last five rounds.
 
-    A domain that no site measured in a round of a deployment (nan) is left out of that round.
-    ``beside`` is another accuracy that the rounds have, e.g. ``own``.
+    A domain that no site of a deployment measured in a round (NaN) does not count in that round.
+    ``beside`` names another accuracy that the rounds have, e.g. ``own``.
     """
     last = records[-LAST:]
     found = [r["accuracy"] if beside is None else r["beside"][beside] for r in last]
@@ -71,20 +71,20 @@ def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -
 
 
 def beside(record: Mapping[str, Any]) -> dict[str, float]:
-    """The averages of the accuracies that a round has beside the method's own, by name.
+    """The averages of the accuracies that a round has beside the method's own, by display name.
 
-    ``own domain``: clients with models of their own, each tested on its own domain. Others are
-    further inference rules of the method.
+    ``own domain`` is that of clients with their own models, each tested on its own domain. The
+    others are further inference rules of the method.
     """
     found = record.get("beside", {}).items()
     return {BESIDE.get(name, name): _mean(list(each.values())) for name, each in found}
 
 
 def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]:
-    """Accuracies under the names a person reads: as they are, unless a domain is left out.
+    """Accuracies by display name: unchanged, unless a domain is left out.
 
-    Then that domain comes first as ``inverse (unseen)``, and the ``seen average`` of the others
-    takes the place of the average, which would mix what was trained on with what was not.
+    Then that domain comes first, as ``inverse (unseen)``, and the ``seen average`` of the others
+    replaces the average, which would mix domains that were trained on with one that was not.
     """
     if unseen is None or unseen not in accuracy:
         return dict(accuracy)
@@ -95,21 +95,18 @@ def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]
 def over_rounds(
     records: Sequence[Mapping[str, Any]], unseen: str | None = None
 ) -> dict[str, list[float]]:
-    """The accuracies of every round under the names of ``shown``, what counts first.
-
-    That is the average, or the unseen domain.
-    """
+    """The accuracies of every round by display name; the average or the unseen domain first."""
     each = [shown({"average": r["average"], **r["accuracy"]}, unseen) for r in records]
     return {name: [values[name] for values in each] for name in (each[0] if each else ())}
 
 
 def joined(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Records:
-    """Rounds put together from runs that left out a domain each: its accuracy is of that run.
+    """Join runs that each left out another domain: a domain's accuracy is from the run without it.
 
-    ``average`` is that of the unseen domains.
+    ``average`` is over these unseen domains.
     """
     found = Records()
-    for round, lines in enumerate(zip(*runs.values(), strict=False)):  # as many as all have
+    for round, lines in enumerate(zip(*runs.values(), strict=False)):  # rounds that all have
         accuracy = {d: r["accuracy"][d] for d, r in zip(runs, lines, strict=True)}
         average = _mean(list(accuracy.values()))
         found.append({"round": round, "accuracy": accuracy, "average": average})
@@ -121,15 +118,15 @@ def _mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def line(record: Record) -> str:
+def to_line(record: Record) -> str:
     """A record as a line of ``rounds.jsonl``."""
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def read_records(path: Path) -> Records:
-    """The complete lines of a ``rounds.jsonl``; a last line cut by a crash is left out.
+    """The complete lines of a ``rounds.jsonl``; a last line that a crash cut off is ignored.
 
-    Where there is only a ``rounds.jsonl.gz``, as a packed study has it, that is read.
+    If there is only a ``rounds.jsonl.gz``, as in a packed study, that is read.
     """
     packed = path.with_name(f"{path.name}.gz")
     try:
@@ -148,12 +145,12 @@ def read_records(path: Path) -> Records:
         raise Damaged(path, str(error)) from None
     for number, record in enumerate(found, start=1):
         if not isinstance(record, dict) or not {"round", "accuracy", "average"} <= record.keys():
-            raise Damaged(path, f"line {number} is no round's")
+            raise Damaged(path, f"line {number} is not the record of a round")
     return found
 
 
 def without_times(records: Iterable[Record]) -> list[Record]:
-    """The records without what differs between two equal runs: seconds."""
+    """The records without the seconds, which differ between two runs that are otherwise equal."""
     return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
 
 

@@ -1,32 +1,39 @@
-"""What a run gave, and how it is read back from its folder."""
+"""The result of a run, and how it is read back from the run's folder."""
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from protofed import tree
-from protofed.config import Config, make_config
-from protofed.data import DataMissing, outline
+from protofed.config import Config, make_config, task_settings
+from protofed.data import Task, load_task
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.facts import Facts
 from protofed.federation.simulation import initial_network
 from protofed.models import Network
-from protofed.runs.finished import read_finished, read_settings, read_summary
-from protofed.runs.records import SELECTION, Records, last_mean, shown
+from protofed.runs.folder import RunFolder
+from protofed.runs.records import Records, last_mean, shown
 from protofed.tree import Slot
 
-CLIENT = "client"
-"""The slot of a model file that has the clients' own entries."""
+
+class Notebook(Protocol):
+    """Draws a result."""
+
+    def plot(self, result: Result) -> bytes:
+        """The accuracy curves as PNG."""
+
+    def html(self, result: Result) -> str:
+        """The table and the curves."""
 
 
 @dataclass
 class Result:
-    """What a run gave. In a notebook it shows its table and its curves."""
+    """The result of a run. In a notebook it shows its table and its curves."""
+
+    notebook: ClassVar[Notebook]
+    """How results are drawn. ``protofed/__init__.py`` sets it: runs do not import reports."""
 
     config: Config
     rounds: Records
@@ -36,7 +43,14 @@ class Result:
     lean: bool = False
     """Read without its model: not asked for, or a folder as ``protofed study pack`` leaves it."""
     clients: Mapping[str, Slot] = field(default_factory=dict)
-    """Where clients are tested with models of their own: what each has of it."""
+    """What each client has of its model, if clients are tested with models of their own."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What was found when the run started; empty for runs that did not write it down."""
+
+    @property
+    def found_config(self) -> Config:
+        """The config with device, precision and engine as the run found them."""
+        return Facts.from_dict(self.facts).applied(self.config)
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -44,17 +58,27 @@ class Result:
         return last_mean(self.rounds)
 
     def need_model(self) -> None:
-        """An error where the run was read without its model."""
+        """An error if the run was read without its model."""
         if self.lean:
             raise ProtofedError(
                 f"'{self.folder}' was read without its model",
                 "a packed study has none: use the folder it was packed from",
             )
 
+    def task(self) -> Task:
+        """The run's task, with its images: those of the run, or an error."""
+        task = load_task(self.config.task, **task_settings(self.config))
+        if (task.digest or None) != self.facts.get("digest"):
+            raise ProtofedError(
+                f"the images of task '{task.name}' are not those of the run",
+                "point --data or PROTOFED_DATA at the same files",
+            )
+        return task
+
     def network(self, client: str | None = None) -> Network:
         """The trained network, in evaluation mode: the global one, or a client's own.
 
-        In the global one, what clients keep private is as it began.
+        Entries that clients do not share have their initial values in the global one.
         """
         self.need_model()
         models = {row["client"]: row.get("model", "") for row in self.summary["clients"]}
@@ -70,100 +94,52 @@ class Result:
                 f"client {client} has no model of its own here", "network() gives the global one"
             )
         model = models[client] if client else ""
-        network = initial_network(self.config, config_task(self.config), model)
+        network = initial_network(self.found_config, self.task(), model)
         own = self.clients[client] if client else {}
         network.load_state_dict({**network.state_dict(), **own, **self.model})
         return network.eval()
 
     def plot(self) -> bytes:
         """The accuracy curves as PNG."""
-        from protofed.report.curves import curves  # matplotlib is slow to import
-
-        buffer = io.BytesIO()
-        curves([self], buffer)
-        return buffer.getvalue()
+        return self.notebook.plot(self)
 
     def __repr__(self) -> str:
-        text = ", ".join(f"{d} {a:.1f}" for d, a in self._shown().items())
+        accuracy = shown(self.accuracy, self.config.leave_out)
+        text = ", ".join(f"{d} {a:.1f}" for d, a in accuracy.items())
         return f"<{self.summary['method']} on {self.config.task}, seed {self.config.seed}: {text}>"
 
-    def _shown(self) -> dict[str, float]:
-        return shown(self.accuracy, self.config.leave_out)
-
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(d)}</th>" for d in self._shown())
-        body = "".join(f"<td>{a:.2f}</td>" for a in self._shown().values())
-        picture = base64.b64encode(self.plot()).decode()
-        return (
-            f"<p><b>{escape(self.summary['method'])}</b> on <b>{escape(self.config.task)}</b>, "
-            f"seed {self.config.seed}, {len(self.rounds)} rounds; {SELECTION}</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
-            f'<img alt="accuracy per domain over rounds" src="data:image/png;base64,{picture}">'
-        )
+        return self.notebook.html(self)
+
+    def save_model(self, folder: RunFolder) -> None:
+        """Write the model, and the clients' own: their entries, to be overlaid with the model's."""
+        holds = "the global model"
+        if self.config.method.evaluates != "global":
+            holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
+            if not self.clients:
+                holds = "what all clients share (model/...); their own entries are in clients/"
+        folder.save_model(self.summary["hash"], holds, self.model, self.clients)
 
 
 def load_run(folder: str | Path, model: bool = True) -> Result:
-    """A finished run, read back from its folder; without its model where there is none.
+    """A finished run, read back from its folder; without its model if there is none.
 
-    Where no model is asked for, the task's images are not looked for either.
+    This needs neither the task's images nor the device that the run used.
     """
-    folder = Path(folder)
-    if not (folder / "summary.json").is_file():
-        if not folder.is_dir():
+    found = RunFolder(folder)
+    if not found.is_finished():
+        if not found.path.is_dir():
             raise ProtofedError(f"there is no folder '{folder}'")
-        if (folder / "study.toml").is_file():
+        if (found.path / "study.toml").is_file():
             raise ProtofedError(f"'{folder}' is a study's folder", "name one of the runs in it")
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
-    settings = read_settings(folder)
-    # results can be read where there is no GPU, and where the images are not
-    of_machine = {k: settings.pop(k) for k in ("device", "engine") if k in settings}
-    settings["device"] = "cpu"
-    try:
-        config = make_config(**settings) if model else _without_data(settings)
-    except DataMissing:
-        config = _without_data(settings)
-    config = replace(config, **of_machine)
-    summary = read_summary(folder)
-    lean = not (model and has_model(folder))
-    slots = {} if lean else tree.load(folder / "model.safetensors")[0]
-    records = read_finished(folder)
-    clients: dict[str, Slot] = {}
-    for name, t in slots.get(CLIENT, {}).items():
-        client, _, entry = name.rpartition("/")
-        clients.setdefault(client, {})[entry] = t
-    return Result(config, records, slots.get("model", {}), summary, folder, lean, clients)
-
-
-def save_model(result: Result, folder: Path) -> None:
-    """Write ``model.safetensors``: ``model/ENTRY``, and ``client/NAME/ENTRY`` of own models.
-
-    A client's model is its own entries and, over them, the server's.
-    """
-    own = {f"{c}/{name}": t for c, slot in result.clients.items() for name, t in slot.items()}
-    holds = "the global model"
-    if result.config.method.evaluates != "global":
-        holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
-        if not result.clients:
-            holds = "what all clients share (model/...); their own entries are in clients/"
-    metadata = {"hash": result.config.hash, "holds": holds}
-    tree.save({"model": result.model, CLIENT: own}, folder / "model.safetensors", metadata)
+    config = make_config(**found.settings())
+    summary, records = found.summary(), found.records()
+    lean = not (model and found.has_model)
+    slots, clients = ({}, {}) if lean else found.model()
+    return Result(config, records, slots, summary, found.path, lean, clients, found.facts())
 
 
 def has_model(folder: Path | None) -> bool:
     """Whether a run's folder has its model."""
-    return folder is not None and (folder / "model.safetensors").is_file()
-
-
-def _without_data(settings: dict[str, Any]) -> Config:
-    """The configuration of a run whose images are not on this machine."""
-    of_data = {k: settings.pop(k, None) for k in ("image_size", "flip", "test_split", "digest")}
-    task = outline(settings.pop("task"), settings["samples"])
-    return replace(make_config(task=task, **settings), **of_data)
-
-
-def is_finished(folder: Path, config: Config) -> bool:
-    """Whether this very run is complete in that folder."""
-    try:
-        return bool(read_summary(folder)["hash"] == config.hash)
-    except ProtofedError:  # none, or a damaged one
-        return False
+    return folder is not None and RunFolder(folder).has_model

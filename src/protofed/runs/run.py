@@ -1,45 +1,30 @@
-"""A run: rounds from a configuration, kept in a folder, with checkpoints to go on from."""
+"""A run: rounds from a config, kept in a folder, with checkpoints to resume from."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from protofed import engines as engines  # makes the engines known
 from protofed import tree
-from protofed.config import Config, merged_config
-from protofed.data import Task
-from protofed.errors import ProtofedError
+from protofed.config import Config, merged_config, task_settings
+from protofed.data import Task, load_task
+from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import one_thread
 from protofed.federation.client_state import Index
-from protofed.federation.simulation import Federation, Observer, initial_network
-from protofed.files import write_atomic
+from protofed.federation.facts import discover
+from protofed.federation.simulation import Federation, Observer
 from protofed.method import Method
-from protofed.runs.folder import (
-    append_record,
-    complete_records,
-    opened_folder,
-    save_checkpoint,
-)
-from protofed.runs.records import Records, line
-from protofed.runs.result import Result, is_finished, load_run, save_model
+from protofed.runs.artifacts import ArtifactWriter
+from protofed.runs.folder import Checkpoint, RunFolder
+from protofed.runs.records import Records
+from protofed.runs.result import Result
 from protofed.runs.summary import summarize
 from protofed.tree import Tree
-
-__all__ = [
-    "Federation",
-    "Observer",
-    "Result",
-    "initial_network",
-    "is_finished",
-    "load_run",
-    "run",
-    "tf32",
-]
 
 
 def run(
@@ -59,7 +44,7 @@ def run(
     ``run(task="glyphs", method=protofed.methods.FPL(tau=0.05), rounds=20)``. ``settings`` are the
     fields of ``protofed.Config`` (rounds, seed, lr, clients, ...); what is not given comes from
     the task's protocol. ``config`` is a ready ``Config``, or a TOML file over which everything
-    that is given here wins. With ``out`` the run keeps a folder, from which ``resume`` goes on
+    that is given here wins. With ``out`` the run keeps a folder, from which ``resume`` continues
     after a crash.
     """
     if isinstance(config, Config):
@@ -67,87 +52,97 @@ def run(
             raise ProtofedError("a ready Config takes no further settings", "use make_config")
     else:
         config = merged_config(config, task, method, options, settings)
-    folder = Path(out) if out is not None else None
-    given_task = task if isinstance(task, Task) else None
-    with one_thread(), tf32(config.precision == "tf32"), memory_errors_in_words():
-        return _run(config, given_task, folder, resume, overwrite, observers)
-
-
-def _run(
-    config: Config,
-    task: Task | None,
-    folder: Path | None,
-    resume: bool,
-    overwrite: bool,
-    observers: Sequence[Observer],
-) -> Result:
-    # first the federation: a split that cannot be neither makes a folder nor overwrites one
-    federation = Federation(config, task, folder)
-    opened = opened_folder(config, folder, resume, overwrite) if folder else nullcontext()
-    with opened as checkpoint:
-        return _rounds(federation, folder, checkpoint, observers)
+    loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
+    folder = RunFolder(out) if out is not None else None
+    complete = config.for_task(loaded.info)
+    facts = discover(complete, loaded)
+    with one_thread(), tf32(facts.precision == "tf32"), memory_errors_in_words():
+        # the federation first: a split that cannot be made neither makes a folder nor clears one
+        states = folder.client_states if folder is not None else None
+        federation = Federation(config, loaded, states, facts)
+        if folder is None:
+            return _rounds(federation, None, None, observers)
+        found = {**facts.to_dict(), "run": federation.hash, "config": config.hash}
+        opened = folder.open(
+            config, federation.hash, found, resume=resume, overwrite=overwrite
+        )
+        with opened as checkpoint:
+            return _rounds(federation, folder, checkpoint, observers)
 
 
 def _rounds(
     federation: Federation,
-    folder: Path | None,
-    checkpoint: tuple[Tree, dict[str, Any]] | None,
+    folder: RunFolder | None,
+    checkpoint: Checkpoint | None,
     observers: Sequence[Observer],
 ) -> Result:
-    config = federation.config
-    server, records = federation.server, Records()
+    config, server, records = federation.config, federation.server, Records()
+    domains = {share.name: share.domain for share in federation.shares}
+    artifacts = ArtifactWriter(folder, config, federation.hash, federation.task.classes, domains)
     if folder is not None:
         if checkpoint is not None:
-            state, metadata = checkpoint
-            server.state = tree.copy(state, server.device)
-            server.round = metadata["round"]
-            records = complete_records(folder, server.round, server.round)
-            federation.store.restore(metadata["clients"])
-        write_atomic(folder / "config.toml", config.toml())
-        text = json.dumps(federation.table(), indent=2, ensure_ascii=False)
-        write_atomic(folder / "clients.json", text + "\n")
-        write_atomic(folder / "rounds.jsonl", "".join(map(line, records)))
+            server.state = tree.copy(checkpoint.state, server.device)
+            server.round = checkpoint.round
+            records = folder.records()
+            federation.store.restore(checkpoint.clients)
+        folder.save_clients(federation.table())
     for observer in observers:
         observer.start(federation, records)
     done: tuple[int, Tree, Index] = (server.round, server.state, federation.store.accept())
     try:
         while server.round < config.rounds:
-            record = federation.run_round(observers)
+            record = federation.run_round((artifacts, *observers))
+            artifacts.write(server)
             records.append(record)
             if folder is not None:
-                append_record(folder, record)
+                folder.append_record(record)
             done = (server.round, server.state, federation.store.accept())
-            if folder and server.round % config.checkpoint_every == 0:
-                save_checkpoint(folder, config, federation.store, done)
+            if folder is not None and server.round % config.checkpoint_every == 0:
+                _checkpoint(folder, federation, done)
             for observer in observers:
                 observer.round(record)
-    except BaseException:
+    except BaseException as error:
         # Ctrl-C, a diverging client, a full disk: what is complete is kept, and only that
         if folder is not None and done[0]:
-            save_checkpoint(folder, config, federation.store, done)
+            _checkpoint(folder, federation, done)
+        if folder is not None and isinstance(error, Diverged):
+            folder.mark_diverged(str(error))
         raise
-    model = tree.copy({"model": federation.model}).get("model", {})
-    own = federation.own_models()
-    result = Result(config, records, model, _summary(federation, records), folder, clients=own)
+    result = Result(
+        federation.asked,
+        records,
+        tree.copy({"model": federation.model}).get("model", {}),
+        _summary(federation, records),
+        folder.path if folder is not None else None,
+        clients=federation.own_models(),
+        facts=federation.facts.to_dict(),
+    )
     if folder is not None:
-        save_checkpoint(folder, config, federation.store, done)
-        save_model(result, folder)
-        text = json.dumps(result.summary, indent=2, ensure_ascii=False)
-        write_atomic(folder / "summary.json", text + "\n")
+        _checkpoint(folder, federation, done)
+        result.save_model(folder)
+        folder.finish(result.summary)
     for observer in observers:
         observer.end(result)
     return result
 
 
+def _checkpoint(folder: RunFolder, federation: Federation, done: tuple[int, Tree, Index]) -> None:
+    """Write the state after a complete round; the clients' files count with the checkpoint."""
+    round, state, index = done
+    files = federation.store.save(index, round)
+    folder.save_checkpoint(Checkpoint(federation.hash, round, state, files))
+    federation.store.clean(files)
+
+
 @contextmanager
 def memory_errors_in_words() -> Iterator[None]:
-    """A GPU that is too small, or that others use, is something a user can mend."""
+    """A GPU that is too small, or that others use, is something a user can fix."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         text = str(error).partition(" Including")[0].partition("\n")[0].rstrip(".")
         hint = "use a smaller --batch or --model, --device cpu, or a GPU that has more of it free"
-        raise ProtofedError(f"the GPU's memory is too short: {text}", hint) from error
+        raise ProtofedError(f"out of GPU memory: {text}", hint) from error
 
 
 @contextmanager
@@ -166,16 +161,19 @@ def tf32(on: bool) -> Iterator[None]:
 
 
 def _summary(federation: Federation, records: Records) -> dict[str, Any]:
+    config, facts = federation.config, federation.facts
     return summarize(
-        federation.config,
+        config,
         records,
+        hash=federation.hash,
         data=federation.task.note,
         skipped=federation.task.skipped,
         batchnorm=federation.batchnorm,
         weights=federation.weights,
-        engine=f"{federation.engine_name} ({federation.engine_reason})",
+        engine=f"{facts.engine} ({facts.engine_reason})",
         tested={name: len(images) for name, images in federation.tests.items()},
         clients=federation.table(),
+        versions=facts.versions,
         **({"public": public.counts} if (public := federation.setup.public) else {}),
         **({"examined": federation.examined} if federation.examined else {}),
     )

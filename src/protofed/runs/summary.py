@@ -1,32 +1,33 @@
-"""The summary of a finished run, simulated or deployed: one set of keys for both."""
+"""The summary of a finished run, with the same keys whether it was simulated or deployed."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from protofed.config import Config
 from protofed.runs.records import SEEN, SELECTION, Records, last_mean, shown
-from protofed.version import __version__
 
 
 def summarize(
     config: Config,
     records: Records,
     *,
+    hash: str,
     data: str,
     batchnorm: str,
     weights: str,
     engine: str,
     tested: Mapping[str, int],
     clients: Sequence[Mapping[str, Any]],
+    versions: Mapping[str, str],
     skipped: Sequence[str] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """What ``summary.json`` holds; ``more`` are keys of one kind of run alone."""
+    """The content of ``summary.json``; ``config`` has device and precision as they were found.
+
+    ``more`` are keys that only one kind of run has.
+    """
     method, accuracy = config.method, last_mean(records)
     return {
         "task": config.task,
@@ -36,7 +37,7 @@ def summarize(
         "hyper_parameters": method.options(),
         "protocol": config.protocol,
         "seed": config.seed,
-        "hash": config.hash,
+        "hash": hash,
         "accuracy": accuracy,
         **_unseen(accuracy, config.leave_out),
         "beside": {n: last_mean(records, n) for n in records[-1].get("beside", ())},
@@ -54,17 +55,17 @@ def summarize(
         "device": config.device,
         "tested": dict(tested),
         **more,
-        "clients": list(clients),
-        "versions": {
-            "protofed": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
+        "split": {
+            "clients": dict(config.domain_clients),
+            "samples": dict(config.domain_samples),
         },
+        "clients": list(clients),
+        "versions": dict(versions),
     }
 
 
 def _unseen(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, Any]:
-    """The domain nobody trained on, and its accuracy apart from that of the others."""
+    """The domain that nobody trained on, and its accuracy apart from the others'."""
     if unseen is None:
         return {"unseen": None}
     return {

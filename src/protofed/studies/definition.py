@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from protofed.config import SETTINGS as RUN_SETTINGS
-from protofed.config import FORMAT, check_format, short_hash
+from protofed.config import short_hash
 from protofed.errors import ProtofedError, unknown
+from protofed.files import FORMAT, check_format
 from protofed.methods import METHODS, method_class
 from protofed.toml import toml_text
 
@@ -233,7 +234,7 @@ def load(name: str) -> Study:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ProtofedError(f"study '{name}' is not valid TOML: {error}") from None
-    check_format(raw.pop("format", FORMAT), path)
+    check_format(path, raw.pop("format", None))
     return parse(_completed(raw, where), where)
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
-from protofed.runs.finished import read_finished, read_settings, read_summary
-from protofed.runs.records import line
+from protofed.runs.folder import RunFolder
+from protofed.runs.records import to_line
 from protofed.studies import plan
 from protofed.studies.definition import Study
 from protofed.studies.folder import (
@@ -106,8 +106,9 @@ def _packed_run(run: Path) -> dict[str, str | bytes]:
             if name == "config.toml":  # where the images lay on the machine that ran it
                 text = "".join(s for s in text.splitlines(True) if not s.startswith("data = "))
             files[name] = text
-    read_summary(run), read_settings(run)  # errors, if they are damaged
-    text = "".join(map(line, read_finished(run)))
+    found = RunFolder(run)
+    found.summary(), found.settings()  # errors, if they are damaged
+    text = "".join(map(to_line, found.records()))
     files["rounds.jsonl.gz"] = gzip.compress(text.encode(), mtime=0)  # the same bytes every time
     return files
 

@@ -12,8 +12,8 @@ from rich.markup import escape
 from protofed.errors import ProtofedError
 from protofed.models.mixed import model_names
 from protofed.observers.progress import duration
-from protofed.runs.finished import read_settings, read_summary
-from protofed.runs.records import LAST, SELECTION, beside, last_mean, read_records, shown
+from protofed.runs.folder import RunFolder
+from protofed.runs.records import LAST, SELECTION, beside, last_mean, shown
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -34,12 +34,12 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int = WID
 
 def lines(folder: Path) -> list[str]:
     """The lines of ``protofed show``, with rich's markup."""
-    if not (folder / "config.toml").is_file():
+    run = RunFolder(folder)
+    if not run.exists:
         if (folder / "study.toml").is_file():
             raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
         raise ProtofedError(f"'{folder}' is not a run's folder")
-    config = read_settings(folder)
-    records = read_records(folder / "rounds.jsonl")
+    config, records = run.settings(), run.records()
     options = ", ".join(f"{k}={v}" for k, v in config.get("options", {}).items())
     text = [
         f"[bold]{escape(config['method'])}[/bold] on [bold]{escape(config['task'])}[/bold], seed "
@@ -84,8 +84,8 @@ def lines(folder: Path) -> list[str]:
     text.append(
         f"\n[dim]% correct, blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}[/dim]"
     )
-    if (folder / "summary.json").is_file():
-        summary = read_summary(folder)
+    if run.is_finished():
+        summary = run.summary()
         clients = summary.get("clients", [])
         per: dict[str, list[int]] = {}
         for client in clients:
