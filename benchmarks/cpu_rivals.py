@@ -84,7 +84,7 @@ def pixels(work: Workload) -> Images:
 def federation(work: Workload, engine: str) -> Any:
     """Ours: also where the others take the initial weights and the clients' rows from."""
     from protofed.config import make_config
-    from protofed.runs.run import Federation
+    from protofed.federation.simulation import Federation
 
     images = pixels(work)
     test = Images(images.x[:10], images.y[:10])

@@ -27,7 +27,8 @@ from protofed.config import make_config
 from protofed.federation.client_round import one_thread
 from protofed.method import Batch, Terms
 from protofed.methods import FPL
-from protofed.runs.run import Federation, tf32
+from protofed.federation.simulation import Federation
+from protofed.runs.run import tf32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from protofed.config import make_config
 from protofed.engines.lanes import engine
 from protofed.methods import FPL
-from protofed.runs.run import Federation
+from protofed.federation.simulation import Federation
 
 
 def main() -> None:

@@ -53,7 +53,8 @@ def megabytes() -> int:
 def rounds_of(method: str, clients: int) -> dict[str, Any]:
     """Seconds a round and the peak, of a run in a folder."""
     from protofed.data import Domain, Images, load_task
-    from protofed.runs.run import Observer, run
+    from protofed.federation.simulation import Observer
+    from protofed.runs.run import run
 
     small = load_task("glyphs")
     pools = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 import protofed.methods.fedprox as module
 from protofed.config import make_config
 from protofed.methods import FedAvg, FedProx
-from protofed.runs.run import Federation
+from protofed.federation.simulation import Federation
 
 KNOWN = module.squared_distance
 

@@ -12,7 +12,8 @@ import torch
 from protofed import analysis, tree
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.runs.run import Result, load_run, run
+from protofed.runs.result import Result, load_run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 TASK = tiny_task()
@@ -26,7 +27,7 @@ def fpl(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def network_of(result: Result, model: dict[str, torch.Tensor]) -> torch.nn.Module:
-    from protofed.runs.run import initial_network
+    from protofed.federation.simulation import initial_network
 
     network = initial_network(result.config, TASK)
     network.load_state_dict(model)

@@ -9,11 +9,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from protofed.config import DEFAULTS, UNHASHED, Config, make_config, read_config
+from protofed.config import DEFAULTS, PROTOCOLS, UNHASHED, Config, make_config, read_config
 from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.methods import FPL, FedAvg, FedProto
-from protofed.protocols import PROTOCOLS
 from protofed.testing.checks import TINY, tiny_task
 
 

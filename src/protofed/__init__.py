@@ -6,14 +6,13 @@ import base64
 import io
 from html import escape
 
-from protofed import methods
+from protofed import analysis, engines, methods
 from protofed.config import Config, make_config
 from protofed.errors import Diverged, ProtofedError
+from protofed.federation.simulation import Federation, Observer
+from protofed.runs import Result, load_run, run
 from protofed.runs.records import SELECTION, shown
-from protofed.runs.run import Federation, Observer, Result, load_run, run
 from protofed.version import __version__
-
-from protofed import analysis  # isort: skip (methods must be imported first)
 
 
 class _Notebook:
@@ -50,6 +49,7 @@ __all__ = [
     "Result",
     "__version__",
     "analysis",
+    "engines",
     "load_run",
     "make_config",
     "methods",

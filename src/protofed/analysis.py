@@ -29,8 +29,8 @@ from protofed import keys
 from protofed.data import Images, Task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.facts import DTYPES
 from protofed.federation.client_round import EVALUATION_BATCH, load, one_thread
+from protofed.federation.facts import DTYPES
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
 from protofed.prototypes import finch, widened
@@ -168,7 +168,7 @@ def outputs(
     run.need_model()
     task = task or run.task()
     images = _images(run, task, domain, split, limit)
-    config = run.config
+    config = run.found_config
     received: Tree | None = None
     for model, mine in _evaluated(run, domain, round):
         network = initial_network(config, task, model)

@@ -15,7 +15,8 @@ from protofed.cli.app import app
 from protofed.config import make_config
 from protofed.data import load_task
 from protofed.errors import ProtofedError
-from protofed.runs.run import load_run, run
+from protofed.runs.result import load_run
+from protofed.runs.run import run
 
 NAMES = [f"{d}/{c}/{i}.png" for d in ("写真", "b") for c in ("cat", "dog") for i in range(10)]
 SMALL: dict[str, Any] = {"protocol": "glyphs", "rounds": 1, "epochs": 1, "device": "cpu"}

@@ -18,10 +18,12 @@ from protofed.data import Augment, Domain, Images, Share, Task, distribution, di
 from protofed.data.split import apportion
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import evaluate
+from protofed.federation.simulation import Federation
 from protofed.method import Entry
 from protofed.methods.fedavg import FedAvg
 from protofed.observers.progress import client_lines
-from protofed.runs.run import Federation, load_run, run
+from protofed.runs.result import load_run
+from protofed.runs.run import run
 from protofed.studies.tables import caption
 from protofed.testing.checks import TINY, tiny_task
 

@@ -14,7 +14,8 @@ from protofed.engines.lanes import engine
 from protofed.federation.simulation import Federation
 from protofed.method import Batch, Terms
 from protofed.methods import METHODS, FedAvg, Method
-from protofed.runs.run import Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="lanes run on a GPU")

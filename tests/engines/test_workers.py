@@ -19,7 +19,8 @@ from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Method, Terms
 from protofed.methods import METHODS
 from protofed.runs.records import without_times
-from protofed.runs.run import Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 # clients of different length, fewer and more of them than workers

@@ -15,11 +15,12 @@ from protofed import files, tree
 from protofed.config import Config, make_config
 from protofed.errors import ProtofedError
 from protofed.federation import client_state as store
+from protofed.federation.simulation import Observer
 from protofed.methods import FedBN, Method
 from protofed.runs import folder as folders
 from protofed.runs import run as runs
 from protofed.runs.records import read_records, without_times
-from protofed.runs.run import Observer, is_finished, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

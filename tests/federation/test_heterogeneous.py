@@ -19,7 +19,8 @@ from protofed.methods import METHODS, FedAvg, FedBN, FedGH, FedProto, FedSeProto
 from protofed.models.mixed import checked_models, client_models, require_fit
 from protofed.observers.progress import accuracies, client_lines
 from protofed.runs.records import without_times
-from protofed.runs.run import Result, load_run, run
+from protofed.runs.result import Result, load_run
+from protofed.runs.run import run
 from protofed.studies.tables import caption, grid, rows
 from protofed.testing.checks import TINY, _Interrupt, _same, tiny_task
 

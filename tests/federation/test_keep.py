@@ -15,7 +15,8 @@ from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.artifacts import Keeper, kept_rounds, prototype_entries
 from protofed.runs.records import without_times
-from protofed.runs.run import Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

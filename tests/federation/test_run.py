@@ -20,7 +20,7 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import Reply, Scores
 from protofed.federation.client_state import ClientStore
 from protofed.federation.server import Server
-from protofed.federation.simulation import batchnorm_policy
+from protofed.federation.simulation import Federation, Observer, batchnorm_policy, initial_network
 from protofed.method import Batch, Client, Entry, Method, Sizes, Terms
 from protofed.methods import FPL, FedAvg
 from protofed.runs.folder import begins_anew
@@ -32,15 +32,8 @@ from protofed.runs.records import (
     read_records,
     without_times,
 )
-from protofed.runs.run import (
-    Federation,
-    Observer,
-    Result,
-    initial_network,
-    is_finished,
-    load_run,
-    run,
-)
+from protofed.runs.result import Result, load_run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Slot, Tree
 

@@ -19,11 +19,11 @@ from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply, load, local
 from protofed.federation.server import Server
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Entry, Method, ServerView, Sizes, Update
 from protofed.methods import FedAvg
 from protofed.models import Network, build, entries
-from protofed.runs.run import Federation
 from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Slot, Tree
 

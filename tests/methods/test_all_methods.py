@@ -10,6 +10,7 @@ import torch
 
 from protofed import analysis, tree
 from protofed.config import make_config
+from protofed.federation.simulation import Observer
 from protofed.methods import (
     FPL,
     I2PFL,
@@ -26,7 +27,7 @@ from protofed.methods import (
     create,
 )
 from protofed.runs.records import read_records, without_times
-from protofed.runs.run import Observer, run
+from protofed.runs.run import run
 from protofed.testing.checks import check
 
 CLIENTS = 4

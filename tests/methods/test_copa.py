@@ -11,11 +11,12 @@ from torch import nn
 from protofed import keys, tree
 from protofed.config import make_config
 from protofed.federation.client_round import load, local
+from protofed.federation.simulation import Federation, initial_network
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import COPA, FedAvg
 from protofed.models import Network
-from protofed.runs.run import Federation, initial_network, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 K, D = 3, 4

@@ -10,9 +10,10 @@ from tests.methods.method_scenes import NAMES, SIZES, network, recorded, server_
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client
 from protofed.methods import FedAdam, FedAvg
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

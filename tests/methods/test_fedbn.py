@@ -8,9 +8,10 @@ from protofed import tree
 from protofed.config import make_config
 from protofed.data.augment import normalized
 from protofed.federation.client_round import entry_list, load
+from protofed.federation.simulation import Federation
 from protofed.methods import FedAvg, FedBN
 from protofed.models import build
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -17,10 +17,11 @@ from tests.methods.method_scenes import (
 from protofed import tree
 from protofed.config import make_config
 from protofed.federation.client_round import Reply
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Update
 from protofed.methods import FedAvg, FedDyn
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

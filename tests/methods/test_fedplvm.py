@@ -22,11 +22,12 @@ from torch import nn
 from protofed.config import make_config
 from protofed.data.augment import normalized
 from protofed.federation.client_round import load, local
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedPLVM
 from protofed.models import Network
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -5,10 +5,11 @@ import torch
 from tests.methods.method_scenes import D, Given, K, cross_entropy, numbers
 
 from protofed.federation.client_round import local
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProto
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 SIZES = Sizes(K, D, 8)

@@ -7,9 +7,10 @@ from tests.methods.method_scenes import D, K, cross_entropy, network, numbers, s
 
 from protofed.config import make_config
 from protofed.federation.client_round import local
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, FedProx
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -13,11 +13,12 @@ from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import load, local
+from protofed.federation.simulation import Federation, Observer, initial_network
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedSeProto
 from protofed.models import Network, build
-from protofed.runs.run import Federation, Observer, initial_network, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 K, D = 3, 4

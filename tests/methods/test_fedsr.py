@@ -12,11 +12,12 @@ from protofed import keys, tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import evaluate, load, local
+from protofed.federation.simulation import Federation, initial_network
 from protofed.method import Batch, Client, Entry, Sizes
 from protofed.methods import FedAvg, FedSR
 from protofed.methods.fedsr import cmi
 from protofed.models import Network, build
-from protofed.runs.run import Federation, initial_network, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 K, D = 3, 4

@@ -12,11 +12,12 @@ from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Data, load, local
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedAvgGA, FedGA, FedProx
 from protofed.methods.ga import adjusted
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 NAMES = ("a", "b", "c")

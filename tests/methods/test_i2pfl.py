@@ -15,13 +15,14 @@ from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import local
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.keys import generator
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import I2PFL, FedAvg
 from protofed.models import Network, Output
 from protofed.runs.records import without_times
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 SIZES = Sizes(K, D, 8)

@@ -12,10 +12,11 @@ from torch import nn
 
 from protofed import tree
 from protofed.config import make_config
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, Moon
 from protofed.models import Network
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

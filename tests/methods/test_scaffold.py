@@ -18,9 +18,10 @@ from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
 from protofed.federation.server import Server
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, effective_steps
 from protofed.methods import FedAvg, Scaffold
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")

@@ -13,9 +13,10 @@ from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.federation import server
 from protofed.federation.client_round import Data
+from protofed.federation.simulation import Federation
 from protofed.keys import generator
 from protofed.methods import METHODS, FedAvgGA, create
-from protofed.runs.run import Federation, run
+from protofed.runs.run import run
 from protofed.testing.checks import CLASSES, TINY, tiny_task
 
 # clients leave some training images to nobody: public ones, for a method that needs them

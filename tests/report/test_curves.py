@@ -11,7 +11,7 @@ from protofed.config import make_config
 from protofed.report import figures as report_figures
 from protofed.report.curves import COLORS, curves, together
 from protofed.runs.records import Records
-from protofed.runs.run import Result
+from protofed.runs.result import Result
 
 
 def result(method, seed=0, rounds=4, domains=("scan", "print"), level=50.0, leave_out=None):

@@ -23,7 +23,8 @@ from protofed.report.html import html_table
 from protofed.report.kept import Findings
 from protofed.report.page import headline, result_table, write
 from protofed.report.setting import facts
-from protofed.runs.run import load_run, run
+from protofed.runs.result import load_run
+from protofed.runs.run import run
 from protofed.studies.tables import rows
 
 from .conftest import SMALL

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from protofed.studies.claims import me
+from protofed.studies.compare import _elsewhere, default_jobs
 from rich.console import Console
 
 from protofed.studies import folder as folders
 from protofed.studies import plan
-from protofed.studies.claims import me
-from protofed.studies.compare import _elsewhere, default_jobs
 from protofed.studies.definition import dumps, parse
 from protofed.studies.execution import Job, display, time_left
 from protofed.studies.show import sparkline

@@ -4,15 +4,14 @@ import gzip
 import json
 
 import pytest
+from protofed.studies.compare import run_study
 from rich.console import Console
 
 from protofed.errors import ProtofedError
 from protofed.files import Damaged
 from protofed.report import kept
-from protofed.runs.run import is_finished
 from protofed.studies import folder as folders
 from protofed.studies import plan
-from protofed.studies.compare import run_study
 from protofed.studies.definition import builtin, dumps, load, parse
 from protofed.studies.pack import pack
 from protofed.studies.plan import Selection

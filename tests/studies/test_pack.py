@@ -17,7 +17,8 @@ from protofed.report import kept, plots
 from protofed.report.findings import looked_at
 from protofed.report.gather import gather
 from protofed.report.page import write
-from protofed.runs.run import load_run, run
+from protofed.runs.result import load_run
+from protofed.runs.run import run
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import parse

@@ -9,7 +9,7 @@ from rich.console import Console
 from protofed.config import make_config
 from protofed.methods import METHODS
 from protofed.runs.records import Records
-from protofed.runs.run import Result
+from protofed.runs.result import Result
 from protofed.studies.render import to_terminal
 from protofed.studies.tables import (
     Cell,

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from protofed.studies.compare import adhoc
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
@@ -12,10 +13,10 @@ from protofed.methods import METHODS, FedDyn, Method, create
 from protofed.observers.progress import accuracies
 from protofed.report import curves as report_curves
 from protofed.runs.records import Records, shown
-from protofed.runs.run import Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.studies import folder as folders
 from protofed.studies import plan
-from protofed.studies.compare import adhoc
 from protofed.studies.definition import load, parse
 from protofed.studies.figures import sweep
 from protofed.studies.show import BLOCKS

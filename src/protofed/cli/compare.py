@@ -54,7 +54,6 @@ def compare(
     """
     from protofed.config import EACH, short_task
     from protofed.methods import METHODS, method_class
-    from protofed.studies.folder import StudyFolder
     from protofed.studies.launch import adhoc, run_study
 
     task = task or "glyphs"

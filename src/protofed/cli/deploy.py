@@ -7,47 +7,31 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from protofed.cli.options import (
-    AugmentOption,
-    AverageOption,
-    BatchOption,
-    DecayOption,
-    EpochsOption,
-    FlipOption,
-    LrOption,
-    ModelOption,
-    MomentumOption,
-    NormOption,
-    ParticipationOption,
-    PrecisionOption,
-    ProtocolOption,
-    RoundsOption,
-    SamplesOption,
-    SetOption,
-    SkipBadOption,
-    WidthOption,
-)
+from protofed.cli.options import HELP, MethodOption, SetOption, with_settings
+from protofed.cli.output import say
+from protofed.cli.parse import assignments, words
 from protofed.errors import ProtofedError
+
+DEPLOYED = (
+    "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
+    "width", "norm", "samples", "participation", "average", "precision", "flip", "augment",
+    "checkpoint_every", "skip_bad",
+)  # fmt: skip
+"""The settings that a run across machines takes; the others are for the simulator."""
 
 deploy_app = typer.Typer(
     name="deploy",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    context_settings=HELP,
     help="Run a federation across real machines (Flower, TLS, authenticated sites).\n\n"
     "[bold]deploy init DIR --sites a,b,c[/bold] writes everything; DIR/README.md goes on.",
 )
-console = Console()
-
 DirOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="The folder that deploy init wrote.")
 ]
-
-
-def _say(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _need_flower() -> None:
@@ -55,11 +39,7 @@ def _need_flower() -> None:
         raise ProtofedError("protofed deploy needs Flower", "pip install 'protofed[flower]'")
 
 
-def _words(text: str | None) -> list[str]:
-    return [w.strip() for w in text.split(",") if w.strip()] if text else []
-
-
-@deploy_app.command()
+@deploy_app.command(context_settings=HELP)
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     sites: Annotated[str, typer.Option(help="The sites' names: a,b,c.")],
@@ -102,7 +82,7 @@ def init(
     from protofed.deploy.operator import init as write
 
     try:
-        pairs = dict(p.split("=", 1) for p in _words(domains))
+        pairs = dict(p.split("=", 1) for p in words(domains))
     except ValueError:
         raise ProtofedError(f"cannot read --domains '{domains}'", "write a=scan,b=print") from None
     times = {
@@ -112,11 +92,11 @@ def init(
     }
     write(
         folder,
-        _words(sites),
+        words(sites),
         name=name,
         address=address,
-        hosts=_words(hosts),
-        classes=_words(classes),
+        hosts=words(hosts),
+        classes=words(classes),
         image_size=image_size,
         domains=pairs,
         task=task,
@@ -124,11 +104,11 @@ def init(
         times=times,
     )
     if task is None and not classes:
-        _say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
-    _say(f"{folder}/README.md says which command runs where")
+        say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
+    say(f"{folder}/README.md says which command runs where")
 
 
-@deploy_app.command()
+@deploy_app.command(context_settings=HELP)
 def server(
     folder: DirOption = Path(),
     host: Annotated[
@@ -140,10 +120,10 @@ def server(
     from protofed.deploy.operator import server_folder
     from protofed.deploy.programs import serve
 
-    serve(server_folder(folder), host, _say)
+    serve(server_folder(folder), host, say)
 
 
-@deploy_app.command()
+@deploy_app.command(context_settings=HELP)
 def site(
     folder: DirOption = Path(),
     name: Annotated[str | None, typer.Option("--site", help="The site's name.")] = None,
@@ -177,10 +157,10 @@ def site(
     if home.members.task is None:  # what is wrong with the images is said now, not in round 1
         task = home.members.skeleton()
         train, test = folder_images(home, task.classes, task.image_size)
-        _say(f"site {home.name}: {len(train)} training and {len(test)} test images")
+        say(f"site {home.name}: {len(train)} training and {len(test)} test images")
     if home.public is not None:
-        _say(f"site {home.name}: public folder: {check_public(home)}")
-    join(home, patience, _say)
+        say(f"site {home.name}: public folder: {check_public(home)}")
+    join(home, patience, say)
 
 
 @deploy_app.command(context_settings=HELP)
@@ -229,7 +209,7 @@ def start(
             raise ProtofedError(f"run {number} has ended: {status}", f"see {log}")
 
 
-@deploy_app.command()
+@deploy_app.command(context_settings=HELP)
 def status(folder: DirOption = Path()) -> None:
     """Show which sites are connected, and the runs."""
     _need_flower()
@@ -242,21 +222,21 @@ def status(folder: DirOption = Path()) -> None:
     members = read_members(home / FILE)
     seen = deploy.connected(home)
     for name, member in members.sites.items():
-        _say(f"site {name} (domain {member.domain}): {seen.get(name, 'not registered')}")
+        say(f"site {name} (domain {member.domain}): {seen.get(name, 'not registered')}")
     found = deploy.runs(home)
     for run in found:
-        _say(f"run {run['run-id']}: {run['status']}")
+        say(f"run {run['run-id']}: {run['status']}")
     if not found:
-        _say("no run yet")
+        say("no run yet")
     for written in find_runs(home / "runs"):
         records = written.records()
         last = f": {accuracies(records[-1])}" if records else ""
-        _say(f"{written.path.name}: {len(records)} rounds{last}")
+        say(f"{written.path.name}: {len(records)} rounds{last}")
     if any(not deploy.ended(run) for run in found) and (said := deploy.last_words(home)):
-        _say(f"last in the log: {said}")
+        say(f"last in the log: {said}")
 
 
-@deploy_app.command()
+@deploy_app.command(context_settings=HELP)
 def stop(
     run: Annotated[int | None, typer.Argument(help="The run's number; default: the live one.")] = (
         None
@@ -267,4 +247,4 @@ def stop(
     _need_flower()
     from protofed.deploy import operator as deploy
 
-    _say(f"run {deploy.stop(deploy.server_folder(folder), run)} is stopped")
+    say(f"run {deploy.stop(deploy.server_folder(folder), run)} is stopped")

@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from protofed.cli.options import ImagesOption
-from protofed.cli.parse import told
+from protofed.cli.output import console, status
 from protofed.errors import ProtofedError
-
-console = Console()
 
 
 def report(
@@ -41,7 +38,7 @@ def report(
     if out.is_dir():
         raise ProtofedError(f"'{out}' is a folder", "give a file: -o report.html")
     folder = figures or out.with_name(f"{out.stem}-figures")
-    with told(console) as tell:
+    with status() as tell:
         gathered = gather(paths, tell)
         try:
             written = write(gathered, out, folder, images=images, title=title, tell=tell)

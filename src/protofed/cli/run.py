@@ -19,8 +19,8 @@ from protofed.cli.options import (
     TaskOption,
     with_settings,
 )
-from protofed.cli.parse import assignments
 from protofed.cli.output import console, print_results
+from protofed.cli.parse import assignments
 from protofed.errors import ProtofedError
 
 
@@ -104,7 +104,7 @@ def run(
             console.print(f"{folder.path} already holds this run, complete:")
             print_results([load_run(folder.path, model=False)])
         return
-    if resume and not quiet and folder.is_unstarted(asked):
+    if resume and not quiet and folder.starts_over(asked):
         console.print(f"no checkpoint in {folder.path} to resume from: the run starts over")
     observers: list[Observer] = [] if quiet else [RunProgress(console)]
     if tensorboard:
@@ -128,7 +128,7 @@ def run(
         )
     if quiet:
         return
-    folder.write("curves.png", result.plot())
+    folder.save_file("curves.png", result.plot())
     print_results([result])
     console.print(f"model, rounds, curves.png and config.toml are in [bold]{folder.path}[/bold]")
     if recorder is not None:

@@ -175,7 +175,6 @@ def run_(
 
 def study_hash_on(study: Study, on: str | None, plain: str) -> str:
     """The hash the study has if nothing but its task was changed."""
-    from protofed.studies.definition import load
 
     if on is None:
         return plain

@@ -134,4 +134,3 @@ def _hardware(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
-

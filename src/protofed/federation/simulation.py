@@ -282,7 +282,10 @@ class Federation:
     @property
     def examined(self) -> str:
         """In words, if clients are tested with their own models, but not all in every round."""
-        if self.method.evaluates == "global" or max(self.config.domain_clients.values()) <= EXAMINED:
+        if (
+            self.method.evaluates == "global"
+            or max(self.config.domain_clients.values()) <= EXAMINED
+        ):
             return ""
         return f"{EXAMINED} clients of a domain that has more, drawn anew every round"
 

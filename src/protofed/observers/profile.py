@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, supported_activities
 
-from protofed.runs.records import Record, Records
-from protofed.runs.run import Federation, Observer
+from protofed.federation.simulation import Federation, Observer
+from protofed.runs.records import Record
 
 FILE = "trace.json.gz"
 LONGEST = 30.0
@@ -33,7 +34,7 @@ class Profile(Observer):
         """The round that was recorded, counted from 1."""
         self._profiler: torch.profiler.profile | None = None
 
-    def start(self, federation: Federation, records: Records) -> None:
+    def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Begin at once if there is only one round to go."""
         if federation.config.rounds - len(records) == 1:
             self._begin()

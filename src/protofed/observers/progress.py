@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protofed.runs.records import Record, Records, beside, shown
-from protofed.runs.run import Federation, Observer, Result
+from protofed.federation.simulation import Federation, Observer
+from protofed.runs.records import Record, beside, shown
+from protofed.runs.result import Result
 
 
 def accuracies(record: Record, unseen: str | None = None) -> str:
@@ -62,7 +63,7 @@ class RunProgress(Observer):
         self.console = console
         self.live = console.is_terminal
 
-    def start(self, federation: Federation, records: Records) -> None:
+    def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Say what runs, and show the bar."""
         config = federation.config
         self.rounds, self.first, self.unseen = config.rounds, len(records), config.leave_out
@@ -72,7 +73,7 @@ class RunProgress(Observer):
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
             f"{config.seed}: {len(federation.sites)} clients, {config.rounds} rounds "
             f"of {config.epochs} epochs, {' and '.join(config.models)}, "
-            f"engine {federation.engine_name}{resumed}"
+            f"engine {federation.facts.engine}{resumed}"
         )
         for text in client_lines(federation):
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from protofed.errors import ProtofedError
-from protofed.runs.records import SEEN, Record, Records, beside, shown
-from protofed.runs.run import Federation, Observer, Result
+from protofed.federation.simulation import Federation, Observer
+from protofed.runs.records import SEEN, Record, beside, shown
+from protofed.runs.result import Result
 
 FOLDER = "tensorboard"
 
@@ -30,7 +32,7 @@ class TensorBoard(Observer):
         self.folder = folder / FOLDER
         self.open = require_tensorboard()
 
-    def start(self, federation: Federation, records: Records) -> None:
+    def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Open the file; what a crash left of later rounds is hidden."""
         self.unseen = federation.config.leave_out
         self.writer = self.open(str(self.folder), purge_step=len(records) + 1)

@@ -16,7 +16,7 @@ from protofed.config import EACH
 from protofed.runs.records import joined, over_rounds
 
 if TYPE_CHECKING:
-    from protofed.runs.run import Result
+    from protofed.runs.result import Result
 
 # Okabe and Ito's palette: told apart by color-blind readers too
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#111111", "#8C8C00")

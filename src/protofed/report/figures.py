@@ -16,7 +16,7 @@ from protofed.analysis import Clusters, Distances, Floats, Ints, RoundPrototypes
 from protofed.report.curves import COLORS, panel_title
 from protofed.report.plots import CLASS_COLORS, INK, Key, Panel, Plot, faint, ink
 from protofed.runs.records import over_rounds
-from protofed.runs.run import Result
+from protofed.runs.result import Result
 from protofed.studies.tables import Row
 
 MARKERS = ("o", "s", "^", "v", "P", "X")

@@ -16,7 +16,7 @@ from typing import Any
 from protofed.config import UNHASHED, Config
 from protofed.errors import ProtofedError
 from protofed.runs.folder import RunFolder, find_runs
-from protofed.runs.run import Result, load_run
+from protofed.runs.result import Result, load_run
 from protofed.studies import plan
 from protofed.studies.definition import Study
 from protofed.studies.folder import TaskTable, make_tables, open_study, run_folders

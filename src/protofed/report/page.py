@@ -20,7 +20,7 @@ from protofed.report.html import html_table, legend
 from protofed.report.kept import Findings
 from protofed.report.plots import Plot
 from protofed.report.setting import clients, configuration, facts
-from protofed.runs.run import Result
+from protofed.runs.result import Result
 from protofed.studies import figures as study_figures
 from protofed.studies.definition import Study
 from protofed.studies.folder import TaskTable

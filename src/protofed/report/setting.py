@@ -9,7 +9,7 @@ from html import escape
 from protofed.report.gather import Group
 from protofed.report.html import html_table
 from protofed.runs.records import SELECTION
-from protofed.runs.run import Result
+from protofed.runs.result import Result
 from protofed.studies.tables import TESTED, WEIGHTS, held
 
 MANY = 12

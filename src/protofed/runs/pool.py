@@ -12,27 +12,38 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, FORMAT, Config, check_format, make_config
+from protofed.config import AUTO, Config, make_config
 from protofed.errors import ProtofedError
-from protofed.files import Damaged, write_atomic
+from protofed.files import FORMAT, Damaged, check_format, write_atomic
 from protofed.runs.folder import RunFolder, plain_settings
 from protofed.runs.records import Records
-from protofed.runs.result import Result
+from protofed.runs.result import Result, load_run
 
 PACKED = "runs.jsonl.gz"
 """The file in which a study keeps its runs: a line for each, with config, facts and rounds."""
+KIND = ("numerics", "device", "precision", "digest", "public_digest")
+"""The facts that the runs of one table should share."""
 
 
 class StoredRun:
-    """A run in a pool. What it holds is read when it is asked for."""
+    """A run in a pool: in a folder of its own, or as a line of a packed study.
 
-    def __init__(self, name: str, facts: Mapping[str, Any]) -> None:
-        self.name, self.facts = name, facts
+    What it holds is read when it is asked for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        facts: Mapping[str, Any],
+        folder: RunFolder | None = None,
+        line: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name, self.facts, self.folder = name, facts, folder
+        self._line = line or {}
 
     @property
     def hash(self) -> str:
@@ -40,93 +51,64 @@ class StoredRun:
         return str(self.facts.get("run"))
 
     @property
-    def kind(self) -> tuple[Any, ...]:
-        """The facts that runs in one row of a table should share."""
-        names = ("numerics", "device", "precision", "digest", "public_digest")
-        return tuple(str(self.facts.get(name)) for name in names)
+    def kind(self) -> tuple[str, ...]:
+        """The facts that the runs of one table should share."""
+        return tuple(str(self.facts.get(name)) for name in KIND)
 
     @property
     def finished(self) -> bool:
         """Whether all rounds are there."""
-        raise NotImplementedError
+        return self.folder is None or self.folder.is_finished(self.hash)
 
     @property
     def diverged(self) -> str:
         """What diverged, if the run did; else empty."""
-        return ""
+        return "" if self.folder is None else self.folder.diverged()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's config as plain data, as ``make_config`` takes it."""
+        return self._line["config"] if self.folder is None else self.folder.settings()
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The run's summary."""
+        return self._line["summary"] if self.folder is None else self.folder.summary()
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The run's config as plain data, clients and samples of every domain included."""
-        raise NotImplementedError
+        """The config with the clients and samples of every domain."""
+        return plain_settings(self.config, self.summary)
+
+    @cached_property
+    def records(self) -> Records:
+        """The run's rounds."""
+        return Records(self._line["rounds"]) if self.folder is None else self.folder.records()
 
     @property
-    def summary(self) -> dict[str, Any]:
-        """The run's summary."""
-        raise NotImplementedError
+    def analysis(self) -> Mapping[str, Any] | None:
+        """What a report shows of the run's model, where that was looked at before packing."""
+        return self._line.get("analysis")
 
     def result(self) -> Result:
-        """The run without its model."""
-        raise NotImplementedError
+        """The run as a result without its model."""
+        if self.folder is not None:
+            return load_run(self.folder.path, model=False)
+        config, facts = make_config(**self.config), self.facts
+        return Result(config, self.records, {}, self.summary, None, True, facts=facts)
 
-
-class FolderRun(StoredRun):
-    """A run in a folder of its own."""
-
-    def __init__(self, folder: RunFolder, facts: Mapping[str, Any]) -> None:
-        super().__init__(folder.path.name, facts)
-        self.folder = folder
-
-    @property
-    def finished(self) -> bool:  # noqa: D102
-        return self.folder.is_finished(self.hash)
-
-    @property
-    def diverged(self) -> str:  # noqa: D102
-        return self.folder.diverged()
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: D102
-        return plain_settings(self.folder.settings(), self.summary)
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: D102
-        return self.folder.summary()
-
-    def result(self) -> Result:  # noqa: D102
-        from protofed.runs.result import load_run
-
-        return load_run(self.folder.path, model=False)
-
-
-@dataclass
-class PackedRun(StoredRun):
-    """A run as a line of a packed study."""
-
-    name: str
-    facts: Mapping[str, Any]
-    config: dict[str, Any]
-    summary: dict[str, Any]  # type: ignore[assignment]
-    rounds: Records
-    analysis: dict[str, Any] | None = field(default=None, repr=False)
-    """What a report shows of the run's model, where that was looked at before packing."""
-
-    @property
-    def finished(self) -> bool:  # noqa: D102
-        return True
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:  # type: ignore[override]  # noqa: D102
-        return plain_settings(dict(self.config), self.summary)
-
-    def result(self) -> Result:  # noqa: D102
-        config = make_config(**self.config)
-        return Result(config, self.rounds, {}, self.summary, lean=True, facts=self.facts)
-
-    def line(self) -> str:
-        """The run as a line of the file."""
-        parts = {"format": FORMAT, "name": self.name, "config": self.config, "facts": self.facts,
-                 "summary": self.summary, "rounds": self.rounds, "analysis": self.analysis}  # fmt: skip
+    def line(self, analysis: Mapping[str, Any] | None = None) -> str:
+        """The run as a line of a packed study."""
+        config = {k: v for k, v in self.config.items() if k != "data"}  # where the images lay
+        parts = {
+            "format": FORMAT,
+            "name": self.name,
+            "config": config,
+            "facts": self.facts,
+            "summary": self.summary,
+            "rounds": self.records,
+            "analysis": analysis or self.analysis,
+        }
         return json.dumps(parts, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
@@ -141,12 +123,12 @@ class Pool:
     def runs(self) -> list[StoredRun]:
         """Every run that has been started here; read once."""
         if self.packed:
-            return list(read_packed(self.path / PACKED))
+            return read_packed(self.path / PACKED)
         found: list[StoredRun] = []
         for file in sorted(self.path.glob("*/facts.json")):
             folder = RunFolder(file.parent)
             try:
-                found.append(FolderRun(folder, folder.facts()))
+                found.append(StoredRun(file.parent.name, folder.facts(), folder))
             except ProtofedError:  # damaged: `protofed run` says so when it is run again
                 continue
         return found
@@ -180,19 +162,19 @@ class Pool:
         ]
 
 
-def read_packed(file: Path) -> Iterable[PackedRun]:
+def read_packed(file: Path) -> list[StoredRun]:
     """The runs of a packed study."""
+    found = []
     try:
-        lines = gzip.decompress(file.read_bytes()).decode().splitlines()
-        for line in lines:
-            parts = json.loads(line)
-            check_format(parts.pop("format"), file)
-            yield PackedRun(**{**parts, "rounds": Records(parts["rounds"])})
+        for text in gzip.decompress(file.read_bytes()).decode().splitlines():
+            line = json.loads(text)
+            check_format(file, line.get("format"))
+            found.append(StoredRun(line["name"], line["facts"], line=line))
     except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError) as error:
         raise Damaged(file, str(error)) from None
+    return found
 
 
-def write_packed(file: Path, runs: Iterable[PackedRun]) -> None:
+def write_packed(file: Path, lines: Iterable[str]) -> None:
     """Write the runs of a study into one file: the same runs give the same bytes."""
-    text = "".join(run.line() for run in sorted(runs, key=lambda run: run.name))
-    write_atomic(file, gzip.compress(text.encode(), mtime=0))
+    write_atomic(file, gzip.compress("".join(sorted(lines)).encode(), mtime=0))

@@ -63,9 +63,7 @@ def run(
         if folder is None:
             return _rounds(federation, None, None, observers)
         found = {**facts.to_dict(), "run": federation.hash, "config": config.hash}
-        opened = folder.open(
-            config, federation.hash, found, resume=resume, overwrite=overwrite
-        )
+        opened = folder.open(config, federation.hash, found, resume=resume, overwrite=overwrite)
         with opened as checkpoint:
             return _rounds(federation, folder, checkpoint, observers)
 

@@ -149,7 +149,7 @@ class Study:
 
     def toml(self) -> str:
         """The study as TOML, with all that was changed on the command line."""
-        return toml_text({"format": FORMAT, "name": self.name, **self.raw}, nested=("printed", "override"))
+        return toml_text({"format": FORMAT, "name": self.name, **self.raw}, nested=("printed",))
 
     def overridden(
         self,
@@ -178,7 +178,11 @@ class Study:
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
-        asked = {k: v for k, v in self.raw.items() if k not in ("seeds", "title", "notes", "paper", "name", "pool")}
+        asked = {
+            k: v
+            for k, v in self.raw.items()
+            if k not in ("seeds", "title", "notes", "paper", "name", "pool")
+        }
         return short_hash(json.loads(json.dumps(asked, default=str)))
 
 
@@ -378,11 +382,14 @@ def _with_options(
         if method not in methods:
             raise unknown("method of the study", method, methods)
     return {
-        label: _row(label, {
-            "method": row.method,
-            "options": {**row.options, **given},
-            "settings": row.settings,
-        })
+        label: _row(
+            label,
+            {
+                "method": row.method,
+                "options": {**row.options, **given},
+                "settings": row.settings,
+            },
+        )
         if (given := options.get(row.method))
         else row
         for label, row in rows.items()

@@ -199,7 +199,7 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Conso
             job.state = "elsewhere"
             job.refresh()
             continue
-        if job.folder.starts_over(job.hash):
+        if job.folder.starts_over(job.config):
             _forget_rounds(job, console)
         _start(job, scratch, at_once)
         free -= 1

@@ -196,7 +196,7 @@ class StudyFolder:
         """
         chosen = {run: s for run, s in self.runs.items() if run.task == task}
         found = [
-            RunHistory.of(run.line.label, stored.settings, stored.result().rounds)
+            RunHistory.of(run.line.label, stored.settings, stored.records)
             for run, stored in chosen.items()
             if stored is not None
         ]

@@ -20,7 +20,7 @@ from protofed.federation.model_fit import require_fit
 from protofed.observers.tensorboard import require_tensorboard
 from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
-from protofed.runs.pool import FolderRun, Pool
+from protofed.runs.pool import Pool, StoredRun
 from protofed.studies.definition import Study, parse
 from protofed.studies.execution import Job, default_jobs, run_all
 from protofed.studies.plan import (
@@ -81,7 +81,7 @@ def _job(run: PlannedRun, pool: Pool, name: str) -> Job:
     except DataMissing:
         # where the images are not, what is complete is taken as it is
         for found in pool.candidates(config):
-            if isinstance(found, FolderRun) and _serves(found.folder, found.hash, config):
+            if found.folder is not None and _serves(found.folder, found.hash, config):
                 return Job(name, config, found.folder, found.hash, "done")
         raise
     complete = config.for_task(task.info)
@@ -94,7 +94,8 @@ def _job(run: PlannedRun, pool: Pool, name: str) -> Job:
     own = RunFolder(pool.path / facts.run_name(complete))
     hash = facts.run_hash(complete)
     done = _serves(own, hash, config)
-    if not done and (other := _elsewhere(pool, config, facts)) is not None:
+    other = None if done else _elsewhere(pool, config, facts)
+    if other is not None and other.folder is not None:
         return Job(name, config, other.folder, other.hash, "done")
     state = "done" if done else "waiting"
     again = not done and own.is_finished(hash)  # complete, but without what is to be kept
@@ -106,7 +107,7 @@ def _task(name: str, options: tuple[tuple[str, Any], ...]) -> Task:
     return load_task(name, **dict(options))
 
 
-def _elsewhere(pool: Pool, config: Config, facts: Facts) -> FolderRun | None:
+def _elsewhere(pool: Pool, config: Config, facts: Facts) -> StoredRun | None:
     """A complete run of the same images, done on another device or in another precision.
 
     What was asked for of these is in the config; the rest was that machine's choice.
@@ -115,7 +116,7 @@ def _elsewhere(pool: Pool, config: Config, facts: Facts) -> FolderRun | None:
         same = all(
             run.facts.get(name) == getattr(facts, name) for name in ("digest", "public_digest")
         )
-        if same and isinstance(run, FolderRun) and _serves(run.folder, run.hash, config):
+        if same and run.folder is not None and _serves(run.folder, run.hash, config):
             return run
     return None
 

@@ -14,7 +14,7 @@ from protofed.models.mixed import model_names
 from protofed.runs.records import BESIDE, SEEN, SELECTION
 
 if TYPE_CHECKING:
-    from protofed.runs.run import Result
+    from protofed.runs.result import Result
 
 BASELINE = "fedavg"
 AVERAGE = "average"

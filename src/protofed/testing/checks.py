@@ -24,12 +24,14 @@ from protofed.config import Config, make_config
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import local, one_thread
+from protofed.federation.model_fit import require_fit
+from protofed.federation.simulation import Federation, Observer
 from protofed.keys import generator
 from protofed.method import Method
 from protofed.methods.fedavg import FedAvg
-from protofed.models.mixed import require_fit
 from protofed.runs.records import Record, without_times
-from protofed.runs.run import Federation, Observer, Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.testing.scene import Scene
 from protofed.tree import Tree
 
