@@ -1,29 +1,40 @@
-# Everything runs in a virtual environment of its own, with pinned dependencies.
+# Every target runs in .venv, a virtual environment with pinned dependencies.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test slow drill check clean
+.DEFAULT_GOAL := help
+.PHONY: help run test slow drill check docs wheel clean
 
-run: .venv/installed  ## FedAvg, FedProto and FPL on the embedded task: table and curves
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: .venv/installed  ## compare FedAvg, FedProto and FPL on the built-in task: a table and curves
 	$(BIN)/protofed compare --task glyphs --methods fedavg,fedproto,fpl --out runs/glyphs
 
-test: .venv/installed-dev  ## all tests that take seconds
+test: .venv/installed-dev  ## run the tests that take seconds
 	$(BIN)/python -m pytest -q -n 2 -m "not slow and not drill"
 
-slow: .venv/installed-dev  ## the tests that take minutes
+slow: .venv/installed-dev  ## run the tests that take minutes
 	$(BIN)/python -m pytest -q -m slow
 
-drill: .venv/installed-dev  ## faults of a real deployment over loopback (a quarter of an hour or more)
+drill: .venv/installed-dev  ## break a real deployment over loopback (15 minutes or more)
 	$(BIN)/python -m pytest -q -m drill
 
-check: .venv/installed-dev  ## lint, format and types
+check: .venv/installed-dev  ## check lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean:  ## forget the environment and what tools left behind
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache
+docs: .venv/installed-dev  ## regenerate the pages that are made from the source
+	$(BIN)/python docs/generate.py
+
+wheel: .venv/installed-dev  ## build the source distribution, and the wheel from it, into dist/
+	rm -rf dist
+	$(BIN)/python -m build
+
+clean:  ## delete the environment and what tools leave behind
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist src/*.egg-info
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "protofed needs Python 3.11 or newer; try: make PYTHON=python3.11")'
