@@ -22,7 +22,7 @@ from protofed.data import Task, distribution, distributions, load_task
 from protofed.data.real import FOLDER
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.public_images import of_task, public_digest
+from protofed.federation.public_images import is_from_task, public_digest
 from protofed.methods import Method, create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names, require_fit
@@ -281,7 +281,7 @@ def _of_task(task: Task, given: Mapping[str, Any]) -> dict[str, Any]:
 def _public_digest(method: Method, task: Task, given: Mapping[str, Any]) -> Any:
     """What is given: whoever uses the images compares. Else of the images, where these can be."""
     wanted = method.public_images
-    if wanted is None or of_task(wanted, task):
+    if wanted is None or is_from_task(wanted, task):
         return None
     if "public_digest" in given or not task.has_images:
         return given.get("public_digest")

@@ -228,7 +228,7 @@ def start(
     from protofed.cli.parse import assignments, per_domain
     from protofed.deploy import operator as deploy
     from protofed.deploy.members import FILE, read_members
-    from protofed.federation.public_images import told
+    from protofed.federation.public_images import describe_digest
 
     given: dict[str, Any] = {
         "seed": seed, "protocol": protocol, "rounds": rounds, "epochs": epochs, "batch": batch,
@@ -244,7 +244,7 @@ def start(
     options = assignments(set_)
     complete, task = deploy.run_config(members, config, method, options, settings, public)
     if complete.public_digest is not None:
-        _say(f"public: {told(complete.public_digest)}")
+        _say(f"public: {describe_digest(complete.public_digest)}")
     out = deploy.run_folder(home, complete)
     log = out.parent / f"{out.name}.log"
     number = deploy.start(home, complete, task, resume, overwrite)

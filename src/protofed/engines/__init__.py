@@ -7,37 +7,19 @@ and agrees with it bit for bit; ``lanes`` runs them on a GPU and agrees to a tol
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 
 from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.allocator import keep_freed_memory
-from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site
+from protofed.federation.cpu import keep_freed_memory
+from protofed.federation.engine import Engine
+from protofed.federation.setup import Setup
 from protofed.models import Network
-from protofed.tree import Tree
 
 ENGINES = ("auto", "loop", "workers", "lanes")
-
-
-class Engine(Protocol):
-    """What a run needs of an engine."""
-
-    def train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
-    ) -> Iterator[tuple[str, Reply]]:
-        """Train these clients and give their replies."""
-
-    def evaluate(
-        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
-    ) -> Iterator[Scores]:
-        """The scores of each exam, in their order."""
-
-    def make_room(self) -> None:
-        """Give up memory of the device that the next round can do without."""
 
 
 def choose(engine: str, device: str, workers: int | None = None) -> tuple[str, str]:
@@ -67,7 +49,7 @@ def build_engine(
 ) -> Engine:
     """The engine of that name (not ``auto``).
 
-    ``make_networks`` gives a network to compute in for each of the clients' models.
+    ``make_networks`` makes a network to compute in for each of the clients' models.
     """
     if device.type == "cpu":
         keep_freed_memory()

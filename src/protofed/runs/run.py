@@ -14,8 +14,8 @@ from protofed import tree
 from protofed.config import Config, merged_config
 from protofed.data import Task
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import one_thread
 from protofed.federation.client_state import Index
+from protofed.federation.cpu import one_thread
 from protofed.federation.simulation import Federation, Observer, initial_network
 from protofed.files import write_atomic
 from protofed.method import Method
