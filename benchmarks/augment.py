@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from protofed.data.augment import Choices, cropped, crops, normalized, padded
 from protofed.data.task import Augment, Images
 from protofed.federation import client_round as local
-from protofed.federation.client_round import Setup, Site, Training
+from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Sizes
 from protofed.methods import method_class
 
@@ -101,7 +101,7 @@ def streams(images: Images, epochs: int) -> dict[str, tuple[int, Callable[[], in
     pillow = Pillow(images.x, images.y)
 
     def ours(passes: int) -> int:
-        data = local.Data(setup, Site("a", "a", images))
+        data = local.Data(setup, ClientData("a", "a", images))
         return sum(len(b.y) for e in range(passes) for b in data.epoch((0, 0, "a", e), BATCH))
 
     def loader(workers: int) -> Callable[[], int]:

@@ -27,7 +27,7 @@ import torch
 from protofed.config import make_config
 from protofed.data import Domain, Images, Task
 from protofed.data.task import Augment
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 from protofed.federation.simulation import Federation
 
 COMMON = {"batch": 32, "epochs": 1, "lr": 0.001, "device": "cpu", "protocol": "glyphs"}

@@ -24,7 +24,7 @@ import time
 import torch
 
 from protofed.config import make_config
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 from protofed.method import Batch, Terms
 from protofed.methods import FPL
 from protofed.federation.simulation import Federation

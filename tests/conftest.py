@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 
 
 @pytest.fixture

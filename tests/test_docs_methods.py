@@ -17,9 +17,10 @@ from protofed.cli.app import app
 from protofed.cli.parse import value
 from protofed.config import Config
 from protofed.data.task import Augment, Images
-from protofed.federation.client_round import Setup, Site, Training, local
-from protofed.federation.public_images import Pool, Public
+from protofed.federation.client_round import train_client
+from protofed.federation.public_images import ImagePool, PublicSampler
 from protofed.federation.server import Server
+from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Sizes
 from protofed.methods import METHODS, create
 from protofed.models import build
@@ -238,13 +239,13 @@ def bytes_of(name: str) -> dict[str, int]:
     setup = Setup(method, sizes, Augment(), Training(20, 1, 0.01, 0.9, 0.0), rounds=3, seed=0)
     if (asked := method.public_images) is not None:  # sizes count, not what the network says
         N = asked.images
-        pool = Pool(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(N).long(), N)
-        setup = dataclasses.replace(setup, public=Public({"": pool}, seed=0))
+        pool = ImagePool(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.zeros(N).long(), N)
+        setup = dataclasses.replace(setup, public=PublicSampler({"": pool}, seed=0))
     # two images a class: one is held out by GA, and FINCH makes one cluster of two
     x = torch.arange(20)[:, None, None, None].expand(20, 3, 32, 32).to(torch.uint8)
-    site = Site("c0", "only", Images(x, torch.arange(20) % 10))
+    site = ClientData("c0", "only", Images(x, torch.arange(20) % 10))
     mine = server.initial_client(dict(network.state_dict()))
-    reply = local(setup, network, site, server.broadcast(), mine, 0)
+    reply = train_client(setup, network, site, server.broadcast(), mine, 0)
     server.accept("c0", reply)
     server.finish()
     beside = {slot: t for slot, t in server.state.items() if slot != "model"}

@@ -29,8 +29,10 @@ from protofed import keys
 from protofed.data import Images, Task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.client_round import EVALUATION_BATCH, load, one_thread
+from protofed.federation.batches import EVALUATION_BATCH
+from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES
+from protofed.federation.model_state import load_model
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
 from protofed.prototypes import finch, widened
@@ -181,7 +183,7 @@ def outputs(
             config.method, network, sizes,
             received=received, mine=mine, round=at, rounds=config.rounds,
         )  # fmt: skip
-        load(network, initial | client.start)
+        load_model(network, initial | client.start)
         network.eval()
         parts: list[tuple[torch.Tensor, ...]] = []
         with one_thread(), torch.no_grad():

@@ -17,8 +17,7 @@ from protofed.config import Config, make_config, read_config
 from protofed.data import Augment, Domain, Images, Share, Task, distribution, distributions, split
 from protofed.data.split import apportion
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import evaluate
-from protofed.federation.simulation import Federation
+from protofed.federation.evaluation import evaluate
 from protofed.method import Entry
 from protofed.methods.fedavg import FedAvg
 from protofed.observers.progress import client_lines

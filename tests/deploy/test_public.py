@@ -27,7 +27,7 @@ from protofed.deploy.site import open_home
 from protofed.deploy.spec import pack, unpack
 from protofed.deploy.wire import read_tree, to_array
 from protofed.errors import ProtofedError
-from protofed.federation.public_images import told
+from protofed.federation.public_images import describe_digest
 from protofed.runs.records import read_records
 from protofed.runs.run import run
 
@@ -139,7 +139,7 @@ def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_go_on(
         "glyphs", "fedmd", {"public": f"folder:{public.parent / 'old-copy'}"}
     ).public_digest
     assert f"the public images of site '{BAD}' are not those of the run" in problem
-    assert f"{told(theirs)}, not {told(w.config.public_digest)}" in problem
+    assert f"{describe_digest(theirs)}, not {describe_digest(w.config.public_digest)}" in problem
     assert "29 images (" in problem and "not 30 images (" in problem
     assert problem.endswith("(copy the folder again)") and "/" not in problem
     # a folder that is not there: the log of the site says which, the server is told nothing
@@ -307,7 +307,7 @@ def test_the_commands_say_what_they_found(
     start = ["deploy", "start", "--dir", where, "--method", "fedmd", "--public", str(public)]
     begun = CliRunner().invoke(app, start)
     assert begun.exit_code == 0, begun.output
-    shown = told(started[0][1].public_digest)
+    shown = describe_digest(started[0][1].public_digest)
     assert f"site coast-0: public folder: {shown}" in done.output  # the same, to compare by eye
     assert f"public: {shown}" in begun.output
     for path, message in ((tmp_path / "nowhere", "there is no folder"), (tmp_path / "f", "decode")):

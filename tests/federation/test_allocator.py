@@ -10,7 +10,7 @@ import pytest
 
 from protofed.config import make_config
 from protofed.federation import allocator
-from protofed.federation.allocator import keep_freed_memory
+from protofed.federation.cpu import keep_freed_memory
 from protofed.federation.simulation import Federation
 from protofed.testing.checks import TINY, tiny_task
 
@@ -18,7 +18,7 @@ GLIBC = platform.libc_ver()[0] == "glibc"
 # 20 MB in five blocks, all freed before the next step, as activations are
 CHILD = """
 import resource, torch
-from protofed.federation.allocator import keep_freed_memory
+from protofed.federation.cpu import keep_freed_memory
 
 def step():
     blocks = [torch.ones(1 << 20) for _ in range(5)]

@@ -16,7 +16,9 @@ from protofed.data.augment import normalized
 from protofed.data.task import Augment, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import client_round as module
-from protofed.federation.client_round import Reply, Setup, Site, Training, load, local
+from protofed.federation.client_round import Reply, train_client
+from protofed.federation.model_state import load_model
+from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Batch, Client, Method, Phase, Sizes, Terms
 from protofed.methods import FedAvg
 from protofed.models import Network
@@ -36,10 +38,10 @@ def network(norm: bool = False) -> Network:
     return Network(nn.Sequential(*layers), FEATURES, CLASSES).double()
 
 
-def site(n: int = 10, classes: int = CLASSES, name: str = "left-0") -> Site:
+def site(n: int = 10, classes: int = CLASSES, name: str = "left-0") -> ClientData:
     rng = keys.generator("site", n)
     x = torch.from_numpy(rng.integers(0, 256, (n, 3, SIDE, SIDE))).to(torch.uint8)
-    return Site(name, "left", Images(x, torch.arange(n) % classes))
+    return ClientData(name, "left", Images(x, torch.arange(n) % classes))
 
 
 def setup(method: Method | None = None, augment: Augment = PLAIN, **training: Any) -> Setup:
@@ -60,12 +62,12 @@ def start(net: Network) -> Tree:
     return tree.copy({"model": net.state_dict()})
 
 
-def train(s: Setup, at: Site, net: Network | None = None, round: int = 0) -> Reply:
+def train(s: Setup, at: ClientData, net: Network | None = None, round: int = 0) -> Reply:
     net = net or network()
-    return local(s, net, at, start(net), {}, round)
+    return train_client(s, net, at, start(net), {}, round)
 
 
-def all_of(at: Site) -> tuple[Tensor, Tensor]:
+def all_of(at: ClientData) -> tuple[Tensor, Tensor]:
     return normalized(at.images.x, PLAIN, torch.float64), at.images.y
 
 
@@ -116,7 +118,7 @@ def test_steps_by_hand(epochs: int, momentum: float, decay: float) -> None:
 def test_momentum_starts_anew_every_round() -> None:
     at, net = site(), network()
     first = train(setup(epochs=2), at, net)
-    second = local(setup(epochs=2), net, at, first.message, {}, 1)
+    second = train_client(setup(epochs=2), net, at, first.message, {}, 1)
     hand = Hand(first.message["model"], 0.1, 0.9, 0.01)
     for _ in range(2):
         hand.step(*all_of(at))
@@ -126,16 +128,16 @@ def test_momentum_starts_anew_every_round() -> None:
 def test_the_network_is_only_a_place_to_compute_in() -> None:
     at = site()
     received = start(network())
-    clean = local(setup(), network(), at, received, {}, 0)
+    clean = train_client(setup(), network(), at, received, {}, 0)
     used = network()
     with torch.no_grad():
         for p in used.parameters():
             p.fill_(math.nan)
     used.eval()
-    again = local(setup(), used, at, received, {}, 0)
+    again = train_client(setup(), used, at, received, {}, 0)
     assert tree.equal(clean.message, again.message)
     assert tree.equal(received, start(network())), "what was received is not written to"
-    load(used, received["model"])
+    load_model(used, received["model"])
     assert not tree.equal(again.message, received), "nor does the reply share memory"
 
 
@@ -143,8 +145,8 @@ def test_received_entries_win_over_the_clients_own() -> None:
     net = network()
     received = start(net)
     mine = {"model": {"head.bias": torch.full((CLASSES,), 9.0, dtype=torch.float64)}}
-    a = local(setup(), net, site(), received, mine, 0)
-    b = local(setup(), net, site(), received, {}, 0)
+    a = train_client(setup(), net, site(), received, mine, 0)
+    b = train_client(setup(), net, site(), received, {}, 0)
     assert tree.equal(a.message, b.message)
 
 
@@ -400,7 +402,7 @@ def test_class_means_after_training(classes: int) -> None:
     at, net = site(10, classes), network(norm=True)
     s = setup(Recorder(passes="post", kept=0.2), Augment(padding=2), batch=4, epochs=2)
     reply = train(s, at, net)
-    load(net, reply.message["model"])
+    load_model(net, reply.message["model"])
     rows = torch.cat([b.rows for b, _ in Recorder.seen]).unique()
     assert len(rows) == 8, "not over the holdout samples"
     with torch.no_grad():
@@ -457,7 +459,7 @@ def test_features_are_a_clean_pass_over_the_training_samples() -> None:
     at, net = site(10), network(norm=True)
     reply = train(setup(Features(kept=0.3), Augment(padding=2)), at, net)
     rows = Recorder.seen[0][0].rows.sort().values
-    load(net, reply.message["model"])
+    load_model(net, reply.message["model"])
     x, y = all_of(at)
     with torch.no_grad():
         torch.testing.assert_close(got[0][0], net.eval()(x[rows]).feature)
@@ -555,7 +557,7 @@ def test_evaluate_by_hand(part: str) -> None:
     assert len(held) == 10, "holdout rows are in no training batch"
     rows = torch.tensor(sorted(held if part == "holdout" else trained))
     x, y = all_of(at)
-    load(net, received["model"])
+    load_model(net, received["model"])
     with torch.no_grad():
         logits = net.eval()(x[rows]).logits
     expected = {
@@ -614,11 +616,11 @@ def test_round_progress_and_draws() -> None:
 
     net = network()
     for round in range(3):
-        local(setup(Looks(), batch=5), net, site(10), start(net), {}, round)
+        train_client(setup(Looks(), batch=5), net, site(10), start(net), {}, round)
     assert [s[:2] for s in seen] == [(0, 0), (0, 0), (1, 0.5), (1, 0.5), (2, 1), (2, 1)]
     assert len({s[2] for s in seen}) == 6, "each step draws other numbers"
     first = seen[0]
-    local(setup(Looks(), batch=5), net, site(10), start(net), {}, 0)
+    train_client(setup(Looks(), batch=5), net, site(10), start(net), {}, 0)
     assert seen[6] == first, "and the same ones when it is run again"
     key = torch.tensor(keys.key(0, 0, "left-0", 0, 0, "step"))
     assert first[2] == tuple(keys.uniform(key, 1, (5,)).tolist())
@@ -729,25 +731,25 @@ def test_load_wants_exactly_the_networks_entries() -> None:
     whole = start(net)["model"]
     short = {n: t for n, t in whole.items() if n != "head.bias"}
     with pytest.raises(ProtofedError, match=r"head\.bias"):
-        load(net, short)
+        load_model(net, short)
     with pytest.raises(ProtofedError, match="stranger"):
-        load(net, {**whole, "stranger": torch.ones(1)})
+        load_model(net, {**whole, "stranger": torch.ones(1)})
     with pytest.raises(ProtofedError, match=r"head\.bias"):
-        local(setup(), net, site(), {"model": short}, {}, 0)
+        train_client(setup(), net, site(), {"model": short}, {}, 0)
 
 
 @pytest.mark.parametrize("shape", [(1,), (), (CLASSES + 1,)])
 def test_load_refuses_another_shape(shape: tuple[int, ...]) -> None:
     net = network()
     with pytest.raises(ProtofedError, match=r"head\.bias"):
-        load(net, {**start(net)["model"], "head.bias": torch.ones(shape)})
+        load_model(net, {**start(net)["model"], "head.bias": torch.ones(shape)})
 
 
 def test_load_copies() -> None:
     net = network()
     model = {n: t + 1 for n, t in start(net)["model"].items()}
     addresses = [p.data_ptr() for p in net.parameters()]
-    load(net, model)
+    load_model(net, model)
     assert tree.equal(start(net), {"model": model})
     assert addresses == [p.data_ptr() for p in net.parameters()]
     model["head.bias"].add_(1)

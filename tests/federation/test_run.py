@@ -17,8 +17,9 @@ from protofed.config import Config, make_config
 from protofed.data import load_task
 from protofed.data.augment import normalized
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation.client_round import Reply, Scores
+from protofed.federation.client_round import Reply
 from protofed.federation.client_state import ClientStore
+from protofed.federation.evaluation import Scores
 from protofed.federation.server import Server
 from protofed.federation.simulation import Federation, Observer, batchnorm_policy, initial_network
 from protofed.method import Batch, Client, Entry, Method, Sizes, Terms

@@ -17,7 +17,8 @@ from protofed import tree
 from protofed.config import make_config
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import Reply, load, local
+from protofed.federation.client_round import Reply, train_client
+from protofed.federation.model_state import load_model
 from protofed.federation.server import Server
 from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
@@ -340,7 +341,7 @@ def test_entries_that_only_go_down_keep_the_servers_value() -> None:
     received = federation.server.broadcast()
     assert received["model"].keys() == before.keys()
     site = next(iter(federation.sites.values()))
-    sent = local(federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0)
+    sent = train_client(federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0)
     heads = {"head.weight", "head.bias"}
     assert sent.message["model"].keys() == before.keys() - heads
     assert not sent.mine.get("model"), "the client does not keep it either"
@@ -378,7 +379,7 @@ def test_local_batchnorm_is_in_no_message_and_in_the_private_state(norms: Federa
     site = norms.sites["left-0"]
     first = norms.store.get("left-0")
     assert first["model"].keys() == bn
-    sent = local(
+    sent = train_client(
         norms.setup, norms.engine.networks["cnn2"], site, norms.server.broadcast(), first, 0
     )
     assert sent.message["model"].keys() == kinds.keys() - bn
@@ -402,7 +403,7 @@ def test_local_batchnorm_is_restored_in_the_next_round(norms: Federation) -> Non
     again.run_round()
     start = {**kept["right-1"]["model"], **again.server.broadcast()["model"]}
     for mine in ({"model": kept["right-1"]["model"]}, {"model": initial}):
-        sent = local(
+        sent = train_client(
             again.setup,
             again.engine.networks["cnn2"],
             again.sites["right-1"],
@@ -421,7 +422,7 @@ def test_evaluation_uses_the_clients_own_batchnorm(norms: Federation) -> None:
     net = norms.engine.networks["cnn2"]
     expected: dict[str, list[float]] = {}
     for name, site in norms.sites.items():
-        load(net, {**norms.server.state["model"], **norms.store.get(name)["model"]})
+        load_model(net, {**norms.server.state["model"], **norms.store.get(name)["model"]})
         net.eval()
         test = norms.task.domains[site.domain].test
         with torch.no_grad():

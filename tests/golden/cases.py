@@ -21,7 +21,7 @@ import torch
 
 from protofed.config import make_config
 from protofed.data import Augment, Domain, Images, Task
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 from protofed.federation.simulation import Federation
 from protofed.methods import METHODS
 

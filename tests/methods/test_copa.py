@@ -10,8 +10,8 @@ from torch import nn
 
 from protofed import keys, tree
 from protofed.config import make_config
-from protofed.federation.client_round import load, local
-from protofed.federation.simulation import Federation, initial_network
+from protofed.federation.client_round import train_client
+from protofed.federation.model_state import load_model
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import COPA, FedAvg
@@ -222,7 +222,7 @@ def test_a_run_is_evaluated_as_the_ensemble():
     record = [fed.run_round() for _ in range(2)][-1]
     state, network = fed.server.state, fed.make_network()
     never = {n: torch.zeros_like(t) for n, t in network.state_dict().items() if n in HEAD}
-    load(network, state["model"] | never)
+    load_model(network, state["model"] | never)
     network.eval()
     W, b = (state["heads"][n].double().numpy() for n in ("weight", "bias"))
     assert W.shape == (4, 4, 512)
@@ -272,7 +272,7 @@ def test_the_next_round_starts_from_the_own_head():
     fed.run_round()
     site = next(iter(fed.sites.values()))
     mine = {"model": {n: t + 1 for n, t in fed.store.get(site.name)["model"].items()}}
-    reply = local(fed.setup, fed.make_network(), site, fed.server.broadcast(), mine, 1)
+    reply = train_client(fed.setup, fed.make_network(), site, fed.server.broadcast(), mine, 1)
     for name in ("weight", "bias"):
         assert torch.allclose(reply.message["head"][name], mine["model"][f"head.{name}"], atol=1e-5)
 
@@ -281,7 +281,8 @@ def test_the_extractor_is_averaged_by_sample_counts():
     fed = federation(samples={"left": 22, "right": 10})
     received, network = fed.server.broadcast(), fed.make_network()
     replies = [
-        local(fed.setup, network, s, received, fed.store.get(n), 0) for n, s in fed.sites.items()
+        train_client(fed.setup, network, s, received, fed.store.get(n), 0)
+        for n, s in fed.sites.items()
     ]
     assert [r.samples for r in replies] == [22, 22, 10, 10]
     fed.run_round()

@@ -7,8 +7,7 @@ from torch import nn
 from protofed import tree
 from protofed.config import make_config
 from protofed.data.augment import normalized
-from protofed.federation.client_round import entry_list, load
-from protofed.federation.simulation import Federation
+from protofed.federation.model_state import load_model, model_entries
 from protofed.methods import FedAvg, FedBN
 from protofed.models import build
 from protofed.runs.run import run
@@ -64,9 +63,9 @@ def test_every_batchnorm_of_a_resnet_stays_shortcuts_included():
     assert len(expected) == 12 * 5  # stem, 8 in the blocks, 3 in shortcuts; 5 entries each
     assert sum("shortcut" in n for n in expected) == 3 * 5
     assert not any("bn" in n for n in expected)  # a test by name would keep none
-    stays = {e.name for e in entry_list(network) if FedBN().shared(e) == "no"}
+    stays = {e.name for e in model_entries(network) if FedBN().shared(e) == "no"}
     assert stays == expected
-    assert {FedBN().shared(e) for e in entry_list(network)} == {"no", "both"}
+    assert {FedBN().shared(e) for e in model_entries(network)} == {"no", "both"}
 
 
 def test_nothing_of_batchnorm_travels_and_each_client_keeps_its_own():
@@ -95,7 +94,7 @@ def test_nothing_of_batchnorm_travels_and_each_client_keeps_its_own():
 
 def test_group_norm_is_not_batchnorm():
     network = build("resnet10", 4, 8, 8, "group")
-    assert {FedBN().shared(e) for e in entry_list(network)} == {"both"}
+    assert {FedBN().shared(e) for e in model_entries(network)} == {"both"}
 
 
 def test_a_client_starts_from_its_own_batchnorm_and_the_global_rest():
@@ -150,7 +149,7 @@ def accuracies(one, clients, domain):
     network, images = one.make_network(), one.tests[domain]
     found = []
     for name in clients:
-        load(network, {**one.model, **one.store.get(name)["model"]})
+        load_model(network, {**one.model, **one.store.get(name)["model"]})
         network.eval()
         with torch.no_grad():
             x = normalized(images.x, one.setup.augment, one.setup.dtype)

@@ -8,7 +8,9 @@ from torch import nn
 from protofed.config import make_config
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import Data, load, local, public_site
+from protofed.federation.batches import ClientBatches
+from protofed.federation.client_round import train_client
+from protofed.federation.model_state import load_model
 from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
@@ -168,16 +170,16 @@ def test_a_method_without_public_images_is_told_so():
     one = federation()
     bare = one.setup.__class__(**{**one.setup.__dict__, "public": None})
     with pytest.raises(ProtofedError, match="needs public images"):
-        public_site(bare, one.sites["left-0"], 0)
+        one.sites["left-0"].with_public_images(bare, 0)
 
 
 def test_uploaded_logits_are_those_of_the_next_rounds_images_in_evaluation_mode():
     one = federation(FedMD(images=10))
     site, network = one.sites["left-0"], one.make_network()
     mine = one.store.get("left-0")
-    reply = local(one.setup, network, site, one.server.broadcast(), mine, 0)
+    reply = train_client(one.setup, network, site, one.server.broadcast(), mine, 0)
     assert set(reply.message) == {"logits"}
-    load(network, reply.mine["model"])
+    load_model(network, reply.mine["model"])
     network.eval()
     with torch.no_grad():
         x = normalized(one.setup.public.draw(1).x, one.setup.augment, torch.float32)
@@ -187,7 +189,7 @@ def test_uploaded_logits_are_those_of_the_next_rounds_images_in_evaluation_mode(
 
 def test_the_digest_sees_the_rounds_images_as_they_are():
     one = federation(FedMD(images=10))
-    data = Data(one.setup, public_site(one.setup, one.sites["left-0"], 3))
+    data = ClientBatches(one.setup, one.sites["left-0"].with_public_images(one.setup, 3))
     images = one.setup.public.draw(3)
     batches = list(data.epoch((0, 3, "left-0", 0, 0), 4))
     assert sorted(int(r) for b in batches for r in b.rows) == list(range(10))

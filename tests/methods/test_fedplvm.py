@@ -21,8 +21,8 @@ from torch import nn
 
 from protofed.config import make_config
 from protofed.data.augment import normalized
-from protofed.federation.client_round import load, local
-from protofed.federation.simulation import Federation
+from protofed.federation.client_round import train_client
+from protofed.federation.model_state import load_model
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedPLVM
@@ -327,8 +327,8 @@ def test_lambda_0_is_fedavg_bit_for_bit_and_round_0_always_is():
 def test_the_features_are_a_clean_pass_with_the_final_weights():
     one = federation()
     net, site = one.make_network(), one.sites["left-0"]
-    reply = local(one.setup, net, site, one.server.broadcast(), {}, 0)
-    load(net, reply.message["model"])
+    reply = train_client(one.setup, net, site, one.server.broadcast(), {}, 0)
+    load_model(net, reply.message["model"])
     net.eval()
     with torch.no_grad():
         z = net(normalized(site.images.x, one.task.augment, torch.float32)).feature

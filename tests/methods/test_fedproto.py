@@ -4,8 +4,7 @@ import pytest
 import torch
 from tests.methods.method_scenes import D, Given, K, cross_entropy, numbers
 
-from protofed.federation.client_round import local
-from protofed.federation.simulation import Federation
+from protofed.federation.client_round import train_client
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProto
@@ -171,16 +170,16 @@ def test_partial_participation_uses_only_the_clients_of_the_round():
 def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
     from protofed.config import make_config
     from protofed.data.augment import normalized
-    from protofed.federation.client_round import load
+    from protofed.federation.model_state import load_model
 
     replies = {}
     for way in ("post", "last_epoch"):
         config = make_config(tiny_task(), FedProto(proto_pass=way), **TINY)
         federation = Federation(config, tiny_task())
         net, site = federation.engine.networks["cnn2"], federation.sites["left-0"]
-        reply = local(federation.setup, net, site, federation.server.broadcast(), {}, 0)
+        reply = train_client(federation.setup, net, site, federation.server.broadcast(), {}, 0)
         replies[way] = reply.message
-    load(net, replies["post"]["model"])
+    load_model(net, replies["post"]["model"])
     net.eval()
     with torch.no_grad():
         x = normalized(site.images.x, federation.task.augment, torch.float32)

@@ -6,8 +6,7 @@ import torch
 from tests.methods.method_scenes import D, K, cross_entropy, network, numbers, same
 
 from protofed.config import make_config
-from protofed.federation.client_round import local
-from protofed.federation.simulation import Federation
+from protofed.federation.client_round import train_client
 from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, FedProx
 from protofed.runs.run import run
@@ -44,7 +43,7 @@ def federation(method, task=None, **settings):
 def reply_of(method, **settings):
     run = federation(method, **settings)
     site = run.sites["left-0"]
-    return local(run.setup, run.make_network(), site, run.server.broadcast(), {}, 0)
+    return train_client(run.setup, run.make_network(), site, run.server.broadcast(), {}, 0)
 
 
 @pytest.mark.parametrize("mu", [1e-4, 0.01, 2])
@@ -112,7 +111,9 @@ def test_a_stronger_spring_keeps_the_client_nearer():
     for mu in (0.0, 0.5, 5.0):
         run = federation(FedProx(mu=mu), momentum=0.0)
         start = run.server.broadcast()["model"]
-        reply = local(run.setup, run.make_network(), run.sites["left-0"], {"model": start}, {}, 0)
+        reply = train_client(
+            run.setup, run.make_network(), run.sites["left-0"], {"model": start}, {}, 0
+        )
         moved = reply.message["model"]
         distances.append(sum(float((moved[n] - start[n]).square().sum()) for n in run.model))
     assert distances[0] > distances[1] > distances[2] > 0

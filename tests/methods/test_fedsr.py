@@ -11,8 +11,9 @@ from torch import nn
 from protofed import keys, tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import evaluate, load, local
-from protofed.federation.simulation import Federation, initial_network
+from protofed.federation.client_round import train_client
+from protofed.federation.evaluation import evaluate
+from protofed.federation.model_state import load_model
 from protofed.method import Batch, Client, Entry, Sizes
 from protofed.methods import FedAvg, FedSR
 from protofed.methods.fedsr import cmi
@@ -323,7 +324,7 @@ def test_r_rho_and_c_are_in_no_message_by_name_and_by_bytes(tmp_path):
     for round in range(2):
         received = fed.server.broadcast()
         for name, site in fed.sites.items():
-            reply = local(fed.setup, network, site, received, fed.store.get(name), round)
+            reply = train_client(fed.setup, network, site, received, fed.store.get(name), round)
             assert set(reply.message) == {"model"}
             assert reply.message["model"].keys() == shared
             assert reply.mine["model"].keys() == PRIVATE
@@ -371,8 +372,10 @@ def test_the_next_round_starts_from_the_own_reference():
     site = next(iter(fed.sites.values()))
     mine, args = fed.store.get(site.name), (fed.setup, fed.make_network(), site)
     received = fed.server.broadcast()
-    one = local(*args, received, mine, 1)
-    other = local(*args, received, {"model": {n: t + 0.1 for n, t in mine["model"].items()}}, 1)
+    one = train_client(*args, received, mine, 1)
+    other = train_client(
+        *args, received, {"model": {n: t + 0.1 for n, t in mine["model"].items()}}, 1
+    )
     assert not torch.equal(*(r.mine["model"]["reference.r"] for r in (one, other)))
     assert not torch.equal(*(r.message["model"]["gaussian.weight"] for r in (one, other)))
 
@@ -386,7 +389,7 @@ def test_the_server_predicts_without_the_reference(poison):
     x = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     got = []
     for value in (poison, 0.5):
-        load(network, server | {n: torch.full_like(t, value) for n, t in private.items()})
+        load_model(network, server | {n: torch.full_like(t, value) for n, t in private.items()})
         network.eval()
         client = Client(fed.method, network, fed.sizes, received=fed.server.broadcast(), mine={})
         client.begin_step(3)
@@ -432,7 +435,7 @@ def test_averaging_is_by_sample_counts():
     fed = federation(samples={"left": 22, "right": 10})
     received = fed.server.broadcast()
     replies = [
-        local(fed.setup, fed.make_network(), site, received, fed.store.get(n), 0)
+        train_client(fed.setup, fed.make_network(), site, received, fed.store.get(n), 0)
         for n, site in fed.sites.items()
     ]
     fed.run_round()

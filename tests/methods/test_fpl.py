@@ -10,8 +10,7 @@ from tests.methods.method_scenes import D, Given, K, cosine, numbers, rows_of, t
 from torch import nn
 
 from protofed.config import make_config
-from protofed.federation.client_round import local
-from protofed.federation.simulation import Federation
+from protofed.federation.client_round import train_client
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FPL, FedAvg, FedProto
@@ -432,7 +431,9 @@ def test_last_epoch_prototypes_are_the_features_of_its_training_steps():
         federation = Federation(config, tiny_task())
         site = federation.sites["left-0"]
         received = federation.server.broadcast()
-        reply = local(federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0)
+        reply = train_client(
+            federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0
+        )
         means[way] = reply.message["prototypes"]["mean"]
         steps = len(kept) // 2
         assert steps == 2 * 3  # 2 epochs of 22 samples in batches of 8

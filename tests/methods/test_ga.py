@@ -11,8 +11,9 @@ from protofed import tree
 from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import Data, load, local
-from protofed.federation.simulation import Federation
+from protofed.federation.batches import ClientBatches
+from protofed.federation.client_round import train_client
+from protofed.federation.model_state import load_model
 from protofed.federation.spool import Spool
 from protofed.method import Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedAvgGA, FedGA, FedProx
@@ -172,9 +173,9 @@ def federation(method=None, task=None, **settings):
 def by_hand(fed, site, model):
     """Accuracy and loss of a model on the samples that the client holds out."""
     network = fed.make_network()
-    load(network, model)
+    load_model(network, model)
     network.eval()
-    rows = Data(fed.setup, site).parts["holdout"]
+    rows = ClientBatches(fed.setup, site).parts["holdout"]
     augment = fed.task.augment
     mean, std = (torch.tensor(v)[:, None, None] for v in (augment.mean, augment.std))
     with torch.no_grad():
@@ -192,7 +193,7 @@ def test_scores_are_of_the_received_and_the_trained_model_on_the_holdout(metric)
     fed.run_round()
     received, some = fed.server.broadcast(), set()
     for site in fed.sites.values():
-        reply = local(fed.setup, fed.make_network(), site, received, {}, 1)
+        reply = train_client(fed.setup, fed.make_network(), site, received, {}, 1)
         scores = reply.message["scores"]
         assert set(scores) == {"received", "own"}
         assert all(t.shape == () and t.dtype == torch.float64 for t in scores.values())
@@ -219,7 +220,7 @@ def test_a_tenth_is_held_out_and_never_trained_on():
     fed = federation(Watching())
     record = fed.run_round()
     for name, site in fed.sites.items():
-        held = set(Data(fed.setup, site).parts["holdout"].tolist())
+        held = set(ClientBatches(fed.setup, site).parts["holdout"].tolist())
         assert len(held) == 2  # of 22
         assert fed.method.rows[name] == set(range(22)) - held
     assert record["steps"] == 4 * 2 * 3  # 20 samples in batches of 8
@@ -328,7 +329,7 @@ def test_the_holdout_alone_can_change_the_weights():
     other = federation(epochs=4)
     for share in other.shares:
         if share.domain == "left":
-            held = share.rows[Data(other.setup, other.sites[share.name]).parts["holdout"]]
+            held = share.rows[ClientBatches(other.setup, other.sites[share.name]).parts["holdout"]]
             labels = other.task.domains["left"].train.y
             labels[held] = (labels[held] + 1) % 4
     for each in (fed, other):
@@ -343,7 +344,7 @@ def test_fedga_is_ga_on_fedprox():
     )
     client.start = {n: t + 0.1 for n, t in client.model().items()}
     site = next(iter(federation().sites.values()))
-    batch = next(Data(federation().setup, site).epoch((1,), 8))
+    batch = next(ClientBatches(federation().setup, site).epoch((1,), 8))
     terms = []
     for method in (FedGA(mu=0.3), FedProx(mu=0.3)):
         client.begin_step(1)

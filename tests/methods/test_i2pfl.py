@@ -14,8 +14,7 @@ from torch import nn
 from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import local
-from protofed.federation.simulation import Federation
+from protofed.federation.client_round import train_client
 from protofed.federation.spool import Spool
 from protofed.keys import generator
 from protofed.method import Batch, Client, ServerView, Sizes, Update
@@ -420,7 +419,7 @@ def test_gamma_of_a_run_is_one_number_a_batch_and_keyed():
         for round in (0, 1):
             for site in federation.sites.values():
                 received = federation.server.broadcast()
-                local(setup, federation.engine.networks["cnn2"], site, received, {}, round)
+                train_client(setup, federation.engine.networks["cnn2"], site, received, {}, round)
         seen.append({k: torch.stack(v) for k, v in method.seen.items()})
     first, again = seen
     assert all(torch.equal(first[k], again[k]) for k in first)
@@ -644,7 +643,9 @@ def test_one_client_has_its_own_means_as_g(proto_pass):
     one = federation(I2PFL(proto_pass=proto_pass), clients={"left": 1})
     (site,) = one.sites.values()
     network = one.engine.networks["cnn2"]
-    reply = local(one.setup, network, site, one.server.broadcast(), one.store.get(site.name), 0)
+    reply = train_client(
+        one.setup, network, site, one.server.broadcast(), one.store.get(site.name), 0
+    )
     one.run_round()
     sent, G = reply.message["prototypes"], one.server.state["prototypes"]
     assert torch.equal(G["mean"], sent["mean"])

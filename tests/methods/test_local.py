@@ -5,7 +5,8 @@ import torch
 
 from protofed import tree
 from protofed.config import make_config
-from protofed.federation.client_round import load, local
+from protofed.federation.client_round import train_client
+from protofed.federation.model_state import load_model
 from protofed.federation.simulation import Federation
 from protofed.methods import FedAvg, FedProto, Local
 from protofed.runs.run import run
@@ -46,9 +47,9 @@ def test_a_round_goes_on_from_the_clients_own_model():
     before = tree.copy(one.store.get("left-0"))
     one.run_round()
     network = one.make_network()
-    again = local(one.setup, network, one.sites["left-0"], {}, before, 1)
+    again = train_client(one.setup, network, one.sites["left-0"], {}, before, 1)
     assert tree.equal(again.mine, one.store.get("left-0"))
-    load(network, before["model"])  # a whole model
+    load_model(network, before["model"])  # a whole model
 
 
 def test_pure_fedproto_without_its_term_is_local_bit_for_bit():

@@ -7,12 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from protofed.studies.compare import run_study
 from rich.console import Console
 
 from protofed.report import plots
 from protofed.report.gather import gather
 from protofed.report.page import write
-from protofed.studies.compare import run_study
 from protofed.studies.definition import parse
 
 PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],

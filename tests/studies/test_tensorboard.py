@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from protofed.studies.worker import work
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.observers.tensorboard import TensorBoard
 from protofed.runs.run import run
 from protofed.studies.definition import dumps
-from protofed.studies.worker import work
 
 TINY = {"rounds": 2, "epochs": 1, "clients": 1, "samples": 10, "device": "cpu", "model": "cnn2",
         "width": 4}  # fmt: skip

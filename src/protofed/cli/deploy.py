@@ -189,6 +189,7 @@ def start(
     _need_flower()
     from protofed.deploy import operator
     from protofed.deploy.members import FILE, read_members
+    from protofed.federation.public_images import describe_digest
 
     home = operator.server_folder(folder)
     members = read_members(home / FILE)

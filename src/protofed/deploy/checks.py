@@ -21,9 +21,10 @@ from protofed.config import Config
 from protofed.data.task import Images, Task
 from protofed.deploy.messages import Answer, Request, read_answer
 from protofed.deploy.wire import Refused, read_tree
-from protofed.federation.client_round import Reply, Setup, Site, local
-from protofed.federation.public_images import Pool, Public
+from protofed.federation.client_round import Reply, train_client
+from protofed.federation.public_images import ImagePool, PublicSampler
 from protofed.federation.server import Server
+from protofed.federation.setup import ClientData, Setup
 from protofed.federation.simulation import initial_network, make_setup
 from protofed.keys import generator
 from protofed.method import Sizes
@@ -67,7 +68,7 @@ def expect(
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     numbers = (max(12, len(task.classes)), 3 * len(task.classes) + 12)
     few, many = (
-        local(
+        train_client(
             dataclasses.replace(setup, public=_noise_public(task, seen)) if public else setup,
             network,
             _noise(setup, task, n),
@@ -114,13 +115,13 @@ def _shape(
     return tuple(shape)
 
 
-def _noise(setup: Setup, task: Task, n: int) -> Site:
+def _noise(setup: Setup, task: Task, n: int) -> ClientData:
     own = Images(_pixels(task, n), torch.arange(n) % setup.sizes.classes)
-    return Site("template", "none", own)
+    return ClientData("template", "none", own)
 
 
-def _noise_public(task: Task, n: int) -> Public:
-    return Public({"noise": Pool(_pixels(task, n), torch.arange(n), n)}, seed=0)
+def _noise_public(task: Task, n: int) -> PublicSampler:
+    return PublicSampler({"noise": ImagePool(_pixels(task, n), torch.arange(n), n)}, seed=0)
 
 
 def _pixels(task: Task, n: int) -> Tensor:

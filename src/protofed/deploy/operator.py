@@ -20,7 +20,7 @@ from protofed.deploy.programs import CONNECTION, NODES, SWITCHES, flwr, host_por
 from protofed.deploy.site import SITE_FILE
 from protofed.deploy.spec import pack
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.public_images import public_digest, told
+from protofed.federation.public_images import describe_digest, public_digest
 from protofed.files import write_atomic
 
 ENDS = ("the run is complete", "the run ends")
@@ -193,8 +193,8 @@ def _with_public(config: Config, task: Task, folder: Path | None) -> Config:
     found = public_digest(wanted, task, config.data, config.skip_bad)
     if config.public_digest not in (None, found):
         raise ProtofedError(
-            f"the public images are {told(found)}, those of the configuration "
-            f"{told(config.public_digest)}",
+            f"the public images are {describe_digest(found)}, those of the configuration "
+            f"{describe_digest(config.public_digest)}",
             "point --public at the same images, or remove the configuration's line 'public_digest'",
         )
     return replace(config, public_digest=found)

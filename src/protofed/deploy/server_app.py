@@ -23,7 +23,7 @@ from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import FILE, read_members
 from protofed.deploy.spec import unpack
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 from protofed.runs.run import tf32
 
 app = ServerApp()

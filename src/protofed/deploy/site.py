@@ -25,10 +25,17 @@ from protofed.deploy.messages import Answer, Request, read_request, write
 from protofed.deploy.spec import unpack
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.allocator import keep_freed_memory
-from protofed.federation.client_round import Site, evaluate, local, one_thread
-from protofed.federation.public_images import Public, make_public, public_digest, told
+from protofed.federation.client_round import train_client
+from protofed.federation.cpu import keep_freed_memory, one_thread
+from protofed.federation.evaluation import evaluate
+from protofed.federation.public_images import (
+    PublicSampler,
+    describe_digest,
+    make_public_sampler,
+    public_digest,
+)
 from protofed.federation.server import Server
+from protofed.federation.setup import ClientData
 from protofed.federation.simulation import initial_network, make_setup, make_shares
 from protofed.method import PublicImages
 from protofed.models.mixed import client_models
@@ -82,7 +89,9 @@ def open_home(folder: Path, data: str | None = None, public: str | None = None) 
     return Home(folder, str(name), members, data, device, skip_bad, public)
 
 
-def own_images(home: Home, config: Config, outline: Task) -> tuple[Images, Images, Public | None]:
+def own_images(
+    home: Home, config: Config, outline: Task
+) -> tuple[Images, Images, PublicSampler | None]:
     """The site's training and test images, labeled as the run's task has its classes.
 
     And the run's public images, where its method needs some.
@@ -128,10 +137,14 @@ def check_public(home: Home) -> str:
         return str(own_folder(source, "say where they are: --public PATH"))
     with _advice_for_sites():
         wanted = PublicImages(source, images=1)
-        return told(public_digest(wanted, home.members.skeleton(), skip_bad=home.skip_bad))
+        return describe_digest(
+            public_digest(wanted, home.members.skeleton(), skip_bad=home.skip_bad)
+        )
 
 
-def _public(home: Home, config: Config, task: Task, shares: Sequence[Share]) -> Public | None:
+def _public(
+    home: Home, config: Config, task: Task, shares: Sequence[Share]
+) -> PublicSampler | None:
     """The run's public images as this site has them; refused if they are not those of the run.
 
     What is said of them goes to the server: it names no folder and no file.
@@ -151,12 +164,12 @@ def _public(home: Home, config: Config, task: Task, shares: Sequence[Share]) -> 
     data = home.data if home.members.task is not None else None
     device = torch.device(home.device)
     with _advice_for_sites():
-        found = make_public(wanted, task, shares, config.seed, device, data, home.skip_bad)
+        found = make_public_sampler(wanted, task, shares, config.seed, device, data, home.skip_bad)
     assert found is not None
     if found.digest != config.public_digest:
         raise Refused(
             f"the public images of site '{home.name}' are not those of the run: "
-            f"{told(found.digest)}, not {told(config.public_digest)}",
+            f"{describe_digest(found.digest)}, not {describe_digest(config.public_digest)}",
             "copy the folder again" if folder else "copy the task's files again",
         )
     return found
@@ -268,8 +281,8 @@ def _answer(home: Home, config: Config, task: Task, request: Request, received: 
     message: Tree = {}
     if request.train:
         domain = home.members.domain(home.name)
-        site = Site(home.name, domain, _on(train, device), model)
-        reply = local(setup, network, site, received, mine, request.round)
+        site = ClientData(home.name, domain, _on(train, device), model)
+        reply = train_client(setup, network, site, received, mine, request.round)
         message = reply.message
         if any(reply.mine.values()) or any(mine.values()):
             report["state"] = states.save(request.round, reply.mine)

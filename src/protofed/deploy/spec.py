@@ -23,7 +23,12 @@ from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
-from protofed.federation.public_images import PLACE, count, make_public, of_task
+from protofed.federation.public_images import (
+    FOLDER_POOL,
+    digest_count,
+    is_from_task,
+    make_public_sampler,
+)
 from protofed.federation.simulation import make_shares
 from protofed.methods import METHODS, reference
 
@@ -77,15 +82,17 @@ def _public(config: Config, task: Task) -> dict[str, int]:
         return {}
     if wanted.source.startswith(FOLDER):
         assert config.public_digest is not None  # deploy start has read the folder
-        return {PLACE: min(wanted.images, count(config.public_digest))}
-    if of_task(wanted, task) and not task.has_images:
+        return {FOLDER_POOL: min(wanted.images, digest_count(config.public_digest))}
+    if is_from_task(wanted, task) and not task.has_images:
         raise ProtofedError(
             f"method '{config.method.name}' needs public images, and the sites' own are not public",
             "give every site the same folder of images without labels, and name it to each "
             "(deploy site --public PATH) and here: deploy start --public PATH",
         )
     shares = make_shares(config, task) if task.has_images else []
-    made = make_public(wanted, task, shares, config.seed, "cpu", config.data, config.skip_bad)
+    made = make_public_sampler(
+        wanted, task, shares, config.seed, "cpu", config.data, config.skip_bad
+    )
     assert made is not None
     return made.counts
 

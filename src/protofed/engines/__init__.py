@@ -14,9 +14,9 @@ import torch
 
 from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
-from protofed.federation.allocator import keep_freed_memory
-from protofed.federation.client_round import Setup
+from protofed.federation.cpu import keep_freed_memory
 from protofed.federation.engine import Engine, register_engine
+from protofed.federation.setup import Setup
 from protofed.models import Network
 
 Networks = Callable[[], Mapping[str, Network]]

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site, examine, local
+from protofed.federation.client_round import Reply, train_client
+from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
+from protofed.federation.setup import ClientData, Setup
 from protofed.models import Network
 from protofed.tree import Tree
 
 
 class Loop:
-    """Runs clients in their order, each in the network of its model."""
+    """Runs clients in order, each in the network of its model."""
 
     def __init__(self, setup: Setup, networks: Mapping[str, Network]) -> None:
         self.setup, self.networks = setup, networks
 
     def train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
-        """The replies of the clients, as they come."""
-        for site in sites:
-            network = self.networks[site.model]
-            yield site.name, local(self.setup, network, site, received, mine(site.name), round)
+        """The clients' replies, in order."""
+        for data in clients:
+            network = self.networks[data.model]
+            reply = train_client(self.setup, network, data, received, mine(data.name), round)
+            yield data.name, reply
 
     def evaluate(
-        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[Scores]:
-        """The scores of each exam, as they come."""
-        for exam in exams:
-            yield examine(self.setup, self.networks, exam, received, mine, round)
+        """The scores of each job."""
+        for job in jobs:
+            yield evaluate_job(self.setup, self.networks, job, received, mine, round)
 
-    def make_room(self) -> None:
-        """It keeps one network for each model, which it needs."""
+    def free_memory(self) -> None:
+        """Nothing to free: the loop needs its one network per model."""

@@ -1,9 +1,9 @@
 """The workers engine: clients on all cores of a CPU, one thread each.
 
-Threads, not processes: torch lets go of Python's lock inside every operation, the images are
-shared without a copy, nothing is pickled, and there is no start-up. Each worker has a network of
-its own and computes with one intra-op thread, so that a client's result is the loop engine's to
-the bit, however many workers there are.
+Threads, not processes: torch releases Python's lock inside every operation, images are shared
+without a copy, nothing is pickled, and there is no start-up. Each worker has networks of its own
+and computes with one intra-op thread, so a client's result equals the loop engine's bit for bit,
+whatever the number of workers.
 """
 
 from __future__ import annotations
@@ -15,76 +15,78 @@ from dataclasses import replace
 
 import torch
 
-from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site, examine, local
+from protofed.federation.client_round import Reply, train_client
+from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
+from protofed.federation.setup import ClientData, Setup
 from protofed.models import Network
 from protofed.tree import Tree
 
 
 class Workers:
-    """A pool of threads, each with networks of its own: one for each of the clients' models."""
+    """A pool of threads, each with its own network for each of the clients' models."""
 
     def __init__(self, setup: Setup, networks: Sequence[Mapping[str, Network]]) -> None:
         self.setup, self._count = setup, len(networks)
-        self._own = own = threading.local()
-        waiting = list(networks)
+        self._local = local = threading.local()
+        unclaimed = list(networks)
 
-        def begin() -> None:  # without self: each thread keeps it for as long as the pool lives
-            torch.set_num_threads(1)  # a setting of the thread that calls it
-            own.networks = waiting.pop()
+        def start() -> None:  # without self, which every thread of the pool would keep alive
+            torch.set_num_threads(1)  # applies to the calling thread
+            local.networks = unclaimed.pop()
 
-        self._pool = ThreadPoolExecutor(len(networks), "protofed", initializer=begin)
+        self._pool = ThreadPoolExecutor(len(networks), "protofed", initializer=start)
 
     def train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
-        """The replies as they come; the longest clients are begun first.
+        """The replies in order of completion; the largest clients start first.
 
-        In the clients' order, replies of many clients would pile up behind a slow one.
+        In the clients' order, many replies would pile up behind a slow client.
         """
 
-        def work(site: Site) -> Reply:
-            network = self._own.networks[site.model]
-            return local(self.setup, network, site, received, mine(site.name), round)
+        def work(data: ClientData) -> Reply:
+            network = self._local.networks[data.model]
+            return train_client(self.setup, network, data, received, mine(data.name), round)
 
-        longest_first = sorted(sites, key=lambda site: -len(site.images))
-        running = {self._pool.submit(work, site): site.name for site in longest_first}
+        largest_first = sorted(clients, key=lambda data: -len(data.images))
+        running = {self._pool.submit(work, data): data.name for data in largest_first}
         try:
             for future in as_completed(list(running)):
                 if future.exception() is not None:
                     raise _first_error(running)
                 yield running.pop(future), future.result()
-        finally:  # an interrupted round: what has not begun is not begun
+        finally:  # if the round is interrupted, clients that have not started do not start
             for left in running:
                 left.cancel()
 
     def evaluate(
-        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[Scores]:
-        """The scores of each exam, in their order; few exams go a test set to a worker."""
+        """The scores of each job, in order; if there are few jobs, they are split by test set."""
 
-        def work(exam: Exam) -> Scores:
-            return examine(self.setup, self._own.networks, exam, received, mine, round)
+        def work(job: EvalJob) -> Scores:
+            return evaluate_job(self.setup, self._local.networks, job, received, mine, round)
 
-        if len(exams) >= self._count:
-            yield from self._pool.map(work, exams)
+        if len(jobs) >= self._count:
+            yield from self._pool.map(work, jobs)
             return
-        for exam in exams:
-            parts = [replace(exam, tests={name: exam.tests[name]}) for name in exam.tests]
+        for job in jobs:
+            parts = [replace(job, tests={name: job.tests[name]}) for name in job.tests]
             whole: Scores = {}
             for scores in self._pool.map(work, parts):
                 for rule, found in scores.items():
                     whole.setdefault(rule, {}).update(found)
             yield whole
 
-    def make_room(self) -> None:
-        """Workers have no memory of a GPU."""
+    def free_memory(self) -> None:
+        """Nothing to free: workers use no device memory."""
 
 
 def _first_error(running: Iterable[Future[Reply]]) -> BaseException:
-    """The error of the first of these, in the order they were submitted, that has one.
+    """The error of the first of these futures, in order of submission, that has one.
 
-    It is the same however the threads take turns: whoever was submitted before a failure has
-    begun and is waited for.
+    It does not depend on how threads are scheduled: every client submitted before a failed one
+    has started, and is waited for.
     """
     running = list(running)
     for future in running:

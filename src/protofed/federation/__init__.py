@@ -1,1 +1,1 @@
-"""A federation: local training, the server, rounds, run folders."""
+"""A federation: one client's round, the server, and the simulation of all of it in one process."""

@@ -1,8 +1,8 @@
 """Clients' private states: in memory up to a limit, then on disk, and safe against a crash.
 
-States of a round in progress are staged and count only once the round is accepted. On disk each
-state is a file of its own, written beside the old one; the index that a checkpoint carries tells
-which files are in force, and all others are litter.
+States of a round in progress are staged and take effect when the round is accepted. On disk each
+state is a file of its own, written next to the old one; the index in a checkpoint says which files
+are current, and all others can be removed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from protofed.tree import Tree
 MEMORY_LIMIT = 1 << 30
 """Bytes of client state kept in memory by a run that has a folder and trains all its clients.
 
-Of fewer where a round takes only some of the clients: what is kept of the others is seldom read.
-So memory does not grow with their number.
+A run whose rounds take only some of the clients keeps proportionally less, since the states of the
+others are rarely read. So memory does not grow with their number.
 """
 
 Index = dict[str, Tree | str]
@@ -26,9 +26,9 @@ Index = dict[str, Tree | str]
 
 
 class ClientStore:
-    """The private state of every client; ``initial`` makes the one before its first round.
+    """The private state of every client; ``initial`` makes the state before its first round.
 
-    ``share`` is the fraction of the clients that a round takes, and of ``limit`` that is used.
+    ``share`` is the fraction of clients that a round takes, and the fraction of ``limit`` used.
     """
 
     def __init__(
@@ -53,48 +53,48 @@ class ClientStore:
         return self._read(state) if isinstance(state, str) else state
 
     def stage(self, name: str, state: Tree, round: int) -> None:
-        """Keep what a client's round ended with, until the round is accepted."""
+        """Keep a client's state after its round, until the round is accepted."""
         if not any(state.values()) and not any(self.get(name).values()):
-            return  # nothing private: nothing to remember
+            return  # the client has no private state
         self._used -= _in_memory(self._staged.pop(name, ""))
         size = tree.nbytes(state)
         if self.folder is not None and self._used + size > self.limit:
-            # the name a checkpoint after this round would give it: never that of an older state
+            # named as by a checkpoint after this round, so no older state has the same name
             self._staged[name] = self._write(name, state, round + 1)
         else:
             self._staged[name] = state
             self._used += size
 
     def accept(self) -> Index:
-        """Make the staged states current; returns what is now in force."""
+        """Make the staged states current; returns the index of all current states."""
         for name in self._staged:
             self._used -= _in_memory(self._current.get(name, ""))
-            self._saved.pop(name, None)  # what it holds is no longer needed in memory
+            self._saved.pop(name, None)  # the state it refers to is replaced
         self._current = self._current | self._staged
         self._staged = {}
         return self._current
 
     def abandon(self) -> None:
-        """Forget the staged states."""
+        """Discard the staged states."""
         self._used -= sum(map(_in_memory, self._staged.values()))
         self._staged = {}
 
     def save(self, index: Index, round: int) -> dict[str, str]:
-        """Bring an index onto disk, for a checkpoint; returns the file of each client."""
+        """Write an index to disk for a checkpoint; returns the file of each client."""
         files = {}
         for name, state in index.items():
             if isinstance(state, str):
                 files[name] = state
                 continue
             saved, file = self._saved.get(name, (None, ""))
-            if saved is not state:  # a client that sat out since the last checkpoint is there
+            if saved is not state:  # otherwise unchanged since the last checkpoint
                 file = self._write(name, state, round)
                 self._saved[name] = (state, file)
             files[name] = file
         return files
 
     def restore(self, files: Mapping[str, str]) -> None:
-        """Take up the states a checkpoint names."""
+        """Continue from the states that a checkpoint names."""
         self._current, self._used = dict(files), 0
         self.clean(files)
 
@@ -120,5 +120,5 @@ class ClientStore:
 
 
 def _in_memory(state: Tree | str) -> int:
-    """Bytes of a state that is kept in memory; none where it is a file."""
+    """Bytes of a state in memory; 0 if it is a file."""
     return 0 if isinstance(state, str) else tree.nbytes(state)

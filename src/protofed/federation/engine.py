@@ -1,4 +1,4 @@
-"""Engines as the federation sees them: an interface, and the engines that have registered."""
+"""Engines as a federation sees them: an interface, and those that ``protofed.engines`` registers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from typing import Protocol
 import torch
 
 from protofed.errors import unknown
-from protofed.federation.client_round import Exam, Reply, Scores, Setup, Site
+from protofed.federation.client_round import Reply
+from protofed.federation.evaluation import EvalJob, Scores
+from protofed.federation.setup import ClientData, Setup
 from protofed.models import Network
 from protofed.tree import Tree
 
 
 class Engine(Protocol):
-    """What a run needs of an engine."""
+    """Trains and evaluates clients. ``mine`` gives a client's private state by its name."""
 
     def train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
-        """Train these clients and give their replies."""
+        """Train these clients; yields the name and reply of each, in any order."""
 
     def evaluate(
-        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[Scores]:
-        """The scores of each exam, in their order."""
+        """The scores of each job, in order."""
 
-    def make_room(self) -> None:
-        """Give up memory of the device that the next round can do without."""
+    def free_memory(self) -> None:
+        """Free device memory that can be allocated again in the next round."""
 
 
 EngineFactory = Callable[
@@ -51,7 +53,7 @@ def build_engine(
     device: torch.device,
     workers: int | None = None,
 ) -> Engine:
-    """The engine of that name."""
+    """The engine of that name; ``make_networks`` makes a network for each of the models."""
     if name not in _FACTORIES:
         raise unknown("engine", name, _FACTORIES)
     return _FACTORIES[name](setup, make_networks, device, workers)

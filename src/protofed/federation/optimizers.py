@@ -1,8 +1,8 @@
 """The optimizers of local training.
 
-SGD is a single call of PyTorch's kernel over all parameters. ``torch.optim.SGD`` spends a tenth of
-a small network's step around it, and its first use imports PyTorch's compiler: two seconds in
-every process, and over Flower a process answers each message.
+SGD is a single call of PyTorch's kernel over all parameters. ``torch.optim.SGD`` adds a tenth to a
+small network's step, and its first use imports PyTorch's compiler: two seconds in every process,
+and with Flower every message is answered by a new process.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from protofed.errors import unknown
+from protofed.federation.setup import Training
+
 
 class SGD:
-    """Stochastic gradient descent with momentum and weight decay, as ``torch.optim.SGD`` has it.
+    """Stochastic gradient descent with momentum and weight decay, as in ``torch.optim.SGD``.
 
-    A parameter without a gradient stays as it is.
+    A parameter without a gradient does not change.
     """
 
     def __init__(
@@ -24,25 +27,25 @@ class SGD:
     ) -> None:
         self.parameters = list(parameters)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
-        # Beginning at zero, a velocity is the first gradient after the first step, as in PyTorch.
+        # Starting from zero, a velocity equals the first gradient after one step, as in PyTorch.
         self.velocities = [torch.zeros_like(p) for p in self.parameters] if momentum else []
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the parameters along their gradients."""
+        """Update the parameters that have a gradient."""
         moved = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         if not moved:
             return
         parameters = [self.parameters[i] for i in moved]
         torch._fused_sgd_(
             parameters,
-            # the kernel goes through memory, whatever the strides
-            [laid_out_as(p, p.grad) for p in parameters if p.grad is not None],
+            # the kernel walks through memory and ignores strides
+            [with_strides_of(p, p.grad) for p in parameters if p.grad is not None],
             [self.velocities[i] for i in moved] if self.momentum else [],
             weight_decay=self.weight_decay,
             momentum=self.momentum,
@@ -54,31 +57,41 @@ class SGD:
         )
 
     def reset(self) -> None:
-        """As new, in the same memory."""
+        """Back to the initial state, in the same memory."""
         for velocity in self.velocities:
             velocity.zero_()
 
 
 class Adam(torch.optim.Adam):
-    """PyTorch's, which can be reset."""
+    """PyTorch's Adam, with a reset."""
 
     def count_in(self, dtype: torch.dtype) -> None:
-        """Count steps in another type than PyTorch's, which on a GPU is float32."""
+        """Count steps in this type; PyTorch's counters are float32 on a GPU."""
         for state in self.state.values():
             state["step"] = state["step"].to(dtype)
 
     def reset(self) -> None:
-        """As new, in the same memory."""
+        """Back to the initial state, in the same memory."""
         for state in self.state.values():
             for t in state.values():
                 if isinstance(t, Tensor):
                     t.zero_()
 
 
-def laid_out_as(like: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor`` with the strides of ``like``: kernels over many tensors want them equal.
+def make_optimizer(training: Training, parameters: list[torch.nn.Parameter]) -> SGD | Adam:
+    """The optimizer of a phase, with fresh state; ``training`` is the phase's."""
+    lr, decay = training.lr, training.weight_decay
+    if training.optimizer == "sgd":
+        return SGD(parameters, lr, training.momentum, decay)
+    if training.optimizer == "adam":
+        return Adam(parameters, lr=lr, weight_decay=decay, capturable=parameters[0].is_cuda)
+    raise unknown("optimizer of a phase", training.optimizer, ("sgd", "adam"))
 
-    The stride of a dimension of size 1 says nothing, so there another one costs no copy.
+
+def with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
+    """``tensor`` with the strides of ``like``: kernels over many tensors need them equal.
+
+    The stride of a dimension of size 1 has no meaning, so a different one there costs no copy.
     """
     if tensor.stride() == like.stride():
         return tensor

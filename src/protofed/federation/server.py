@@ -11,7 +11,8 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import Reply, entry_list
+from protofed.federation.client_round import Reply
+from protofed.federation.model_state import model_entries
 from protofed.federation.spool import MEMORY_LIMIT, Spool
 from protofed.method import Method, ServerView, Sizes, Update
 from protofed.models import Network
@@ -58,7 +59,7 @@ def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot
 
 
 class Server:
-    """Runs the server's side of every round; engines and deployments use the same one."""
+    """The server's side of every round, the same in simulations and deployments."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Server:
         self.participation, self.average = participation, average
         self.memory_limit, self.device = memory_limit, device
         state = network.state_dict()
-        self.travels = {e.name: method.shared(e) for e in entry_list(network)}
+        self.travels = {e.name: method.shared(e) for e in model_entries(network)}
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
         self.state: Tree = tree.copy({**method.init_server(state, sizes), "model": model}, device)
         self.round = 0
@@ -89,8 +90,7 @@ class Server:
 
     def view(self) -> ServerView:
         """The server as a method sees it."""
-        who, seed = self.clients, self.seed
-        return ServerView(self.state, self.round, self.rounds, who, self.sizes, seed)
+        return ServerView(self.state, self.round, self.rounds, self.clients, self.sizes, self.seed)
 
     def sample(self) -> list[str]:
         """The clients of this round, in the federation's order."""
@@ -100,36 +100,36 @@ class Server:
         return [self.clients[i] for i in sorted(chosen)]
 
     def broadcast(self) -> Tree:
-        """What goes down to every client of this round."""
+        """What every client of this round receives."""
         return self.method.broadcast(self.view())
 
     def initial_client(self, model: Slot, sizes: Sizes | None = None) -> Tree:
         """A client's private state before its first round; ``model`` is its initial network.
 
-        ``sizes`` are those of its network, if that is another than the server's. What travels is
-        the same in all of a federation's networks.
+        ``sizes`` are those of its network, if it differs from the server's. The entries that
+        travel are the same in all networks of a federation.
         """
         private = {n: t for n, t in model.items() if self.travels.get(n, "no") == "no"}
         slots = self.method.init_client(model, sizes or self.sizes)
         return tree.copy({**slots, "model": private})
 
     def accept(self, name: str, reply: Reply) -> None:
-        """Take a client's reply; its message waits in the spool for the end of the round."""
+        """Accept a client's reply; its message stays in the spool until the round ends."""
         self._spool.put(name, reply.message)
         self._updates[name] = Update(name, reply.samples, reply.steps, reply.lr, self._spool)
 
     def finish(self) -> None:
-        """Close the round with the replies that came; without any, the state stays as it is.
+        """End the round with the replies received; without any, the state does not change.
 
         Updates are taken in the federation's order: the order of arrival cannot change a bit.
         """
         updates = [self._updates[name] for name in self.clients if name in self._updates]
         if updates:
-            with self._untouched():
+            with self._inputs_unchanged():
                 weights = self.method.weights(self.view(), updates)
                 if weights is None:
                     weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
-                # entries that only go down are the server's own: the mean leaves them as they are
+                # entries that only travel down are the server's own: the mean keeps them
                 averaged = self.state.get("model", {}) | mean(updates, "model", weights)
                 state = self.method.aggregate(self.view(), averaged, updates)
             self.state = tree.copy(state, self.device)
@@ -137,10 +137,10 @@ class Server:
         self.round += 1
 
     @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """See to it that a method leaves what it was given as it is.
+    def _inputs_unchanged(self) -> Iterator[None]:
+        """Require that a method does not modify its inputs in place.
 
-        A round that fails on the way is done again from it, now or by a resumed run.
+        If the round fails halfway, it is repeated from them, at once or by a resumed run.
         """
         given = {"the server's state": self.state, **self._spool.in_memory()}
         before = [
@@ -156,11 +156,11 @@ class Server:
                 if t._version != version:
                     raise ProtofedError(
                         f"{self.method.name} changes {what} in place",
-                        "weights and aggregate return new tensors and leave those they get alone",
+                        "weights and aggregate must return new tensors and not modify their inputs",
                     )
 
     def abandon(self) -> None:
-        """Forget the replies of an unfinished round."""
+        """Discard the replies of an unfinished round."""
         self._spool.close()
         self._spool = Spool(self.memory_limit, self.device)
         self._updates = {}

@@ -14,21 +14,16 @@ from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.client_round import (
-    Exam,
-    Scores,
-    Setup,
-    Site,
-    Training,
-    entry_list,
-    require_finite,
-)
 from protofed.federation.client_state import ClientStore
 from protofed.federation.engine import build_engine
+from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.facts import DTYPES, Facts, discover
+from protofed.federation.finite import require_finite_model
 from protofed.federation.model_fit import require_fit
-from protofed.federation.public_images import Public, make_public
+from protofed.federation.model_state import model_entries
+from protofed.federation.public_images import PublicSampler, make_public_sampler
 from protofed.federation.server import Server
+from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
@@ -70,7 +65,7 @@ class Observer:
         """Called with the run's ``Result`` when it is complete."""
 
 
-class Sites(Mapping[str, Site]):
+class Sites(Mapping[str, ClientData]):
     """The clients by name. A client's images are taken out of the task's when it is asked for.
 
     So the images of clients that sit out are not in memory a second time; on a GPU they stay.
@@ -85,15 +80,15 @@ class Sites(Mapping[str, Site]):
     ) -> None:
         self._task, self._device, self._models = task, device, models
         self._shares = {share.name: share for share in shares}
-        self._kept: dict[str, Site] = {}
+        self._kept: dict[str, ClientData] = {}
 
-    def __getitem__(self, name: str) -> Site:
+    def __getitem__(self, name: str) -> ClientData:
         if name in self._kept:
             return self._kept[name]
         share, device = self._shares[name], self._device
         images = self._task.domains[share.domain].train
         own = Images(images.x[share.rows].to(device), images.y[share.rows].to(device))
-        site = Site(name, share.domain, own, self._models[name])
+        site = ClientData(name, share.domain, own, self._models[name])
         if device.type != "cpu":
             self._kept[name] = site
         return site
@@ -165,9 +160,9 @@ class Federation:
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
 
-    def _public(self, device: torch.device) -> Public | None:
+    def _public(self, device: torch.device) -> PublicSampler | None:
         config, wanted = self.config, self.method.public_images
-        return make_public(
+        return make_public_sampler(
             wanted, self.task, self.shares, config.seed, device, config.data, config.skip_bad
         )
 
@@ -210,7 +205,9 @@ class Federation:
                 observer.reply(round, name, reply.message)
                 observer.client(round, done, len(names))
         self._aggregate()
-        require_finite(server.state.get("model", {}), f"round {round + 1}: the averaged model")
+        require_finite_model(
+            server.state.get("model", {}), f"round {round + 1}: the averaged model"
+        )
         self.store.accept()
         trained = time.perf_counter()
         scores = self.evaluate(observers)
@@ -238,7 +235,7 @@ class Federation:
             return
         except torch.cuda.OutOfMemoryError:
             pass  # until here the error's traceback keeps alive what was being computed
-        self.engine.make_room()
+        self.engine.free_memory()
         self.server.finish()
 
     def evaluate(self, observers: Sequence[Observer] = ()) -> Scores:
@@ -260,14 +257,14 @@ class Federation:
             means["own"] = _means(own, self.tests)
         return means
 
-    def _exams(self, round: int) -> list[Exam]:
+    def _exams(self, round: int) -> list[EvalJob]:
         """Who is tested on what. A domain without clients is tested with all clients' models."""
         who = self.method.evaluates
         if who == "global":
-            return [Exam(next(iter(self._initial)), None, self.tests)]
+            return [EvalJob(next(iter(self._initial)), None, self.tests)]
         seen = {share.domain for share in self.shares}
         return [
-            Exam(
+            EvalJob(
                 self.models[share.name],
                 share.name,
                 {
@@ -301,7 +298,7 @@ class Federation:
             found += own
         return found
 
-    def _domain(self, exam: Exam) -> str:
+    def _domain(self, exam: EvalJob) -> str:
         assert exam.client is not None
         return self.sites.domain(exam.client)
 
@@ -359,7 +356,7 @@ def _check_contract(method: Method, network: Network) -> None:
         raise ProtofedError(
             f"holdout of method {method.name} must be at least 0 and below 1, got {method.holdout}"
         )
-    for entry in entry_list(network):
+    for entry in model_entries(network):
         if (way := method.shared(entry)) not in TRAVELS:
             raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
 
@@ -396,7 +393,7 @@ def initial_network(config: Config, task: Task, model: str = "") -> Network:
 
 def batchnorm_policy(network: Network, method: Method) -> str:
     """What happens to BatchNorm between clients, in words."""
-    ways = {method.shared(e) for e in entry_list(network) if e.kind == "bn"}
+    ways = {method.shared(e) for e in model_entries(network) if e.kind == "bn"}
     if not ways:
         return "the model has no BatchNorm"
     words = {
@@ -409,7 +406,7 @@ def batchnorm_policy(network: Network, method: Method) -> str:
 
 def weights_policy(network: Network, method: Method, average: str) -> str:
     """What the mean of the clients' models is weighed by, in words."""
-    if all(method.shared(e) != "both" for e in entry_list(network)):
+    if all(method.shared(e) != "both" for e in model_entries(network)):
         return NO_WEIGHTS
     return method.weighing or average
 

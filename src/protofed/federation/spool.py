@@ -1,4 +1,4 @@
-"""Where messages wait until the round is complete: in memory up to a limit, then on disk."""
+"""The messages of a round until it is complete: in memory up to a limit, then on disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from protofed import tree
 from protofed.tree import Slot, Tree
 
 MEMORY_LIMIT = 2 << 30
-"""Bytes of waiting messages a round keeps in memory; what comes after goes to disk."""
+"""Bytes of messages that a round keeps in memory; further ones go to disk."""
 
 
 class Spool:
-    """Holds Trees by name for the length of a round."""
+    """Holds the messages of one round by the client's name."""
 
     def __init__(self, limit: int = MEMORY_LIMIT, device: torch.device | str = "cpu") -> None:
         self.limit, self.device = limit, device
@@ -26,7 +26,7 @@ class Spool:
         self._written = 0
 
     def put(self, name: str, message: Tree) -> None:
-        """Keep a message; each slot is a file of its own if it goes to disk."""
+        """Keep a message. On disk, each slot is a file of its own."""
         size = tree.nbytes(message)
         self.used -= tree.nbytes(self._memory.pop(name, {}))
         message = {slot: entries for slot, entries in message.items() if entries}
@@ -42,18 +42,18 @@ class Spool:
             tree.save({slot: message[slot]}, path)
 
     def get(self, name: str, slot: str) -> Slot:
-        """A slot of a message; empty if the message has none of that name."""
+        """A slot of a message; empty if the message does not have it."""
         if name in self._memory:
             return self._memory[name].get(slot, {})
         path = self._disk[name].get(slot)
         return tree.to(tree.load(path)[0], self.device)[slot] if path else {}
 
     def in_memory(self) -> dict[str, Tree]:
-        """The messages that are in memory, by what an error calls them."""
+        """The messages that are in memory, by what an error should call them."""
         return {f"{name}'s message": message for name, message in self._memory.items()}
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop all messages and remove their files."""
         self._memory.clear()
         self._disk.clear()
         self.used = 0

@@ -19,7 +19,7 @@ from protofed.analysis import Ints, Outputs
 from protofed.config import config_task
 from protofed.data import Task
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 from protofed.report import kept
 from protofed.report.figures import Embedding, prototypes_apart
 from protofed.report.gather import Group

@@ -14,8 +14,8 @@ from protofed import tree
 from protofed.config import Config, merged_config, task_settings
 from protofed.data import Task, load_task
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation.client_round import one_thread
 from protofed.federation.client_state import Index
+from protofed.federation.cpu import one_thread
 from protofed.federation.facts import discover
 from protofed.federation.simulation import Federation, Observer
 from protofed.method import Method

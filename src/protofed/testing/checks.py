@@ -23,7 +23,8 @@ from protofed import tree
 from protofed.config import Config, make_config
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import local, one_thread
+from protofed.federation.client_round import train_client
+from protofed.federation.cpu import one_thread
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import Federation, Observer
 from protofed.keys import generator
@@ -261,7 +262,9 @@ def _serialization(method: Method) -> str:
     received = federation.server.broadcast()
     site = next(iter(federation.sites.values()))
     network = federation.make_network()
-    reply = local(federation.setup, network, site, received, federation.store.get(site.name), 1)
+    reply = train_client(
+        federation.setup, network, site, received, federation.store.get(site.name), 1
+    )
     trees = {
         "the server's state": federation.server.state,
         "the broadcast": received,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from protofed import keys, tree
-from protofed.federation.client_round import load
+from protofed.federation.model_state import load_model
 from protofed.federation.simulation import Federation
 from protofed.keys import generator
 from protofed.method import Batch, Client, Phase, Terms
@@ -33,7 +33,7 @@ class Scene:
         self.epochs = federation.setup.training.epochs
         self.phases = method.phases(1, self.epochs)
         start = self.mine.get("model", {}) | self.received.get("model", {})
-        load(self.network, start)
+        load_model(self.network, start)
         rng = generator("scene")
         with torch.no_grad():
             for p in self.network.parameters():
@@ -49,7 +49,7 @@ class Scene:
 
     def terms(self, phase: Phase) -> Terms:
         """The loss at the scene's weights."""
-        load(self.network, self.model)
+        load_model(self.network, self.model)
         return phase.loss(self._client(self.received, self.mine), self.batch)
 
     def slope(self, phase: Phase, name: str) -> tuple[float, float, float, float]:
@@ -78,7 +78,7 @@ class Scene:
     def _difference(self, phase: Phase, name: str, direction: Slot, step: float) -> float:
         ends = []
         for sign in (1, -1):
-            load(self.network, self.model)
+            load_model(self.network, self.model)
             with torch.no_grad():
                 for n, p in self.network.named_parameters():
                     if n in direction:

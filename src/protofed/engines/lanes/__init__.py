@@ -1,1 +1,1 @@
-"""Lanes: clients on a GPU, several at a time."""
+"""The lanes engine: clients on a GPU, several at a time."""

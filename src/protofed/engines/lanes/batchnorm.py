@@ -1,10 +1,10 @@
 """Batch normalization in training, with the addition and ReLU that follow it, in two kernels.
 
-PyTorch takes some nine kernels for it, forward and backward, and reads the activations as often;
+PyTorch takes about nine kernels for it, forward and backward, and reads the activations as often;
 a small network on a large GPU spends more time there than in its convolutions. Here the forward
 pass is a kernel of partial statistics and one that joins them, normalizes, adds the shortcut and
 applies ReLU; the backward pass is two kernels of the same form (see ``kernels``). ReLU's mask is
-computed anew from the input, or read off the output where a shortcut was added.
+recomputed from the input, or read from the output if a shortcut was added.
 """
 
 from __future__ import annotations
@@ -23,62 +23,63 @@ from protofed.engines.lanes import kernels
 from protofed.errors import NoSecondDerivative
 from protofed.models.resnet import BasicBlock
 
-TILE = 64  # rows a program has in registers at a time
+TILE = 64  # rows a program holds in registers at a time
 CHANNELS = 32  # channels a program works on: 64 bytes of bfloat16
 PROGRAMS = 256  # about two for each multiprocessor of an H200; other lanes fill the rest
-WIDE = 8  # input channels from which on a convolution has a kernel for bfloat16
+MIN_CHANNELS = 8  # input channels a convolution needs for its bfloat16 kernels
 PARTS = 64  # of the rows, at most: every program of a second kernel reads all of them
 
 
 def fuse(network: nn.Module) -> None:
-    """Let every BatchNorm of a network train by these kernels, joined with what follows it.
+    """Make every BatchNorm of a network train with these kernels, joined with what follows it.
 
+    Convolutions with few channels or strided 1×1 kernels are replaced by faster equivalents too.
     Nothing else changes: parameters, buffers, names, evaluation mode. A method may bring modules
-    of its own, so what is not exactly of these kinds, or stands in two places, stays as it is.
+    of its own, so modules of other types, or used in two places, are left alone.
     """
     places = Counter(id(m) for module in network.modules() for m in module._modules.values())
     for module in network.modules():
         if type(module) is nn.BatchNorm2d:
-            module.forward = partial(_normalized, module)  # type: ignore[method-assign]
+            module.forward = partial(_batchnorm_forward, module)  # type: ignore[method-assign]
         if type(module) is nn.Conv2d and _is_plain(module):
-            if module.in_channels < WIDE:
-                module.forward = partial(_convolved, module)  # type: ignore[method-assign]
+            if module.in_channels < MIN_CHANNELS:
+                module.forward = partial(_few_channels_conv, module)  # type: ignore[method-assign]
             elif module.kernel_size == (1, 1) != module.stride and module.padding == (0, 0):
-                module.forward = partial(_thinned, module)  # type: ignore[method-assign]
+                module.forward = partial(_strided_1x1_conv, module)  # type: ignore[method-assign]
     for module in network.modules():
         if type(module) is nn.Sequential:
             for norm, relu in pairwise(module):
                 once = places[id(norm)] == places[id(relu)] == 1
                 if once and type(norm) is nn.BatchNorm2d and type(relu) is nn.ReLU:
-                    norm.forward = partial(_normalized, norm, relu=True)  # type: ignore[method-assign]
-                    relu.forward = _unchanged  # type: ignore[method-assign, assignment]
+                    norm.forward = partial(_batchnorm_forward, norm, relu=True)  # type: ignore[method-assign]
+                    relu.forward = _identity  # type: ignore[method-assign, assignment]
         if type(module) is BasicBlock and type(module.body[-1]) is nn.BatchNorm2d:
-            module.forward = partial(_block, module)  # type: ignore[method-assign]
+            module.forward = partial(_block_forward, module)  # type: ignore[method-assign]
 
 
 def _is_plain(conv: nn.Conv2d) -> bool:
     return conv.groups == 1 and conv.dilation == (1, 1) and conv.padding_mode == "zeros"
 
 
-def _unchanged(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _block(block: BasicBlock, x: Tensor) -> Tensor:
+def _block_forward(block: BasicBlock, x: Tensor) -> Tensor:
     """What ``BasicBlock.forward`` computes."""
     norm = block.body[-1]
     assert isinstance(norm, nn.BatchNorm2d)
-    return _normalized(norm, block.body[:-1](x), block.shortcut(x), relu=True)
+    return _batchnorm_forward(norm, block.body[:-1](x), block.shortcut(x), relu=True)
 
 
-def _convolved(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """The convolution of an image; in bfloat16 with channels of zeros added to its three."""
+def _few_channels_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """A convolution of images; in bfloat16 with channels of zeros added to their three."""
     weight = conv.weight
     if weight.dtype != torch.bfloat16 or x.requires_grad:
         return F.conv2d(x, weight, conv.bias, conv.stride, conv.padding)
-    more = WIDE - x.shape[1]
+    more = MIN_CHANNELS - x.shape[1]
     wide = torch.empty(
-        len(x), WIDE, *x.shape[2:], dtype=weight.dtype, device=x.device,
+        len(x), MIN_CHANNELS, *x.shape[2:], dtype=weight.dtype, device=x.device,
         memory_format=torch.channels_last,
     ).zero_()  # fmt: skip
     wide[:, : x.shape[1]] = x
@@ -86,19 +87,19 @@ def _convolved(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(wide, weight, conv.bias, conv.stride, conv.padding)
 
 
-def _thinned(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """A strided 1×1 convolution, by itself on the pixels that it looks at.
+def _strided_1x1_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """A strided 1×1 convolution, computed densely on the pixels that it reads.
 
-    For some sizes cuDNN takes a kernel without tensor cores, in another memory layout.
+    For some sizes cuDNN picks a kernel without tensor cores, in another memory layout.
     """
-    if torch._C._are_functorch_transforms_active():  # as torch.func.vmap, which _Thin cannot
+    if torch._C._are_functorch_transforms_active():  # like vmap, unsupported by _Subsample
         return F.conv2d(x, conv.weight, conv.bias, conv.stride)
-    thin: Tensor = _Thin.apply(x, *conv.stride)
+    thin: Tensor = _Subsample.apply(x, *conv.stride)
     return F.conv2d(thin, conv.weight, conv.bias)
 
 
-class _Thin(torch.autograd.Function):
-    """``x[:, :, ::rows, ::columns]``; autograd would fill zeros in twice, once for each."""
+class _Subsample(torch.autograd.Function):
+    """``x[:, :, ::rows, ::columns]``; autograd would fill in zeros twice, once per dimension."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, columns: int) -> Tensor:
@@ -114,10 +115,10 @@ class _Thin(torch.autograd.Function):
         return dx, None, None
 
 
-def _normalized(
+def _batchnorm_forward(
     norm: nn.BatchNorm2d, x: Tensor, add: Tensor | None = None, relu: bool = False
 ) -> Tensor:
-    """ReLU (if asked for) of the norm of x plus ``add``."""
+    """The normalized x plus ``add``, with ReLU if asked for."""
     rows = x.numel() // x.shape[1]
     if not norm.training or norm.momentum is None or not norm.affine or rows < 2:
         plain = nn.BatchNorm2d.forward(norm, x)
@@ -127,13 +128,13 @@ def _normalized(
     if tracked and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     mean, var = (norm.running_mean, norm.running_var) if tracked else (None, None)
-    y: Tensor = _Norm.apply(
+    y: Tensor = _FusedBatchNorm.apply(
         x, norm.weight, norm.bias, add, mean, var, norm.momentum, norm.eps, relu
     )
     return y
 
 
-class _Norm(torch.autograd.Function):
+class _FusedBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -155,7 +156,7 @@ class _Norm(torch.autograd.Function):
         mean_C, scale_C = torch.empty_like(weight), torch.empty_like(weight)
         y = torch.empty_like(x)
         kernels.statistics[grid](x, part_P2C, *shape, **sizes)
-        kernels.apply[grid](
+        kernels.normalize[grid](
             x,
             x if add is None else add,
             y,
@@ -182,14 +183,14 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # asked with create_graph
+        if torch.is_grad_enabled():  # called with create_graph
             raise NoSecondDerivative("BatchNorm's kernels have no second derivative")
         x, weight, bias, mean_C, scale_C, *output = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=torch.channels_last)
         shape, parts, grid, sizes = _grid(x)
         part_P2C = weight.new_empty(parts, 2, x.shape[1])
         dx, dweight, dbias = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(bias)
-        # Behind an addition the masked gradient is the shortcut's, so the first kernel writes it.
+        # After an addition the masked gradient is also the shortcut's: the first kernel writes it.
         masks = ctx.relu and ctx.added
         dadd = torch.empty_like(dy) if masks else dy
         sizes |= {"RELU": ctx.relu and not ctx.added}
@@ -206,7 +207,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _grid(x: Tensor) -> tuple[tuple[int, int, int], int, tuple[int, int], dict[str, Any]]:
-    """Rows, channels and tiles of a program; parts of the rows; programs; sizes of a tile."""
+    """Rows, channels and tiles per program; number of parts; grid of programs; tile sizes."""
     channels = x.shape[1]
     rows = x.numel() // channels
     block = min(CHANNELS, triton.next_power_of_2(channels))

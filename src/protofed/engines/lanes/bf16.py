@@ -1,8 +1,8 @@
-"""A network's weights in bfloat16, kept beside them.
+"""Copies of a network's weights in bfloat16, kept alongside the weights.
 
-Autocast makes a kernel of every weight's cast and another of its gradient's, in every step. Here
-the casts (*halves*) are tensors of their own: the loss is computed with them, their gradients stay
-in bfloat16, and who steps the weights writes the halves too (see ``descent``).
+Autocast launches a kernel for every weight's cast and another for its gradient's, in every step.
+Here the casts are tensors that persist: the loss is computed with them, their gradients stay in
+bfloat16, and the step that updates the weights also writes the copies (see ``step``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 R = TypeVar("R")
@@ -20,8 +20,8 @@ CAST = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear)
 """The layers whose weights autocast would cast."""
 
 
-class Halves:
-    """The weights of a network's layers in bfloat16."""
+class Bf16Weights:
+    """Bfloat16 copies of the weights of a network's convolutions and linear layers."""
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
@@ -31,30 +31,30 @@ class Halves:
             if isinstance(module, CAST)
             for name, weight in module.named_parameters(recurse=False)
         }
-        self._of = {  # one for a weight that two layers have in common
+        self._copy_of = {  # a weight that two layers share has one copy
             id(weight): torch.empty_like(weight, dtype=torch.bfloat16, requires_grad=False)
             for weight in self.weights.values()
         }
-        self.halves = {name: self._of[id(weight)] for name, weight in self.weights.items()}
+        self.copies = {name: self._copy_of[id(weight)] for name, weight in self.weights.items()}
 
-    def of(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The half of a parameter, if it has one."""
-        return self._of.get(id(parameter))
+    def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The copy of a parameter, if it has one."""
+        return self._copy_of.get(id(parameter))
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast all weights anew, in one kernel."""
-        torch._foreach_copy_(list(self.halves.values()), list(self.weights.values()))
+        """Cast all weights again, in one kernel."""
+        torch._foreach_copy_(list(self.copies.values()), list(self.weights.values()))
 
-    def using(self, function: Callable[[], R]) -> R:
-        """``function()`` while the network's weights are the halves.
+    def call(self, function: Callable[[], R]) -> R:
+        """``function()`` while the copies stand in for the network's weights.
 
-        A half takes a gradient where its weight does; what asks for the weights themselves gets
-        these, and a gradient of its own.
+        A copy requires a gradient if its weight does. A function that holds the weights
+        themselves still sees those, and they get a gradient of their own.
         """
         for name, weight in self.weights.items():
-            self.halves[name].requires_grad_(weight.requires_grad)
-        replaced = {f"network.{name}": half for name, half in self.halves.items()}
+            self.copies[name].requires_grad_(weight.requires_grad)
+        replaced = {f"network.{name}": copy for name, copy in self.copies.items()}
         result: R = functional_call(_Calls(self.network, function), replaced, ())
         return result
 

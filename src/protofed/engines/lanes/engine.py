@@ -1,14 +1,14 @@
 """The lanes engine: clients on a GPU, several at a time, a whole local epoch as one CUDA graph.
 
-Small networks leave a GPU idle between kernels and each kernel small. So a *lane* (a stream with
-a network of its own) records one epoch of local training as a CUDA graph and replays it, and
+The kernels of a small network are short, and a GPU idles between them. So a *lane* (a stream with
+networks of its own) records one epoch of local training as a CUDA graph and replays it, and
 several lanes run side by side. A recorded graph reads and writes fixed addresses: everything a
 client needs (its images, what it received, its private state, the tables of its random choices)
-is copied into its lane before its graph is replayed. One graph serves all clients with the same
-number of samples; a last small batch is a part of it, since padding would corrupt BatchNorm.
+is copied into its lane before the graph is replayed. One graph serves all clients with the same
+number of samples; a small last batch is part of it, since padding would corrupt BatchNorm.
 
-The host only prepares tables and queues copies and replays, a thread for each lane (a full queue
-makes whoever fills it wait); it reads results once, at the end of a round.
+The host only prepares tables and queues copies and replays, with a thread for each lane (a full
+queue blocks the thread that fills it). It reads results once, at the end of a round.
 """
 
 from __future__ import annotations
@@ -18,41 +18,29 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
-from protofed import keys, tree
-from protofed.engines.lanes.bf16 import Halves
-from protofed.engines.lanes.program import Program
-from protofed.engines.lanes.random_tables import Tables
-from protofed.engines.lanes.signatures import copy_into, padded, shapes_of, told_apart, trainable_of
+from protofed import tree
+from protofed.engines.lanes.lane import Lane, PendingReply
+from protofed.engines.lanes.random_tables import RandomTables
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import (
-    Exam,
-    Reply,
-    Scores,
-    Setup,
-    Site,
-    examine,
-    finish,
-    load,
-    next_public,
-    require_finite_losses,
-)
-from protofed.method import Client, Phase
+from protofed.federation.client_round import Reply
+from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
+from protofed.federation.setup import ClientData, Setup
 from protofed.models import Network
 from protofed.tree import Tree
 
-LANES = 6  # on an H200 5 and 8 are slower by 3 to 5 %, 3 and 12 by a tenth or more
-EVALUATION_BATCH = 2048
-FEW = 128  # images at once below which testing would rather have the lanes' memory
-NEW_GRAPH = 1.5  # a lane that must record a graph first counts as this much slower
+LANES = 6  # on an H200, 5 and 8 are 3 to 5 % slower, 3 and 12 at least 10 %
+LARGEST_EVALUATION_BATCH = 2048
+SMALL_EVALUATION_BATCH = 128  # rather than go below it, evaluation takes the lanes' memory
+RECORDING_COST = 1.5  # a lane that must first record a graph counts as this much slower
+FEWEST_PROTOTYPES = 16  # a class's prototypes are padded to this many, or the next power of two
 
 
 class Lanes:
-    """Several lanes on one GPU; results agree with the loop engine to rounding."""
+    """Several lanes on one GPU; results agree with the loop engine up to rounding."""
 
     def __init__(
         self,
@@ -62,69 +50,70 @@ class Lanes:
         lanes: int | None = None,
     ) -> None:
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())  # another one may be later
+            device = torch.device("cuda", torch.cuda.current_device())  # which may change later
         self.setup, self.device = setup, device
         self._make_networks, self._count = make_networks, lanes or LANES
-        self._tables = Tables(setup)
-        self._lanes: list[dict[str, Lane]] = []  # a place for each model, on one stream
-        self._judges = make_networks()
-        self._at_once = EVALUATION_BATCH
+        self._tables = RandomTables(setup)
+        self._lanes: list[dict[str, Lane]] = []  # for each stream, a lane per model
+        self._evaluation_networks = make_networks()
+        self._evaluation_batch = LARGEST_EVALUATION_BATCH
 
     def train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[tuple[str, Reply]]:
-        """Train these clients; their replies come together, in their order."""
-        anew = False
+        """Train these clients; all replies come at the end, in the clients' order."""
+        retried = False
         while True:
             try:
-                replies = self._train(sites, received, mine, round)
+                replies = self._train(clients, received, mine, round)
                 break
             except torch.cuda.OutOfMemoryError:
-                pass  # until here the error's traceback keeps alive what was being made
-            if anew:
-                self._fewer_lanes(len(sites))
-            self._forget_lanes()  # at first, without what earlier rounds and runs have left
-            anew = True
-        for site in sites:
-            yield site.name, replies[site.name]
+                pass  # leave the handler: the error's traceback keeps tensors alive
+            if retried:
+                self._halve_lanes(len(clients))
+            self._drop_lanes()  # the first time, only frees what earlier rounds and runs left
+            retried = True
+        for data in clients:
+            yield data.name, replies[data.name]
 
     def evaluate(
-        self, exams: Sequence[Exam], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Iterator[Scores]:
-        """The scores of each exam, as they come."""
+        """The scores of each job."""
         received = tree.to(received, self.device)
-        for exam in exams:
-            yield self._examine(exam, received, mine, round)
+        for job in jobs:
+            yield self._evaluate(job, received, mine, round)
 
-    def _examine(
-        self, exam: Exam, received: Tree, mine: Callable[[str], Tree], round: int
+    def _evaluate(
+        self, job: EvalJob, received: Tree, mine: Callable[[str], Tree], round: int
     ) -> Scores:
-        """The scores of an exam, with fewer images at once or fewer lanes if memory is short."""
-        anew = False
+        """The scores of a job; when out of memory, in smaller batches or with fewer lanes."""
+        networks, retried = self._evaluation_networks, False
         while True:
+            batch = self._evaluation_batch
             try:
-                return examine(self.setup, self._judges, exam, received, mine, round, self._at_once)
+                return evaluate_job(self.setup, networks, job, received, mine, round, batch)
             except torch.cuda.OutOfMemoryError:
-                if anew and self._at_once == 1 and not self._lanes:
+                if retried and batch == 1 and not self._lanes:
                     raise
-            if anew and self._lanes and self._at_once <= FEW:
-                self.make_room()
-            elif anew:
-                self._at_once //= 2
-            _collect()  # an earlier run's engine is garbage in a circle
-            anew = True
+            if retried and self._lanes and batch <= SMALL_EVALUATION_BATCH:
+                self.free_memory()
+            elif retried:
+                self._evaluation_batch //= 2
+            _collect_garbage()  # an earlier run's engine may be garbage in a reference cycle
+            retried = True
 
-    def make_room(self) -> None:
-        """Give up the lanes and have fewer from the next round on."""
+    def free_memory(self) -> None:
+        """Drop all lanes, and have fewer from the next round on."""
         if len(self._lanes) > 1:
-            self._fewer_lanes(len(self._lanes))
-        self._forget_lanes()
+            self._halve_lanes(len(self._lanes))
+        self._drop_lanes()
 
     def _train(
-        self, sites: Sequence[Site], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
     ) -> dict[str, Reply]:
-        received = padded(tree.to(received, self.device))
-        while len(self._lanes) < min(self._count, len(sites)):
+        received = _pad_prototypes(tree.to(received, self.device))
+        while len(self._lanes) < min(self._count, len(clients)):
             stream = _stream(self.device, len(self._lanes))
             self._lanes.append(
                 {
@@ -132,64 +121,67 @@ class Lanes:
                     for model, network in self._make_networks().items()
                 }
             )
-        queues = self._assign(sites)
-        states = {site.name: padded(tree.to(mine(site.name), self.device)) for site in sites}
+        queues = self._assign(clients)
+        states = {
+            data.name: _pad_prototypes(tree.to(mine(data.name), self.device)) for data in clients
+        }
         programs = {  # all recording before any replay
-            site.name: lane[site.model].prepare(site, received, states[site.name], round)
+            data.name: lane[data.model].prepare(data, received, states[data.name], round)
             for lane, queue in zip(self._lanes, queues, strict=True)
-            for site in queue
+            for data in queue
         }
         torch.cuda.synchronize(self.device)
 
-        def drive(lane: Mapping[str, Lane], queue: Sequence[Site]) -> dict[str, _Pending]:
+        def drive(lane: Mapping[str, Lane], queue: Sequence[ClientData]) -> dict[str, PendingReply]:
             return {
-                site.name: lane[site.model].train(
-                    site, received, states[site.name], round, programs[site.name]
+                data.name: lane[data.model].train(
+                    data, received, states[data.name], round, programs[data.name]
                 )
-                for site in queue
+                for data in queue
             }
 
         with ThreadPoolExecutor(len(self._lanes), "lane") as threads:
             pairs = zip(self._lanes, queues, strict=True)
             driven = [threads.submit(drive, *pair) for pair in pairs]
-            ahead = self._tables.ahead(sites, round)  # while the GPU works
+            ahead = self._tables.draw_ahead(clients, round)  # while the GPU works
             pending = {name: p for future in driven for name, p in future.result().items()}
         self._tables.ready = ahead
         torch.cuda.synchronize(self.device)
-        return {site.name: pending[site.name].reply() for site in sites}
+        return {data.name: pending[data.name].reply() for data in clients}
 
-    def _assign(self, sites: Sequence[Site]) -> list[list[Site]]:
-        """The clients of each lane: longest first, each where it would be done soonest."""
+    def _assign(self, clients: Sequence[ClientData]) -> list[list[ClientData]]:
+        """The clients of each lane: largest first, each where it would finish soonest."""
         load = [0.0 for _ in self._lanes]
-        queues: list[list[Site]] = [[] for _ in self._lanes]
-        for site in sorted(sites, key=lambda s: -len(s.images)):
+        queues: list[list[ClientData]] = [[] for _ in self._lanes]
+        for data in sorted(clients, key=lambda d: -len(d.images)):
             after = [
-                busy + len(site.images) * (1.0 if lane[site.model].knows(site) else NEW_GRAPH)
+                busy + len(data.images) * (1.0 if lane[data.model].knows(data) else RECORDING_COST)
                 for busy, lane in zip(load, self._lanes, strict=True)
             ]
             place = after.index(min(after))
             load[place] = after[place]
-            queues[place].append(site)
+            queues[place].append(data)
         return queues
 
-    def _fewer_lanes(self, clients: int) -> None:
+    def _halve_lanes(self, clients: int) -> None:
         tried = min(self._count, clients)
         if tried == 1:
             raise ProtofedError(
-                "the GPU has too little memory for one client", "use a smaller --batch or --model"
+                "out of GPU memory with one client at a time", "use a smaller --batch or --model"
             )
         self._count = tried // 2
-        warnings.warn(f"GPU memory is short: going on with {self._count} lanes", stacklevel=2)
+        lanes = f"{self._count} lane{'s' if self._count > 1 else ''}"
+        warnings.warn(f"out of GPU memory: continuing with {lanes}", stacklevel=2)
 
-    def _forget_lanes(self) -> None:
-        """Give up every lane, its graphs, and whatever else only the garbage collector frees."""
-        torch.cuda.synchronize(self.device)  # what they were given may still be running
+    def _drop_lanes(self) -> None:
+        """Free every lane, its graphs, and whatever else only the garbage collector frees."""
+        torch.cuda.synchronize(self.device)  # their work may still be running
         self._lanes.clear()
-        _collect()  # an error that came from a thread is in a circle with what it keeps
+        _collect_garbage()  # an error from a thread is in a reference cycle with what it keeps
 
 
-def _collect() -> None:
-    """Memory that nothing uses is the GPU's again."""
+def _collect_garbage() -> None:
+    """Return memory that nothing uses to the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -198,142 +190,23 @@ def _collect() -> None:
 def _stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """The stream of every lane of this number, in all runs of the process.
 
-    PyTorch keeps workspaces of cuBLAS (32 MiB each on a large GPU) for every stream there ever was.
+    PyTorch keeps cuBLAS workspaces (32 MiB each on a large GPU) for every stream ever used.
     """
     return torch.cuda.Stream(device)
 
 
-class _Pending:
-    """A client's reply whose losses are still being computed."""
-
-    def __init__(self, reply: Reply, round: int, name: str) -> None:
-        self.losses: list[tuple[int, list[str], Tensor, int]] = []
-        self._reply, self._round, self._name = reply, round, name
-
-    def answer(self, client: Client, message: Tree, private: Tree) -> None:
-        """What the client's round ended with."""
-        self._reply.message, self._reply.mine = message, private
-        self._reply.steps, self._reply.lr = client.steps, client.lr
-
-    def reply(self) -> Reply:
-        """The reply; the GPU must be done with it."""
-        for number, names, sums, steps in self.losses:
-            totals = dict(zip(names, sums.tolist(), strict=True))
-            require_finite_losses(self._name, self._round, number, totals)
-            for name, total in totals.items():
-                self._reply.add_loss(name, total, steps)
-        return self._reply
-
-
-class Lane:
-    """A stream, a network, and the graphs recorded on them."""
-
-    def __init__(
-        self,
-        setup: Setup,
-        network: Network,
-        device: torch.device,
-        tables: Tables,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        self.setup, self.network, self.device, self.tables = setup, network, device, tables
-        _fuse(network)
-        self.halves = Halves(network) if setup.bf16 else None
-        self.stream = stream
-        self.pool = torch.cuda.graph_pool_handle()
-        self._clients: dict[Any, Client] = {}
-        self._programs: dict[Any, Program] = {}
-
-    def knows(self, site: Site) -> bool:
-        """Whether a client of this size has been here."""
-        return any(key[0] == len(site.images) for key in self._programs)
-
-    def prepare(self, site: Site, received: Tree, mine: Tree, round: int) -> list[Program]:
-        """What this client runs; recorded where the lane does not have it yet."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            client = self._client(received, mine)
-            client.name = site.name  # for errors: whoever records it is the first to meet them
-            phases = self.setup.method.phases(round, self.setup.training.epochs)
-            return [
-                self._program(
-                    site.of_phase(self.setup, phase, round), client, number, phase,
-                    last=number == len(phases) - 1,
-                )
-                for number, phase in enumerate(phases)
-                if phase.epochs != 0
-            ]  # fmt: skip
-
-    def train(
-        self, site: Site, received: Tree, mine: Tree, round: int, programs: Sequence[Program]
-    ) -> _Pending:
-        """Queue a client's whole local training, and what follows it."""
-        setup = self.setup
-        with torch.cuda.stream(self.stream):
-            client = self._client(received, mine)
-            copy_into(client.received, received)
-            copy_into(client.mine, mine)
-            client.round.fill_(round)
-            client.id.fill_(keys.key(site.name))
-            client.progress.fill_(round / max(1, setup.rounds - 1))
-            data = self.tables.data(site)
-            client.name, client.samples = site.name, len(data.parts["train"])
-            client.clean, client.steps = data.clean, 0
-            client.public = next_public(setup, site, round)
-            client.begin_prototypes()
-            load(self.network, client.start)
-            self.network.train()
-            pending = _Pending(Reply({}, {}, client.samples, 0, 0.0), round, site.name)
-            for program in programs:
-                seen = site.of_phase(setup, program.phase, round)
-                program.run(seen, self.tables.data(seen), round)
-                steps = program.epochs * program.steps
-                client.steps += steps
-                client.lr = program.lr
-                pending.losses.append((program.number, program.names, program.sums.clone(), steps))
-            with setup.autocast(self.device):
-                pending.answer(client, *finish(setup.method, client, self.device))
-        return pending
-
-    def _client(self, received: Tree, mine: Tree) -> Client:
-        """The view whose tensors have these shapes; graphs know it by its addresses."""
-        shapes = (shapes_of(received), shapes_of(mine))
-        if shapes not in self._clients:
-            self._clients[shapes] = Client(
-                self.setup.method,
-                self.network,
-                self.setup.sizes,
-                received=tree.map_tensors(received, torch.clone),
-                mine=tree.map_tensors(mine, torch.clone),
-            )
-        return self._clients[shapes]
-
-    def _program(
-        self, site: Site, client: Client, number: int, phase: Phase, last: bool
-    ) -> Program:
-        """The program of a phase; a round's phases may be others than the round's before."""
-        trainable = trainable_of(self.network, phase)
-        settings = (phase.epochs, phase.batch, phase.lr, phase.momentum, phase.clip)
-        kind = (
-            phase.optimizer,
-            phase.data,
-            told_apart(phase.loss),
-            tuple(trainable.values()),
-            last,
-        )
-        key = (len(site.images), id(client), number, settings, kind)
-        if key not in self._programs:
-            program = Program(self, site, client, number, phase, trainable, last)
-            program.record()
-            self._programs[key] = program
-        return self._programs[key]
-
-
-def _fuse(network: Network) -> None:
-    try:
-        from protofed.engines.lanes.batchnorm import fuse
-    except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewhere
-        text = "Triton is not installed: BatchNorm runs in PyTorch's own kernels, some 15 % slower"
-        warnings.warn(text, stacklevel=2)
-    else:
-        fuse(network)
+def _pad_prototypes(content: Tree) -> Tree:
+    """Ragged slots (those with a mask [K, J]) with J padded, so that few graphs serve all J."""
+    result = {}
+    for slot, entries in content.items():
+        mask = entries.get("mask")
+        if mask is None or mask.ndim != 2:
+            result[slot] = entries
+            continue
+        size = mask.shape[1]
+        more = max(FEWEST_PROTOTYPES, 1 << (size - 1).bit_length()) - size
+        result[slot] = {
+            n: F.pad(t, (0, 0) * (t.ndim - 2) + (0, more)) if t.shape[:2] == mask.shape else t
+            for n, t in entries.items()
+        }
+    return result

@@ -1,10 +1,10 @@
-"""The Triton kernels behind ``fused`` (batch normalization) and ``descent`` (a step of SGD).
+"""The Triton kernels of ``batchnorm`` (batch normalization) and ``step`` (a step of SGD).
 
 Batch normalization has R rows (batch × height × width, channels last), C channels, P parts.
-Program (p, b) has the rows of part p, EACH tiles of TILE rows, and a block of BLOCK channels. The
-first kernel of a pass writes what it sums per part, [P, 2, C]; every program of the second joins
-all parts itself, which is cheaper than a third kernel. Sums are in the type of the parts: float32,
-or float64.
+Program (p, b) works on the rows of part p, EACH tiles of TILE rows, and on a block of BLOCK
+channels. The first kernel of a pass writes its sums per part, [P, 2, C]; every program of the
+second joins all parts itself, which is cheaper than a third kernel. Sums have the type of the
+parts: float32 or float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def statistics(x_, part_, R, C, EACH, TILE: tl.constexpr, BLOCK: tl.constexpr):
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype = part_.dtype.element_ty
     first = p * EACH * TILE
-    # Sums are of differences to the part's first row: squares of large means would cancel.
+    # Sums are of differences from the part's first row: squares of large means would cancel.
     shift = tl.load(x_ + first * C + c, mask=c < C, other=0).to(dtype)
     sums = tl.zeros((TILE, BLOCK), dtype)
     squares = tl.zeros((TILE, BLOCK), dtype)
@@ -38,13 +38,13 @@ def statistics(x_, part_, R, C, EACH, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R", "P", "EACH"])
-def apply(
+def normalize(
     x_, add_, y_, part_, mean_, scale_, weight_, bias_, running_mean_, running_var_,
     R, C, EACH, P,
     MOMENTUM: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
     TRACK: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts' statistics, move the running ones, normalize this program's rows."""
+    """Join the parts' statistics, update the running ones, normalize this program's rows."""
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype = part_.dtype.element_ty
     parts = tl.arange(0, PARTS)
@@ -79,7 +79,7 @@ def apply(
         if ADD:
             y += tl.load(add_ + at, mask=inside, other=0).to(dtype)
         if RELU:
-            y = tl.where(y < 0, 0, y)  # a maximum would make NaN 0, and hide that a run diverged
+            y = tl.where(y < 0, 0, y)  # a maximum would turn NaN into 0 and hide divergence
         tl.store(y_ + at, y, mask=inside)
 
 
@@ -88,7 +88,7 @@ def gradient_sums(
     x_, mean_, scale_, weight_, bias_, dy_, y_, dadd_, part_, R, C, EACH,
     MASKS: tl.constexpr, RELU: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of g and of g · x̂ over this program's rows, where g is dy behind ReLU."""
+    """Sums of g and of g · x̂ over this program's rows, where g is dy masked by ReLU."""
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype = part_.dtype.element_ty
     mean = tl.load(mean_ + c, mask=c < C, other=0)
@@ -121,7 +121,7 @@ def gradient(
     x_, mean_, scale_, weight_, bias_, dy_, dx_, dweight_, dbias_, part_, R, C, EACH, P,
     RELU: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Join the sums, and from them the gradients of weight, bias and this program's rows."""
+    """Join the sums; from them, the gradients of weight, bias and this program's rows."""
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype = part_.dtype.element_ty
     parts = tl.arange(0, PARTS)
@@ -151,30 +151,30 @@ def gradient(
 
 
 @triton.jit(do_not_specialize=["START"])
-def descend(
+def sgd_step(
     address_, which_, first_, size_, START, lr, momentum, decay,
     MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A step of SGD on BLOCK entries of one float32 parameter, and on its bfloat16 half.
+    """A step of SGD on BLOCK entries of one float32 parameter and of its bfloat16 copy.
 
-    A parameter has a row of addresses (the first one's is row START): weight, velocity, half,
-    gradient of the half, gradient of the weight; 0 where there is none. With both gradients the
-    step is down their sum; with none, nothing moves. Addresses are multiples of 16.
+    A parameter has a row of addresses (the first one's is row START): weight, velocity, copy,
+    gradient of the copy, gradient of the weight; 0 for none. With both gradients the step is down
+    their sum; with neither, nothing changes. Addresses are multiples of 16.
     """
     b = tl.program_id(0)
     which, first = tl.load(which_ + b), tl.multiple_of(tl.load(first_ + b), BLOCK)
     size = tl.load(size_ + which)
     row = address_ + (START + which) * 5
     at = first + tl.arange(0, BLOCK)
-    if first + BLOCK <= size:  # without a mask, so that loads and stores are wide
-        _move(row, at, None, lr, momentum, decay, MOMENTUM)
+    if first + BLOCK <= size:  # no mask, so that loads and stores are wide
+        _update(row, at, None, lr, momentum, decay, MOMENTUM)
     else:
-        _move(row, at, at < size, lr, momentum, decay, MOMENTUM)
+        _update(row, at, at < size, lr, momentum, decay, MOMENTUM)
 
 
 @triton.jit
-def _move(row, at, inside, lr, momentum, decay, MOMENTUM: tl.constexpr):
-    half, narrow, wide = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+def _update(row, at, inside, lr, momentum, decay, MOMENTUM: tl.constexpr):
+    copy, narrow, wide = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
     if (narrow != 0) | (wide != 0):
         weight_ = _pointers(tl.load(row), at, tl.float32)
         w = tl.load(weight_, mask=inside)
@@ -189,8 +189,8 @@ def _move(row, at, inside, lr, momentum, decay, MOMENTUM: tl.constexpr):
             tl.store(velocity_, g, mask=inside)
         w -= lr * g
         tl.store(weight_, w, mask=inside)
-        if half != 0:
-            tl.store(_pointers(half, at, tl.bfloat16), w.to(tl.bfloat16), mask=inside)
+        if copy != 0:
+            tl.store(_pointers(copy, at, tl.bfloat16), w.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a client's local training draws at random, as tables that a recorded step can index."""
+"""A client's random choices as tables that a recorded step can index."""
 
 from __future__ import annotations
 
@@ -8,61 +8,63 @@ import torch
 
 from protofed import keys
 from protofed.data.augment import Choices
-from protofed.federation.client_round import Data, Setup, Site
+from protofed.federation.batches import ClientBatches
+from protofed.federation.setup import ClientData, Setup
 from protofed.tree import Slot
 
+Key = tuple[str, int, int, int, int]
+"""Client, round, phase, epochs, steps."""
 
-class Tables:
-    """The clients' images and random choices as tables; those of the next round in advance."""
+
+class RandomTables:
+    """Clients' batches and random tables; tables of the next round are drawn in advance."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._data: dict[str, Data] = {}
-        self.ready: dict[tuple[str, int, int, int, int], Slot] = {}
-        self._asked: dict[str, list[tuple[int, int, int]]] = {}
+        self._batches: dict[str, ClientBatches] = {}
+        self.ready: dict[Key, Slot] = {}
+        self._shapes: dict[str, list[tuple[int, int, int]]] = {}
 
-    def data(self, site: Site) -> Data:
-        """A client's images, prepared once; public ones anew, as every round has others."""
-        if site.public:
-            return Data(self.setup, site)
-        if site.name not in self._data:
-            self._data[site.name] = Data(self.setup, site)
-        return self._data[site.name]
+    def batches(self, data: ClientData) -> ClientBatches:
+        """A client's batches, prepared once; those of public images each time they are drawn."""
+        if data.public:
+            return ClientBatches(self.setup, data)
+        if data.name not in self._batches:
+            self._batches[data.name] = ClientBatches(self.setup, data)
+        return self._batches[data.name]
 
-    def take(self, site: Site, round: int, phase: int, epochs: int, steps: int) -> Slot:
+    def take(self, data: ClientData, round: int, phase: int, epochs: int, steps: int) -> Slot:
         """A client's tables of a phase, ready to be copied to the GPU."""
         shape = (phase, epochs, steps)
-        if site.public:
-            return self.draw(site, round, *shape)
-        asked = self._asked.setdefault(site.name, [])
-        if shape not in asked:
-            asked.append(shape)
-        found = self.ready.pop((site.name, round, *shape), None)
-        return found or self.draw(site, round, *shape)
+        if data.public:
+            return self.draw(data, round, *shape)
+        shapes = self._shapes.setdefault(data.name, [])
+        if shape not in shapes:
+            shapes.append(shape)
+        found = self.ready.pop((data.name, round, *shape), None)
+        return found or self.draw(data, round, *shape)
 
-    def ahead(
-        self, sites: Sequence[Site], round: int
-    ) -> dict[tuple[str, int, int, int, int], Slot]:
-        """The next round's tables of these clients, of the shapes they were asked for before."""
+    def draw_ahead(self, clients: Sequence[ClientData], round: int) -> dict[Key, Slot]:
+        """The next round's tables of these clients, in the shapes taken before."""
         if round + 1 >= self.setup.rounds:
             return {}
         return {
-            (site.name, round + 1, *shape): self.draw(site, round + 1, *shape)
-            for site in sites
-            for shape in list(self._asked.get(site.name, []))
+            (data.name, round + 1, *shape): self.draw(data, round + 1, *shape)
+            for data in clients
+            for shape in list(self._shapes.get(data.name, []))
         }
 
-    def draw(self, site: Site, round: int, phase: int, epochs: int, steps: int) -> Slot:
+    def draw(self, data: ClientData, round: int, phase: int, epochs: int, steps: int) -> Slot:
         """The random choices of all epochs of a phase, [epochs, ...] each, in pinned memory."""
-        data = self.data(site)
-        setup, rows = data.setup, data.parts["train"]
-        where = (setup.seed, round, site.name, phase)
+        batches, setup = self.batches(data), self.setup
+        where = (setup.seed, round, data.name, phase)
         each: list[Slot] = []
         for epoch in range(epochs):
             key = (*where, epoch)
+            rows = batches.parts["train"]
             order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
-            rng, side = keys.generator(*key, "augment"), site.images.x.shape[-1]
-            choices = Choices.draw(rng, len(site.images), setup.augment, side)
+            rng, side = keys.generator(*key, "augment"), data.images.x.shape[-1]
+            choices = Choices.draw(rng, len(data.images), batches.augment, side)
             numbers = range(epoch * steps, (epoch + 1) * steps)
             drawn = setup.method.draws(keys.generator(*key, "draws"), steps)
             each.append(

@@ -1,8 +1,9 @@
-"""From a loss to a step of the optimizer, in lanes.
+"""From a loss to an optimizer step, in lanes.
 
 In bfloat16 a plain SGD step is one kernel over all parameters: it reads the gradients as they are,
-moves the weights and writes their halves. Apart, these are three passes over the weights' memory,
-which a large network's step waits for. With clipping or Adam, or without Triton, they are apart.
+updates the weights and writes their bfloat16 copies. As separate kernels these are three passes
+over the weights' memory, which dominate a large network's step. With clipping, with Adam, or
+without Triton, they are separate.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from protofed.engines.lanes.bf16 import Halves
-from protofed.federation.optimizers import SGD, Adam, laid_out_as
+from protofed.engines.lanes.bf16 import Bf16Weights
+from protofed.federation.optimizers import SGD, Adam, with_strides_of
 
 try:
     from protofed.engines.lanes import kernels
@@ -22,10 +23,10 @@ except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewher
     kernels = None  # type: ignore[assignment]
 
 R = TypeVar("R")
-BLOCK = 1024  # entries a program moves: eight for each thread
+BLOCK = 1024  # entries per kernel program: eight for each thread
 
 
-class Descent:
+class OptimizerStep:
     """Gradients, clipping and the optimizer, in the weights' own precision."""
 
     def __init__(
@@ -33,23 +34,23 @@ class Descent:
     ) -> None:
         self.parameters, self.optimizer, self.clip = list(parameters), optimizer, clip
 
-    def begin(self) -> None:
-        """An epoch begins; the weights may have been replaced."""
+    def begin_epoch(self) -> None:
+        """The weights may have been replaced since the last epoch."""
 
     def compute(self, loss: Callable[[], R]) -> R:
         """``loss()`` with the network's weights as a step uses them."""
         return loss()
 
     def step(self, total: Tensor, number: int) -> None:
-        """The epoch's step of this number, down the gradient of ``total``."""
-        # Not backward(): it would copy gradients once more.
+        """Step ``number`` of the epoch, down the gradient of ``total``."""
+        # Not backward(), which would copy the gradients once more.
         grads = torch.autograd.grad(total, self.parameters, allow_unused=True)
-        self._move(grads)
+        self._update(grads)
 
-    def recorded(self) -> None:
+    def end_recording(self) -> None:
         """The epoch has been recorded as a graph."""
 
-    def _move(self, grads: Sequence[Tensor | None]) -> None:
+    def _update(self, grads: Sequence[Tensor | None]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):
             parameter.grad = grad
         if self.clip is not None:
@@ -58,68 +59,68 @@ class Descent:
         self.optimizer.zero_grad()
 
 
-class HalfDescent(Descent):
-    """The same where the loss is computed with the weights' halves."""
+class Bf16OptimizerStep(OptimizerStep):
+    """The same with a loss computed from the weights' bfloat16 copies."""
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         optimizer: SGD | Adam,
         clip: float | None,
-        halves: Halves,
+        bf16: Bf16Weights,
         steps: int,
     ) -> None:
         super().__init__(parameters, optimizer, clip)
-        self.halves = halves
-        self._kernel: _Kernel | None = None
+        self.bf16 = bf16
+        self._fused: _FusedSGD | None = None
         if isinstance(optimizer, SGD) and clip is None and kernels is not None:
-            self._kernel = _Kernel(self.parameters, optimizer, halves, steps)
+            self._fused = _FusedSGD(self.parameters, optimizer, bf16, steps)
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Cast the weights: a client's are new."""
-        self.halves.refresh()
+        self.bf16.refresh()
 
     def compute(self, loss: Callable[[], R]) -> R:
-        """``loss()`` with halves in place of the weights."""
-        return self.halves.using(loss)
+        """``loss()`` with the copies in place of the weights."""
+        return self.bf16.call(loss)
 
     def step(self, total: Tensor, number: int) -> None:
-        """As above; the halves follow."""
-        own = [(p, h) for p in self.parameters if (h := self.halves.of(p)) is not None]
-        leaves = [*self.parameters, *(half for _, half in own)]
+        """Step the weights and update their copies."""
+        copied = [(p, c) for p in self.parameters if (c := self.bf16.copy_of(p)) is not None]
+        leaves = [*self.parameters, *(copy for _, copy in copied)]
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
-        of: dict[int, Tensor | None] = dict(zip(map(id, leaves), grads, strict=True))
-        if self._kernel is not None:
-            self._kernel.step(number, of)
+        grad_of: dict[int, Tensor | None] = dict(zip(map(id, leaves), grads, strict=True))
+        if self._fused is not None:
+            self._fused.step(number, grad_of)
             return
-        pairs = [(p, laid_out_as(p, g)) for p, h in own if (g := of[id(h)]) is not None]
-        copies = [torch.empty_like(p, requires_grad=False) for p, _ in pairs]
-        if copies:
-            torch._foreach_copy_(copies, [g for _, g in pairs])
-        for (parameter, _), copy in zip(pairs, copies, strict=True):
-            wide = of[id(parameter)]
-            of[id(parameter)] = copy if wide is None else copy + wide
-        self._move([of[id(p)] for p in self.parameters])
-        self.halves.refresh()
+        pairs = [(p, with_strides_of(p, g)) for p, c in copied if (g := grad_of[id(c)]) is not None]
+        wide = [torch.empty_like(p, requires_grad=False) for p, _ in pairs]
+        if wide:
+            torch._foreach_copy_(wide, [g for _, g in pairs])
+        for (parameter, _), grad in zip(pairs, wide, strict=True):
+            own = grad_of[id(parameter)]
+            grad_of[id(parameter)] = grad if own is None else grad + own
+        self._update([grad_of[id(p)] for p in self.parameters])
+        self.bf16.refresh()
 
-    def recorded(self) -> None:
+    def end_recording(self) -> None:
         """Tell the kernel where the recorded steps have their gradients."""
-        if self._kernel is not None:
-            self._kernel.recorded()
+        if self._fused is not None:
+            self._fused.end_recording()
 
 
-class _Kernel:
-    """One kernel's launches: what it needs to know of each parameter is a row of addresses.
+class _FusedSGD:
+    """Launches one kernel for all parameters, each described to it by a row of addresses.
 
-    A graph replays with the addresses it was recorded with, and each recorded step has other
-    ones for its gradients. They are known while recording, but cannot be copied to the GPU then:
-    so each step has rows of its own, filled in when the recording is over.
+    A graph replays with the addresses it was recorded with, and every recorded step has other
+    addresses for its gradients. They are known while recording but cannot be copied to the GPU
+    then. So each step has rows of its own, filled in when the recording has ended.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], sgd: SGD, halves: Halves, steps: int
+        self, parameters: Sequence[nn.Parameter], sgd: SGD, bf16: Bf16Weights, steps: int
     ) -> None:
-        self.parameters, self.sgd, self.halves = parameters, sgd, halves
+        self.parameters, self.sgd, self.bf16 = parameters, sgd, bf16
         device = parameters[0].device
         blocks = [-(-p.numel() // BLOCK) for p in parameters]
         self.count = sum(blocks)
@@ -128,28 +129,28 @@ class _Kernel:
         before = torch.tensor([0, *blocks]).cumsum(0)[:-1]
         self.which = which.to(device)
         self.first = ((torch.arange(self.count) - before[which]) * BLOCK).to(device)
-        columns = 5  # weight, velocity, half, the half's gradient, the weight's own
+        columns = 5  # weight, velocity, copy, the copy's gradient, the weight's own gradient
         self.addresses = torch.zeros(steps, len(blocks), columns, dtype=torch.int64, device=device)
-        self._known: dict[int, list[list[int]]] = {}
+        self._recorded: dict[int, list[list[int]]] = {}
 
-    def step(self, number: int, grads: dict[int, Tensor | None]) -> None:
-        """Move all parameters that have a gradient."""
-        rows, kept = [], []  # kept: until the kernel is queued, what was laid out anew lives
+    def step(self, number: int, grad_of: dict[int, Tensor | None]) -> None:
+        """Update all parameters that have a gradient."""
+        rows, kept = [], []  # kept: gradients that were copied live until the kernel is queued
         none: list[Tensor | None] = [None] * len(self.parameters)
         velocities = self.sgd.velocities or none
         for parameter, velocity in zip(self.parameters, velocities, strict=True):
-            half = self.halves.of(parameter)
-            found = [None if leaf is None else grads[id(leaf)] for leaf in (half, parameter)]
-            found = [None if g is None else _aligned(laid_out_as(parameter, g)) for g in found]
-            kept.append(found)
-            row = [parameter, velocity, half, *found]
+            copy = self.bf16.copy_of(parameter)
+            grads = [None if leaf is None else grad_of[id(leaf)] for leaf in (copy, parameter)]
+            grads = [None if g is None else _aligned(with_strides_of(parameter, g)) for g in grads]
+            kept.append(grads)
+            row = [parameter, velocity, copy, *grads]
             rows.append([0 if t is None else t.data_ptr() for t in row])
         capturing = parameter.is_cuda and torch.cuda.is_current_stream_capturing()
         if capturing:
-            self._known[number] = rows
+            self._recorded[number] = rows
         else:
             self.addresses[number].copy_(torch.tensor(rows))
-        kernels.descend[(self.count,)](
+        kernels.sgd_step[(self.count,)](
             self.addresses,
             self.which,
             self.first,
@@ -163,13 +164,13 @@ class _Kernel:
             num_warps=4,
         )
 
-    def recorded(self) -> None:
-        """Fill in what recording found out."""
-        for number, rows in self._known.items():
+    def end_recording(self) -> None:
+        """Fill in the addresses of the recorded steps."""
+        for number, rows in self._recorded.items():
             self.addresses[number].copy_(torch.tensor(rows))
-        self._known.clear()
+        self._recorded.clear()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """At an address that the kernel may read from: a view into a larger tensor is copied."""
+    """At an address the kernel can read from: a view into a larger tensor may be copied."""
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()

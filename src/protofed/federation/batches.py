@@ -1,0 +1,89 @@
+"""A client's images as batches: augmented epochs to train on, clean passes for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from protofed import keys
+from protofed.data.augment import Choices, cropped, crops, normalized, padded
+from protofed.data.task import Augment
+from protofed.errors import ProtofedError
+from protofed.federation.setup import ClientData, Setup
+from protofed.method import Batch, Clean
+
+EVALUATION_BATCH = 256
+_PREPARED_BYTES = 128 << 20  # larger sets of images are not kept a second time for cropping
+_CHUNK_BYTES = 8 << 20  # float images made at once: small enough to stay in a CPU cache
+
+
+class ClientBatches:
+    """Batches of one client's images. ``parts`` are the rows to train on and the holdout's."""
+
+    def __init__(self, setup: Setup, data: ClientData) -> None:
+        self.setup, self.images, self.augment = setup, data.images, setup.augment
+        self._prepared: Tensor | None = None
+        n = len(data.images)
+        if data.public:  # all of them, without augmentation
+            self.augment = Augment(
+                padding=0, flip=False, mean=setup.augment.mean, std=setup.augment.std
+            )
+            self.parts = {"holdout": np.arange(0), "train": np.arange(n)}
+            return
+        held = int(n * setup.method.holdout)
+        shuffled = keys.generator(setup.seed, data.name, "holdout").permutation(n)
+        self.parts = {"holdout": np.sort(shuffled[:held]), "train": np.sort(shuffled[held:])}
+        if setup.method.holdout and not (held and n - held):
+            raise ProtofedError(
+                f"client {data.name} has {n} samples: too few to hold out "
+                f"{setup.method.holdout:.0%} of them",
+                "give it more samples",
+            )
+
+    def epoch(self, key: tuple[int | str, ...], batch: int) -> Iterator[Batch]:
+        """One pass in keyed random order; the last batch may be small."""
+        x, y = self.images.x, self.images.y
+        rows = self.parts["train"]
+        order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
+        rng = keys.generator(*key, "augment")
+        choices = Choices.draw(rng, len(x), self.augment, x.shape[-1])
+        prepared = self.prepared()
+        per_batch = batch * x[0].numel() * self.setup.dtype.itemsize
+        for chunk in order.split(batch * max(1, _CHUNK_BYTES // per_batch)):
+            index = chunk.to(x.device)
+            chosen = choices.rows(chunk, x.device)
+            if prepared is None:
+                images = cropped(x[index], chosen, self.augment)
+            else:
+                images = crops(prepared, index, chosen, self.augment)
+            images = normalized(images, self.augment, self.setup.dtype)
+            yield from map(Batch, images.split(batch), y[index].split(batch), index.split(batch))
+
+    def prepared(self) -> Tensor | None:
+        """The images ready for cropping, made once for all epochs; None if that is not possible.
+
+        Resized crops and color changes need the images as they are, and a very large set must
+        not be in memory twice.
+        """
+        x, augment = self.images.x, self.augment
+        plain = augment.resized_crop is None and augment.jitter is None and not augment.grayscale
+        if self._prepared is None and plain and x.numel() <= _PREPARED_BYTES:
+            self._prepared = padded(x, augment)
+        return self._prepared
+
+    def clean(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """The images of a part in order, without augmentation."""
+        rows = torch.from_numpy(self.parts[part]).to(self.images.x.device)
+        for index in rows.split(EVALUATION_BATCH):
+            x = normalized(self.images.x[index], self.augment, self.setup.dtype)
+            yield x, self.images.y[index]
+
+
+def next_public_batches(setup: Setup, data: ClientData, round: int) -> Clean | None:
+    """Clean batches of the next round's public images; None if the run has none."""
+    if setup.public is None:
+        return None
+    return lambda part: ClientBatches(setup, data.with_public_images(setup, round + 1)).clean(part)

@@ -1,0 +1,31 @@
+"""The state of a network: its entries, and copying a model into it."""
+
+from __future__ import annotations
+
+import torch
+
+from protofed.errors import ProtofedError
+from protofed.method import Entry
+from protofed.models import Network, entries
+from protofed.tree import Slot
+
+
+def model_entries(network: Network) -> list[Entry]:
+    """The entries of the network's state, with their kinds."""
+    return [Entry(name, kind) for name, kind in entries(network).items()]
+
+
+@torch.no_grad()
+def load_model(network: Network, model: Slot) -> None:
+    """Copy a model into the network's own memory; its entries must be exactly the network's."""
+    state = network.state_dict()
+    if state.keys() != model.keys():
+        differing = sorted(state.keys() ^ model.keys())[:3]
+        raise ProtofedError(f"the model does not fit the network: {', '.join(differing)} ...")
+    for name, t in state.items():
+        if model[name].shape != t.shape:
+            raise ProtofedError(
+                f"the model does not fit the network: {name} is {tuple(model[name].shape)}, "
+                f"not {tuple(t.shape)}"
+            )
+        t.copy_(model[name])
