@@ -25,9 +25,9 @@ import torch
 
 from protofed.config import make_config
 from protofed.federation.cpu import one_thread
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Terms
 from protofed.methods import FPL
-from protofed.federation.simulation import Federation
 from protofed.runs.run import tf32
 
 

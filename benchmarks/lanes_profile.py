@@ -12,8 +12,8 @@ import torch
 
 from protofed.config import make_config
 from protofed.engines.lanes import engine
-from protofed.methods import FPL
 from protofed.federation.simulation import Federation
+from protofed.methods import FPL
 
 
 def main() -> None:

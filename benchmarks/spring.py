@@ -16,8 +16,8 @@ from torch import Tensor
 
 import protofed.methods.fedprox as module
 from protofed.config import make_config
-from protofed.methods import FedAvg, FedProx
 from protofed.federation.simulation import Federation
+from protofed.methods import FedAvg, FedProx
 
 KNOWN = module.squared_distance
 

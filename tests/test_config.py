@@ -7,9 +7,8 @@ import tomllib
 from dataclasses import fields, replace
 
 import pytest
-import torch
 
-from protofed.config import DEFAULTS, PROTOCOLS, UNHASHED, Config, make_config, read_config
+from protofed.config import AUTO, PROTOCOLS, SETTINGS, Config, make_config, read_config
 from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.methods import FPL, FedAvg, FedProto
@@ -39,10 +38,10 @@ def test_defaults_come_from_the_task_and_its_protocol():
     assert config.weight_decay == base.weight_decay
     assert dict(config.clients) == dict(task.clients)
     assert dict(config.samples) == dict(task.samples)
-    for name, value in DEFAULTS.items():
-        if value != "auto":
-            assert getattr(config, name) == value, name
-    assert config.device == ("cuda" if torch.cuda.is_available() else "cpu")
+    for name, setting in SETTINGS.items():
+        if setting.default is not None:
+            assert getattr(config, name) == setting.default, name
+    assert (config.device, config.precision, config.engine) == (AUTO, AUTO, AUTO)
 
 
 def test_what_is_given_wins_and_none_is_not_given():
@@ -193,14 +192,6 @@ def test_odd_types_in_a_file_are_errors_in_words(tmp_path, text):
         make_config(**read_config(path))
 
 
-def test_cuda_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert make_config(device="auto").device == "cpu"
-    with pytest.raises(ProtofedError, match="no GPU") as error:
-        make_config(device="cuda")
-    assert "--device cpu" in error.value.hint
-
-
 # ---- files --------------------------------------------------------------------------------------
 
 
@@ -251,7 +242,7 @@ def test_toml_has_everything_filled_in(tmp_path):
     config = make_config(method="fpl")
     raw = tomllib.loads(config.toml())
     given = {f.name for f in fields(Config) if getattr(config, f.name) is not None}
-    assert set(raw) == given
+    assert set(raw) == given | {"format"}
     assert raw["method"] == {"name": "fpl", **FPL().options()}
 
 
@@ -289,14 +280,13 @@ def test_odd_domain_names_are_quoted(tmp_path, name):
 def test_the_hash_is_stable_and_short():
     assert make_config(**TINY).hash == make_config(**TINY).hash
     assert re.fullmatch("[0-9a-f]{10}", make_config().hash)
-    assert make_config(seed=3).label == f"glyphs-fedavg-3-{make_config(seed=3).hash}"
 
 
 CHANGES = [
     {"seed": 1}, {"rounds": 19}, {"epochs": 4}, {"batch": 31}, {"lr": 0.02}, {"momentum": 0.8},
     {"weight_decay": 0.0}, {"model": "cnn2"}, {"width": 17}, {"norm": "group"},
     {"clients": 1}, {"clients": {"scan": 1}}, {"samples": 9}, {"samples": 0.5},
-    {"participation": 0.5}, {"average": "uniform"}, {"precision": "fp64"},
+    {"participation": 0.5}, {"average": "uniform"},
     {"method": "fpl"}, {"method": "fpl", "options": {"tau": 0.1}},
     {"method": "fpl", "options": {"finch_level": "first"}}, {"method": "fedproto"},
 ]  # fmt: skip
@@ -312,7 +302,7 @@ def test_the_hash_changes_with_every_field_that_is_not_exempt():
     config = make_config(device="cpu")
     names = {f.name for f in fields(Config)} - {"method"}
     kept = {n for n in names if replace(config, **{n: "other"}).hash == config.hash}
-    assert kept == set(UNHASHED)
+    assert kept == {name for name, setting in SETTINGS.items() if not setting.numbers}
     assert not kept & {name for change in CHANGES for name in change}
 
 
@@ -323,3 +313,56 @@ def test_the_hash_does_not_change_with_checkpoint_every():
 def test_the_hash_is_made_of_plain_numbers():
     config = make_config(tiny_task(), FPL(), **TINY)
     json.dumps({f.name: getattr(config, f.name) for f in fields(config) if f.name != "method"})
+
+
+# ---- without images and without a GPU -----------------------------------------------------------
+
+
+def test_a_config_is_made_where_neither_images_nor_a_gpu_are(monkeypatch):
+    def refuse(*args, **more):
+        raise AssertionError("a config looked for images or a GPU")
+
+    monkeypatch.setattr("protofed.data.load_task", refuse)
+    monkeypatch.setattr("torch.cuda.is_available", refuse)
+    for task in ("glyphs", "digits", "office_caltech", "pacs", "vlcs", "folder:no/such/pets"):
+        config = make_config(task, "fpl", device="cuda", precision="bf16")
+        assert re.fullmatch("[0-9a-f]{10}", config.hash)
+        assert tomllib.loads(config.toml())["task"] == task
+
+
+def test_a_folders_clients_are_filled_in_when_its_domains_are_known(tmp_path):
+    config = make_config("folder:no/such/pets", clients=2)
+    assert (config.clients, config.samples) == (2, None)
+    task = replace(tiny_task(), name=config.task)
+    complete = config.for_task(task.info)
+    assert complete.domain_clients == {"left": 2, "right": 2}
+    assert complete.domain_samples == task.samples
+    assert round_trip(config, tmp_path) == config
+    with pytest.raises(ProtofedError, match="unknown domain"):
+        make_config("folder:no/such/pets", clients={"lift": 1}).for_task(task.info)
+
+
+def test_one_folder_in_two_places_is_the_same_config():
+    assert make_config("folder:a/pets").hash == make_config("folder:b/pets").hash
+    assert make_config("folder:a/pets").hash != make_config("folder:a/dogs").hash
+
+
+@pytest.mark.parametrize(("format", "fine"), [(1, True), (2, False), ('"x"', False)])
+def test_a_config_of_a_later_format_is_refused(tmp_path, format, fine):
+    path = write(tmp_path, f"format = {format}\nrounds = 3\n")
+    if fine:
+        assert read_config(path)["rounds"] == 3
+    else:
+        with pytest.raises(ProtofedError, match="config.toml"):
+            read_config(path)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_says_what_it_is(name):
+    setting = SETTINGS[name]
+    assert setting.help.endswith(".") and setting.panel
+    assert setting.kind in ("int", "float", "bool", "str", "table", "rounds")
+    if setting.kind in ("int", "float"):
+        assert "number" in setting.range
+    if setting.default is not None:
+        assert setting.check(name, setting.default) == setting.default

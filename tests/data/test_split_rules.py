@@ -18,6 +18,7 @@ from protofed.data import Augment, Domain, Images, Share, Task, distribution, di
 from protofed.data.split import apportion
 from protofed.errors import ProtofedError
 from protofed.federation.evaluation import evaluate
+from protofed.federation.simulation import Federation
 from protofed.method import Entry
 from protofed.methods.fedavg import FedAvg
 from protofed.observers.progress import client_lines

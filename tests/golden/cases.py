@@ -2,7 +2,8 @@
 
 ``values.json`` holds numbers that every CPU reproduces to 1e-6; ``hashes.json`` a hash of the
 final tensors for each PyTorch version and CPU capability. A change of form must change neither.
-After a deliberate change of numbers: ``python -m tests.golden.cases`` writes both again.
+After a deliberate change of numbers, raise ``NUMERICS`` in ``protofed.federation.facts``;
+``python -m tests.golden.cases`` writes all files again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import torch
 from protofed.config import make_config
 from protofed.data import Augment, Domain, Images, Task
 from protofed.federation.cpu import one_thread
+from protofed.federation.facts import NUMERICS
 from protofed.federation.simulation import Federation
 from protofed.methods import METHODS
 
 FOLDER = Path(__file__).parent
 VALUES, HASHES = FOLDER / "values.json", FOLDER / "hashes.json"
+NUMBERS = FOLDER / "numerics.json"
+"""A hash of ``values.json`` for each value that ``NUMERICS`` has had."""
 
 SMALL: dict[str, Any] = {
     "rounds": 3,
@@ -172,6 +176,9 @@ def main() -> None:
         print(case, flush=True)
     for path, content in ((VALUES, values), (HASHES, hashes)):
         path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    known = json.loads(NUMBERS.read_text()) if NUMBERS.is_file() else {}
+    known[str(NUMERICS)] = hashlib.sha256(VALUES.read_bytes()).hexdigest()
+    NUMBERS.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
 import pytest
 
-from tests.golden.cases import CASES, HASHES, VALUES, machine, numbers_of
+from protofed.federation.facts import NUMERICS
+from tests.golden.cases import CASES, HASHES, NUMBERS, VALUES, machine, numbers_of
 
 STORED = json.loads(VALUES.read_text())
 BITS = json.loads(HASHES.read_text())
@@ -19,6 +21,13 @@ def _flat(value: Any, name: str = "") -> dict[str, float]:
     if isinstance(value, list):
         return {k: v for n, part in enumerate(value) for k, v in _flat(part, f"{name}/{n}").items()}
     return {name: value}
+
+
+def test_other_numbers_have_another_numerics_number() -> None:
+    """``Facts.numerics`` tells runs apart whose arithmetic differs: raise it with these values."""
+    known = json.loads(NUMBERS.read_text())
+    assert known[str(NUMERICS)] == hashlib.sha256(VALUES.read_bytes()).hexdigest()
+    assert list(known) == [str(n) for n in range(1, NUMERICS + 1)]
 
 
 def test_every_case_is_stored() -> None:

@@ -12,6 +12,7 @@ from protofed import keys, tree
 from protofed.config import make_config
 from protofed.federation.client_round import train_client
 from protofed.federation.model_state import load_model
+from protofed.federation.simulation import Federation, initial_network
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import COPA, FedAvg

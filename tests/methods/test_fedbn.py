@@ -8,6 +8,7 @@ from protofed import tree
 from protofed.config import make_config
 from protofed.data.augment import normalized
 from protofed.federation.model_state import load_model, model_entries
+from protofed.federation.simulation import Federation
 from protofed.methods import FedAvg, FedBN
 from protofed.models import build
 from protofed.runs.run import run

@@ -23,6 +23,7 @@ from protofed.config import make_config
 from protofed.data.augment import normalized
 from protofed.federation.client_round import train_client
 from protofed.federation.model_state import load_model
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedPLVM

@@ -5,6 +5,7 @@ import torch
 from tests.methods.method_scenes import D, Given, K, cross_entropy, numbers
 
 from protofed.federation.client_round import train_client
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProto

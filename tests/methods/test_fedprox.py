@@ -7,6 +7,7 @@ from tests.methods.method_scenes import D, K, cross_entropy, network, numbers, s
 
 from protofed.config import make_config
 from protofed.federation.client_round import train_client
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, FedProx
 from protofed.runs.run import run

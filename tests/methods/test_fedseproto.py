@@ -14,6 +14,7 @@ from protofed.data.task import Domain, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import train_client
 from protofed.federation.model_state import load_model
+from protofed.federation.simulation import Federation, Observer, initial_network
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedSeProto

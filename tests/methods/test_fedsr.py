@@ -14,6 +14,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.client_round import train_client
 from protofed.federation.evaluation import evaluate
 from protofed.federation.model_state import load_model
+from protofed.federation.simulation import Federation, initial_network
 from protofed.method import Batch, Client, Entry, Sizes
 from protofed.methods import FedAvg, FedSR
 from protofed.methods.fedsr import cmi

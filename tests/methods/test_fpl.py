@@ -11,6 +11,7 @@ from torch import nn
 
 from protofed.config import make_config
 from protofed.federation.client_round import train_client
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FPL, FedAvg, FedProto

@@ -14,6 +14,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.batches import ClientBatches
 from protofed.federation.client_round import train_client
 from protofed.federation.model_state import load_model
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedAvgGA, FedGA, FedProx

@@ -15,6 +15,7 @@ from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import train_client
+from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.keys import generator
 from protofed.method import Batch, Client, ServerView, Sizes, Update

@@ -13,6 +13,7 @@ from protofed.config import make_config
 from protofed.data.task import Domain, Images
 from protofed.federation import server
 from protofed.federation.batches import ClientBatches
+from protofed.federation.simulation import Federation
 from protofed.keys import generator
 from protofed.methods import METHODS, FedAvgGA, create
 from protofed.runs.run import run
