@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from protofed.data import Task, distribution, distributions, load_task
-from protofed.data.real import FOLDER
+from protofed.data.info import FOLDER
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.public_images import of_task, public_digest

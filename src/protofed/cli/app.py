@@ -335,13 +335,14 @@ def tasks() -> None:
 
     Images are counted as published; protofed data show TASK counts those that are there.
     """
-    from protofed.data import TASKS, load_task, outline
-    from protofed.data.find import DataMissing, find
-    from protofed.data.specs import SPECS
+    from protofed.data import TASKS, DataMissing, load_task
+    from protofed.data.locate import locate
+    from protofed.data.outline import outline
+    from protofed.data.sources import PUBLISHED
     from protofed.protocols import TASK_PROTOCOL
 
     for name in TASKS:
-        spec = SPECS.get(name)
+        spec = PUBLISHED.get(name)
         task = outline(name, spec.domains) if spec else load_task(name)
         console.print(
             f"[bold]{name}[/bold]: {len(task.classes)} classes, {task.image_size}×"
@@ -349,13 +350,13 @@ def tasks() -> None:
         )
         table = Table("domain", "training", "test", "clients", "samples each", box=None)
         for domain, images in task.domains.items():
-            counts = spec.official[domain] if spec else (len(images.train), len(images.test))
+            counts = spec.counts[domain] if spec else (len(images.train), len(images.test))
             row = (*counts, task.clients[domain])
             table.add_row(domain, *map(str, row), f"{task.samples[domain]:g}")
         console.print(table)
         if spec:
             try:
-                where = f"files: {find(spec)[0]}"
+                where = f"files: {locate(spec)[0]}"
             except DataMissing:
                 where = f"not found, protofed data fetch {name}"
             console.print(f"[dim]{escape(where)}[/dim]", highlight=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.data import Task, load_task
-from protofed.data.real import FOLDER
+from protofed.data.info import FOLDER
 from protofed.deploy.spec import folder_skeleton
 from protofed.errors import ProtofedError, unknown
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from protofed.config import Config, merged_config
 from protofed.data import Task
-from protofed.data.real import FOLDER
+from protofed.data.info import FOLDER
 from protofed.deploy import texts
 from protofed.deploy.certificates import Authority, node_key, private_pem, write_secret
 from protofed.deploy.members import FILE, Members, read_members, share_domain, task_of

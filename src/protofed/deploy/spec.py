@@ -20,7 +20,7 @@ import torch
 
 from protofed.config import Config, make_config
 from protofed.data.augment import AUGMENTS
-from protofed.data.real import FOLDER
+from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
 from protofed.federation.public_images import PLACE, count, make_public, of_task

@@ -23,8 +23,10 @@ from torch import Tensor
 
 from protofed import keys
 from protofed.data import TASKS, Images, Share, Task, load_task
-from protofed.data.real import FOLDER, own_folder, public_images
-from protofed.data.specs import SPECS
+from protofed.data.info import FOLDER
+from protofed.data.load import public_images
+from protofed.data.sources import PUBLISHED
+from protofed.data.sources.folder import folder_path
 from protofed.errors import ProtofedError, unknown
 from protofed.method import PublicImages
 
@@ -161,7 +163,7 @@ class _Elsewhere(NamedTuple):
 def _elsewhere(source: str, task: Task, data: str | Path | None, skip_bad: bool) -> _Elsewhere:
     """Images that are not the task's: of a folder, or of another task."""
     if source.startswith(FOLDER):
-        path = own_folder(source, "write public=folder:PATH; any tree of images will do")
+        path = folder_path(source, "write public=folder:PATH; any tree of images will do")
         x = public_images(path, task.image_size, skip_bad)
         hashes = [hashlib.sha256(image.numpy()).digest() for image in x]
         order = sorted(range(len(x)), key=hashes.__getitem__)
@@ -170,7 +172,7 @@ def _elsewhere(source: str, task: Task, data: str | Path | None, skip_bad: bool)
     if source not in TASKS:
         valid = (UNUSED, *task.domains, *TASKS, f"{FOLDER}PATH")
         raise unknown("source of public images", source, valid)
-    size = task.image_size if source in SPECS else None  # glyphs have one size
+    size = task.image_size if source in PUBLISHED else None  # glyphs have one size
     other = load_task(source, data, image_size=size, skip_bad=skip_bad)
     if other.image_size != task.image_size:
         raise ProtofedError(

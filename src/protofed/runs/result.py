@@ -12,7 +12,8 @@ from typing import Any
 
 from protofed import tree
 from protofed.config import Config, config_task, make_config
-from protofed.data import DataMissing, outline
+from protofed.data import DataMissing
+from protofed.data.outline import outline
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.simulation import initial_network
 from protofed.models import Network

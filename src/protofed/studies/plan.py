@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.config import EACH, TASK_OPTIONS, UNHASHED, Config, make_config
-from protofed.data import DataMissing, Task, distributions, load_task, outline
-from protofed.data.glyphs import DOMAINS as GLYPHS
-from protofed.data.specs import SPECS
+from protofed.data import DataMissing, Task, describe, distributions, load_task
 from protofed.errors import ProtofedError, unknown
 from protofed.methods import method_class
 from protofed.models.mixed import model_names
@@ -100,10 +98,8 @@ def study_tasks(study: Study) -> list[StudyTask]:
 
 def domains(task: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
     """A task's domains, known without its images unless it is a folder of one's own."""
-    if task in SPECS:
-        return tuple(SPECS[task].domains)
-    if task == "glyphs":
-        return tuple(GLYPHS)
+    if (known := describe(task).domains) is not None:
+        return known
     options = {k: settings[k] for k in TASK_OPTIONS if k in settings}
     return tuple(_loaded(task, tuple(sorted(options.items()))).domains)
 
@@ -193,7 +189,7 @@ def _moved(settings: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
         names = dict(zip(domains(old, {}), domains(new, {}), strict=False))
         kept["clients"] = {names[d]: n for d, n in clients.items() if d in names}
     elif isinstance(clients, str):
-        known = distributions(outline(new, domains(new, {})))
+        known = distributions(describe(new))
         if clients not in known:
             del kept["clients"]
     if kept.get("leave_out") not in (None, EACH):
