@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from protofed.data.split import split
+from protofed.data import describe
+from protofed.data.split import apportion, split
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
+from tests.data.made_tasks import balanced, class_counts, made, no_overlap, same, sizes
 
 SIZES = {"scan": 40, "print": 30, "photo": 7}
 
@@ -126,3 +129,232 @@ def test_no_clients_at_all(task: Task, clients: dict[str, int]) -> None:
 def test_no_number_of_samples(task: Task) -> None:
     with pytest.raises(ProtofedError, match=r"no number of samples .*'print'"):
         split(task, {"print": 1}, {"scan": 1}, 0)
+
+
+# ---- counts, what is left, errors ---------------------------------------------------------------
+
+
+def test_counts_are_exact_and_without_overlap() -> None:
+    task = made({"a": [0] * 50, "b": [1] * 31})
+    shares = split(task, {"a": 4, "b": 3}, {"a": 12, "b": 0.3}, 0)
+    assert sizes(shares) == [12] * 4 + [9] * 3  # int(0.3 · 31) = 9
+    assert [s.name for s in shares[:2]] == ["a-0", "a-1"]
+    assert no_overlap(shares)
+    assert not any(s.note for s in shares)
+
+
+def test_too_many_is_an_error_with_the_numbers() -> None:
+    task = made({"a": [0] * 50})
+    with pytest.raises(ProtofedError) as error:
+        split(task, {"a": 4}, {"a": 13}, 0)
+    assert "domain 'a' has 50 training images: too few for 4 clients with 13 each" in str(error)
+    assert "at most 12 each for 4 clients" in str(error)
+    with pytest.raises(ProtofedError, match=r"0\.01 of the 50 training images of domain 'a'"):
+        split(task, {"a": 4}, {"a": 0.01}, 0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "wanted"),
+    [(3144, [943, 943, 943, 315]), (3531, [1059, 1059, 1059, 354]), (34, [10, 10, 10, 4])],
+)
+def test_the_fourth_sketch_client_gets_what_is_left(pool: int, wanted: list[int]) -> None:
+    labels = [i % 7 for i in range(pool)]
+    task = made({"sketch": labels}, "pacs", 7, clients=4, samples=0.3, leftover=True)
+    shares = split(task, task.clients, task.samples, 0)
+    assert sizes(shares) == wanted
+    assert no_overlap(shares)
+    each, last = wanted[0], wanted[-1]
+    assert [s.note for s in shares] == [
+        *[""] * 3,
+        f"gets {last} of {each} samples: what was left",
+    ]
+    with pytest.raises(ProtofedError, match=f"too few for 4 clients with {each} each"):
+        split(task, task.clients, task.samples, 0, leftover=False)
+    # up to the fourth client the rule changes nothing
+    assert same(shares[:3], split(task, {"sketch": 3}, task.samples, 0, leftover=False))
+
+
+def test_what_is_left_is_never_nothing() -> None:
+    task = made({"a": [0] * 20}, leftover=True)
+    with pytest.raises(ProtofedError, match="3 clients with 10 each, nothing is left for a-2"):
+        split(task, {"a": 3}, {"a": 10}, 0)
+
+
+def test_pacs_numbers_of_the_clean_split() -> None:
+    pools = {"photo": 1336, "art_painting": 1640, "cartoon": 1876, "sketch": 3144}
+    labels = {d: [i % 7 for i in range(n)] for d, n in pools.items()}
+    info = describe("pacs")
+    assert info.clients is not None and info.samples is not None
+    shares = split(made(labels, "pacs", 7), info.clients, info.samples, 0, leftover=info.leftover)
+    assert sizes(shares) == [400] * 3 + [492] * 2 + [562] + [943] * 3 + [315]
+
+
+# ---- class repair -------------------------------------------------------------------------------
+
+
+def test_repair_gives_every_class_and_keeps_the_size() -> None:
+    labels = [0] * 60 + [1] * 30 + [2] * 3 + [3] * 2 + [4]
+    task = made({"a": labels}, repair=True)
+    plain = split(task, {"a": 4}, {"a": 12}, 0, repair=False)
+    shares = split(task, {"a": 4}, {"a": 12}, 0)
+    assert any(0 in class_counts(task, s) for s in plain)  # or this test tests nothing
+    assert sizes(shares) == [12] * 4
+    for before, after in zip(plain, shares, strict=True):
+        missing = [k for k, n in enumerate(class_counts(task, before)) if not n]
+        counts = class_counts(task, after)
+        assert min(counts) >= 1
+        assert all(counts[k] == 1 for k in missing)
+        assert int((before.rows != after.rows).sum()) == len(missing)
+        assert len(set(after.rows.tolist())) == 12  # its own samples are all different
+        if missing:
+            assert f"no sample of {', '.join(f'class {k}' for k in missing)}:" in after.note
+        else:
+            assert not after.note
+    assert same(shares, split(task, {"a": 4}, {"a": 12}, 0))
+
+
+def test_repair_leaves_what_a_domain_does_not_have_and_complete_clients() -> None:
+    task = made({"a": [0, 1] * 20}, repair=True)
+    shares = split(task, {"a": 2}, {"a": 10}, 0)
+    assert same(shares, split(task, {"a": 2}, {"a": 10}, 0, repair=False))
+
+
+def test_repair_replaces_only_classes_held_twice() -> None:
+    task = made({"a": [0] * 40 + [1, 2, 3, 4]}, repair=True)
+    share = split(task, {"a": 1}, {"a": 5}, 0)[0]
+    assert class_counts(task, share) == [1, 1, 1, 1, 1]
+
+
+def test_repair_that_cannot_be_is_an_error() -> None:
+    task = balanced(8, repair=True)
+    with pytest.raises(ProtofedError, match=r"a-0 has 4 samples of .* 5 classes of its domain"):
+        split(task, {"a": 2}, {"a": 4}, 0)
+
+
+def test_label_skew_turns_repair_off_unless_asked_for() -> None:
+    task = balanced(100, repair=True)
+    skewed = split(task, {"a": 4}, {"a": 20}, 0, dirichlet=0.01)
+    assert any(0 in class_counts(task, s) for s in skewed)
+    repaired = split(task, {"a": 4}, {"a": 20}, 0, dirichlet=0.01, repair=True)
+    assert all(0 not in class_counts(task, s) for s in repaired)
+
+
+# ---- label skew and quantity skew ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 1e-3, 0.01, 0.3, 10.0, 1e6])
+@pytest.mark.parametrize("each", [1, 30, 125])
+def test_label_skew_keeps_sizes_without_overlap(alpha: float, each: int) -> None:
+    task = balanced(100)
+    for seed in range(5):
+        shares = split(task, {"a": 4}, {"a": each}, seed, dirichlet=alpha)
+        assert sizes(shares) == [each] * 4
+        assert no_overlap(shares)
+        assert same(shares, split(task, {"a": 4}, {"a": each}, seed, dirichlet=alpha))
+
+
+def test_all_samples_are_dealt_even_with_rare_classes() -> None:
+    labels = [0] * 97 + [1, 1, 2]
+    task = made({"a": labels})
+    shares = split(task, {"a": 10}, {"a": 10}, 0, dirichlet=1e-3)
+    assert sorted(int(r) for s in shares for r in s.rows) == list(range(100))
+
+
+def test_a_large_alpha_follows_the_domain_and_a_small_one_concentrates() -> None:
+    task = balanced(400)
+    even = split(task, {"a": 4}, {"a": 100}, 0, dirichlet=1e6)
+    for share in even:
+        assert all(abs(n - 20) <= 1 for n in class_counts(task, share))
+    uneven = made({"a": [0] * 600 + [1] * 300 + [2] * 100})
+    for share in split(uneven, {"a": 3}, {"a": 100}, 0, dirichlet=1e6):
+        assert np.abs(np.array(class_counts(uneven, share)[:3]) - (60, 30, 10)).max() <= 1
+    for share in split(task, {"a": 4}, {"a": 100}, 0, dirichlet=1e-3):
+        assert max(class_counts(task, share)) >= 90
+
+    def largest(alpha: float) -> float:
+        """Mean share of a client's largest class, over many draws."""
+        shares = [
+            s for seed in range(40) for s in split(task, {"a": 4}, {"a": 50}, seed, dirichlet=alpha)
+        ]
+        return float(np.mean([max(class_counts(task, s)) / 50 for s in shares]))
+
+    means = [largest(a) for a in (0.05, 0.5, 5.0, 500.0)]
+    assert means == sorted(means, reverse=True)
+    # E max of Dirichlet(0.5, ...) over five classes, simulated: 0.541
+    draws = np.random.default_rng(0).dirichlet(np.full(5, 0.5), 20000).max(1).mean()
+    assert abs(means[1] - draws) < 0.06
+
+
+def test_label_skew_differs_between_clients_domains_and_seeds() -> None:
+    labels = [k for k in range(5) for _ in range(200)]
+    task = made({"a": labels, "b": labels})
+    counts = [
+        tuple(class_counts(task, s))
+        for seed in (0, 1)
+        for s in split(task, {"a": 2, "b": 2}, {"a": 100, "b": 100}, seed, dirichlet=0.5)
+    ]
+    assert len(set(counts)) == 8
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.5, 5.0, 1e6])
+def test_quantity_skew_keeps_the_total(beta: float) -> None:
+    task = balanced(100)
+    for seed in range(5):
+        shares = split(task, {"a": 6}, {"a": 50}, seed, quantity=beta)
+        assert sum(sizes(shares)) == 300
+        assert min(sizes(shares)) >= 1
+        assert no_overlap(shares)
+        assert same(shares, split(task, {"a": 6}, {"a": 50}, seed, quantity=beta))
+    if beta == 1e6:
+        assert all(abs(n - 50) <= 1 for n in sizes(shares))
+    if beta == 1e-3:
+        assert max(sizes(shares)) >= 280
+
+
+def test_quantity_skew_of_single_samples_and_of_what_is_left() -> None:
+    task = balanced(4, leftover=True)
+    assert sizes(split(task, {"a": 3}, {"a": 1}, 0, quantity=0.1)) == [1, 1, 1]
+    shares = split(task, {"a": 3}, {"a": 8}, 0, quantity=0.5)
+    assert sum(sizes(shares)) == 20
+    assert shares[-1].note == "a's clients share 20 samples: what there is"
+
+
+def test_both_skews_together() -> None:
+    task = balanced(60)
+    sized = split(task, {"a": 5}, {"a": 60}, 3, quantity=0.7)
+    both = split(task, {"a": 5}, {"a": 60}, 3, quantity=0.7, dirichlet=0.05)
+    assert sizes(both) == sizes(sized)
+    assert no_overlap(both)
+
+
+def test_without_options_the_split_is_a_permutation_cut_into_pieces() -> None:
+    task = balanced(40)
+    shares = split(task, {"a": 3}, {"a": 20}, 7)
+    more = split(task, {"a": 5}, {"a": 20}, 7)
+    assert same(shares, more[:3])
+    assert not same(shares, split(task, {"a": 3}, {"a": 20}, 8))
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "wanted"),
+    [
+        (10, [1, 1, 1], [4, 3, 3]),
+        (7, [0.5, 0.25, 0.25], [3, 2, 2]),
+        (5, [0, 1, 0], [0, 5, 0]),
+        (0, [0.2, 0.8], [0, 0]),
+        (1, [0.2, 0.8], [0, 1]),
+    ],
+)
+def test_apportion(total: int, weights: list[float], wanted: list[int]) -> None:
+    assert apportion(total, np.array(weights, float)).tolist() == wanted
+
+
+def test_apportion_always_adds_up() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(500):
+        weights = rng.dirichlet(np.full(rng.integers(1, 30), 10 ** rng.uniform(-4, 4)))
+        total = int(rng.integers(0, 100_000))
+        parts = apportion(total, weights)
+        assert parts.sum() == total
+        assert (parts >= 0).all()
+        assert np.abs(parts - total * weights).max() <= 1 + 1e-6

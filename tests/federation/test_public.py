@@ -18,7 +18,7 @@ from PIL import Image
 
 from protofed.config import make_config, merged_config
 from protofed.data import DataMissing
-from protofed.data.images import decode
+from protofed.data.decode import decode
 from protofed.errors import ProtofedError
 from protofed.federation import public_images as module
 from protofed.federation.simulation import Federation

@@ -4,10 +4,10 @@ import math
 from statistics import fmean
 
 import pytest
+from protofed.data.outline import outline
 
 from protofed.config import make_config
-from protofed.data import outline
-from protofed.data.specs import SPECS
+from protofed.data.sources import PUBLISHED
 from protofed.methods import method_class
 from protofed.studies import plan
 from protofed.studies.definition import builtin, load
@@ -52,7 +52,7 @@ SETTINGS = {
     ("i2pfl", "digits"): (100, 32, "resnet10", (6, 4, 3, 7)),
     ("i2pfl", "office_caltech"): (100, 32, "resnet10", (3, 2, 1, 4)),
     ("i2pfl", "pacs"): (100, 16, "resnet18", (3, 2, 1, 4)),
-    **{("fedseproto", t): (100, 64, "cnn3", (2, 3, 4, 1)) for t in SPECS},
+    **{("fedseproto", t): (100, 64, "cnn3", (2, 3, 4, 1)) for t in PUBLISHED},
 }
 EQUAL = {"digits": (5,) * 4, "office_caltech": (3,) * 4, "pacs": (3,) * 4}
 SAMPLES = {"digits": [600, 72, 732, 100], "office_caltech": [0.2] * 4, "pacs": [0.3] * 4,
@@ -71,7 +71,7 @@ def test_every_row_of_a_table_has_its_numbers(name):
     assert set(study.printed) == set(study.tasks)
     for task, rows in study.printed.items():
         assert list(rows) == list(study.rows)
-        assert study.columns[task] == (*SPECS[task].domains, "average")
+        assert study.columns[task] == (*PUBLISHED[task].domains, "average")
         assert all(set(p.values) == set(study.columns[task]) for p in rows.values())
     if name in ROWS:
         assert len(study.rows) == ROWS[name]

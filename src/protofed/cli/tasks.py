@@ -14,24 +14,31 @@ def tasks() -> None:
     Images are counted as published; protofed data show TASK counts those that are there.
     """
     from protofed.config import TASK_PROTOCOL
-    from protofed.data import TASKS, DataMissing, describe, official_counts, where
+    from protofed.data import TASKS, DataMissing, describe, load_task
+    from protofed.data.locate import locate
+    from protofed.data.sources import PUBLISHED
 
     for name in TASKS:
-        info = describe(name)
-        domains, clients, samples = info.domains or (), info.clients or {}, info.samples or {}
+        info, published = describe(name), PUBLISHED.get(name)
+        assert info.domains and info.classes and info.clients and info.samples
         console.print(
-            f"[bold]{name}[/bold]: {len(info.classes or ())} classes, {info.image_size}×"
+            f"[bold]{name}[/bold]: {len(info.classes)} classes, {info.image_size}×"
             f"{info.image_size} pixels, protocol {TASK_PROTOCOL[name]}. {escape(info.about)}"
         )
+        if published is not None:
+            counts = dict(published.counts)
+        else:
+            made = load_task(name).domains
+            counts = {d: (len(images.train), len(images.test)) for d, images in made.items()}
         table = Table("domain", "training", "test", "clients", "samples each", box=None)
-        counts = official_counts(name)
-        for domain in domains:
-            row = (*counts[domain], clients[domain])
-            table.add_row(domain, *map(str, row), f"{samples[domain]:g}")
+        for domain in info.domains:
+            row = (*counts[domain], info.clients[domain])
+            table.add_row(domain, *map(str, row), f"{info.samples[domain]:g}")
         console.print(table)
-        try:
-            if place := where(name):
-                console.print(f"[dim]files: {escape(str(place))}[/dim]", highlight=False)
-        except DataMissing:
-            console.print(f"[dim]not found, protofed data fetch {name}[/dim]", highlight=False)
+        if published is not None:
+            try:
+                where = f"files: {locate(published)[0]}"
+            except DataMissing:
+                where = f"not found, protofed data fetch {name}"
+            console.print(f"[dim]{escape(where)}[/dim]", highlight=False, soft_wrap=True)
     console.print("[bold]folder:PATH[/bold]: any tree domain/class/image of your own.")

@@ -1,9 +1,62 @@
-"""Where made or downloaded data is kept between runs."""
+"""The cache of decoded images: one uint8 array for a task at a size, mapped into memory.
+
+An entry is named after a hash of what it was made from, so that another version or other content
+gets another entry. It consists of ``NAME.npy`` with the pixels and ``NAME.json`` with labels,
+notes and checksums. Both are written under a temporary name first, and two processes that make
+the same entry write the same bytes. An entry that is damaged counts as missing.
+
+The cache only saves time: a cache folder that cannot be written does not stop a run.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from protofed.data.task import Domain, Images
+from protofed.files import write_atomic
+
+FORMAT = 2
+"""Raise this whenever pixels, splits or notes change: older entries are then ignored."""
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What an entry holds beside pixels.
+
+    ``parts`` are domain, split and labels of consecutive rows of pixels; ``skipped`` are the files
+    that could not be decoded.
+    """
+
+    classes: Sequence[str]
+    parts: Sequence[tuple[str, str, Sequence[int]]]
+    notes: Sequence[str] = ()
+    skipped: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The images of an entry. ``digest`` is a hash of classes, splits, labels and pixels."""
+
+    classes: tuple[str, ...]
+    domains: Mapping[str, Domain]
+    notes: tuple[str, ...]
+    skipped: tuple[str, ...]
+    digest: str
 
 
 def cache_folder() -> Path:
@@ -12,6 +65,135 @@ def cache_folder() -> Path:
     if own:
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification says a relative path is invalid and is to be ignored.
+    # The XDG specification says that a relative path is invalid and must be ignored.
     root = Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache"
     return root / "protofed"
+
+
+def entry_name(task: str, size: int, *made_from: object) -> str:
+    """The name of the entry for a task at a size, made from these plain values."""
+    return f"{task}-{size}-{_hash(made_from)}"
+
+
+def load(name: str) -> Decoded | None:
+    """An entry, or None if it is missing or damaged."""
+    try:
+        about = json.loads((_folder() / f"{name}.json").read_text("utf-8"))
+        # Copy on write: a tensor must be writable, and the file must not change.
+        pixels = np.load(_folder() / f"{name}.npy", mmap_mode="c", allow_pickle=False)
+        if about["digest"] != _digest(about) or about["crc"] != _crc(pixels):
+            return None
+        return _decoded(about, pixels)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store(name: str, labels: Labels, pixels: Pixels) -> Decoded:
+    """Write an entry and return what it holds. Pixels from ``scratch`` are moved, others copied."""
+    about: dict[str, Any] = {
+        **asdict(labels),
+        "shape": pixels.shape,
+        "crc": _crc(pixels),
+        "sha256": hashlib.sha256(_bytes(pixels)).hexdigest(),
+    }
+    about["digest"] = _digest(about)
+    if isinstance(pixels, np.memmap):
+        _keep(name, about, pixels)
+    else:
+        with scratch(name, pixels.shape) as own:
+            if isinstance(own, np.memmap):
+                own[:] = pixels
+                _keep(name, about, own)
+    return load(name) or _decoded(about, np.array(pixels))
+
+
+@contextlib.contextmanager
+def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
+    """An array to fill: a temporary file in the cache folder, or memory if that cannot be made."""
+    path = None
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        handle, text = tempfile.mkstemp(dir=_folder(), prefix=f".{name}.", suffix=".tmp")
+        os.close(handle)
+        path = Path(text)
+        pixels: Pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
+    except OSError:
+        pixels = np.empty(shape, np.uint8)
+    try:
+        yield pixels
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+def recall(*key: object) -> str | None:
+    """The entry's name that ``remember`` noted for these plain values."""
+    try:
+        return _note(key).read_text("utf-8").strip() or None
+    except OSError:
+        return None
+
+
+def remember(name: str, *key: object) -> None:
+    """Note an entry's name for these plain values."""
+    with contextlib.suppress(OSError):
+        write_atomic(_note(key), name)
+
+
+def _folder() -> Path:
+    return cache_folder() / "decoded"
+
+
+def _note(key: object) -> Path:
+    return _folder() / "stamps" / _hash(key)
+
+
+def _keep(name: str, about: Mapping[str, Any], pixels: np.memmap[Any, Any]) -> None:
+    """Give the files their names; the JSON comes last, so that it never lacks its pixels."""
+    with contextlib.suppress(OSError):
+        pixels.flush()
+        path = Path(str(pixels.filename))
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        path.chmod(0o644)
+        path.replace(_folder() / f"{name}.npy")
+        write_atomic(_folder() / f"{name}.json", json.dumps(about))
+
+
+def _decoded(about: Mapping[str, Any], pixels: Pixels) -> Decoded:
+    x = torch.from_numpy(pixels)
+    images: dict[str, dict[str, Images]] = {}
+    empty = Images(x[:0], torch.empty(0, dtype=torch.int64))  # public images have no test images
+    start = 0
+    for domain, split, labels in about["parts"]:
+        end = start + len(labels)
+        own = Images(x[start:end], torch.tensor(labels, dtype=torch.int64))
+        images.setdefault(domain, {})[split] = own
+        start = end
+    return Decoded(
+        tuple(about["classes"]),
+        {d: Domain(s["train"], s.get("test", empty)) for d, s in images.items()},
+        tuple(about["notes"]),
+        tuple(about["skipped"]),
+        about["digest"],
+    )
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    """A hash that depends neither on where the images were nor on the format of their files."""
+    parts = [about[k] for k in ("classes", "parts", "shape", "sha256")]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _crc(pixels: Pixels) -> int:
+    """Detects a damaged file, three times as fast as a cryptographic hash."""
+    return zlib.crc32(_bytes(pixels))
+
+
+def _bytes(pixels: Pixels) -> memoryview:
+    return memoryview(pixels).cast("B")  # type: ignore[arg-type]
+
+
+def _hash(value: object) -> str:
+    text = json.dumps([FORMAT, value], ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]

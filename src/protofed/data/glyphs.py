@@ -1,4 +1,4 @@
-"""The task ``glyphs``: digits in four domains, made on the spot from scans and a font.
+"""The task ``glyphs``: digits in four domains, generated from scans and a font.
 
 ``scan``, ``photo`` and ``inverse`` show scikit-learn's handwritten digits, ``print`` those of
 Pillow's default font. Every scan is used once: in one domain, for training or for test.
@@ -6,35 +6,25 @@ Pillow's default font. Every scan is used once: in one domain, for training or f
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import math
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
 
-from protofed.data.cache import cache_folder
-from protofed.data.task import Augment, Domain, Images, Task
-from protofed.files import write_atomic
+from protofed.data import cache
+from protofed.data.samples import SPLITS
+from protofed.data.task import Augment, Task, TaskInfo
 
-# Raise this whenever an image changes: the caches of older versions are then left alone.
+# Raise this whenever an image changes: older cache entries are then ignored.
 GENERATOR = 1
 
 SIDE = 32
 CLASSES = tuple("0123456789")
 DOMAINS = ("scan", "print", "photo", "inverse")
-CLIENTS: Mapping[str, int] = {"scan": 4, "print": 3, "photo": 2, "inverse": 1}
-SAMPLES: Mapping[str, float] = {"scan": 100, "print": 80, "photo": 80, "inverse": 60}
-SPLITS = ("train", "test")
 # Images per class.
 COUNTS: Mapping[str, Mapping[str, int]] = {
     "scan": {"train": 50, "test": 20},
@@ -43,41 +33,51 @@ COUNTS: Mapping[str, Mapping[str, int]] = {
     "inverse": {"train": 25, "test": 20},
 }
 SCANNED = ("scan", "photo", "inverse")
+INFO = TaskInfo(
+    name="glyphs",
+    domains=DOMAINS,
+    classes=CLASSES,
+    clients={"scan": 4, "print": 3, "photo": 2, "inverse": 1},
+    samples={"scan": 100, "print": 80, "photo": 80, "inverse": 60},
+    image_size=SIDE,
+    flip=False,
+    about="Digits made by the package itself, without a download, from scikit-learn's handwritten "
+    "digits, Pillow's default font and random textures.",
+)
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def glyphs(seed: int = 0, cache: Path | None = None) -> Task:
-    """The task, from the cache folder where it is there, else made and cached.
+def load_glyphs(seed: int = 0) -> Task:
+    """The task, from the cache or newly made.
 
-    A comparison between two people's results needs the same ``seed``: leave it at 0.
+    Results are comparable only with the same ``seed``: leave it at 0.
     """
-    path = (cache_folder() if cache is None else cache) / _file_name(seed)
-    tensors = _load(path)
-    if tensors is None:
-        tensors = {name: torch.from_numpy(array) for name, array in make(seed).items()}
-        # The cache only saves time: a folder that cannot be written must not stop a run.
-        with contextlib.suppress(OSError):
-            write_atomic(path, save(tensors, metadata={"sha256": _digest(tensors)}))
-
-    def images(domain: str, split: str) -> Images:
-        return Images(tensors[f"{domain}.{split}.x"], tensors[f"{domain}.{split}.y"])
-
+    # what the images depend on besides the seed: the renderer, the scans, the random numbers
+    versions = [version(package) for package in ("pillow", "scikit-learn", "numpy")]
+    entry = cache.entry_name("glyphs", SIDE, GENERATOR, seed, *versions)
+    images = cache.load(entry) or _make_entry(entry, seed)
+    assert INFO.clients is not None and INFO.samples is not None
     return Task(
-        name="glyphs",
+        name=INFO.name,
         classes=CLASSES,
-        domains={d: Domain(images(d, "train"), images(d, "test")) for d in DOMAINS},
-        augment=Augment(padding=2, flip=False, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
-        clients=CLIENTS,
-        samples=SAMPLES,
-        note=(
-            "Digits made by the package itself, without a download, from scikit-learn's "
-            "handwritten digits, Pillow's default font and random textures."
-        ),
+        domains=images.domains,
+        augment=Augment(padding=2, flip=INFO.flip, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)),
+        clients=INFO.clients,
+        samples=INFO.samples,
+        note=INFO.about,
         whole_unseen=True,
     )
+
+
+def _make_entry(entry: str, seed: int) -> cache.Decoded:
+    arrays = make(seed)
+    names = [(domain, split) for domain in DOMAINS for split in SPLITS]
+    parts = [(d, s, arrays[f"{d}.{s}.y"].tolist()) for d, s in names]
+    pixels = np.concatenate([arrays[f"{d}.{s}.x"] for d, s in names])
+    return cache.store(entry, cache.Labels(CLASSES, parts), pixels)
 
 
 def make(seed: int) -> dict[str, NDArray[Any]]:
@@ -103,7 +103,7 @@ def make(seed: int) -> dict[str, NDArray[Any]]:
 
 
 def sources(seed: int) -> dict[tuple[str, str], Ints]:
-    """Which scans each (domain, split) shows, in the order of its rows. No scan is used twice."""
+    """The scans that each (domain, split) shows, in order. No scan is used twice."""
     _, labels = _scans()
     rng = np.random.default_rng([seed, 0, 0])
     parts: dict[tuple[str, str], list[Ints]] = {(d, s): [] for d in SCANNED for s in SPLITS}
@@ -118,13 +118,13 @@ def sources(seed: int) -> dict[tuple[str, str], Ints]:
 
 
 def _generator(seed: int, domain: str, split: str) -> np.random.Generator:
-    # From 1 on, as [seed, 0, 0] deals out the scans.
+    # Starts at 1, as [seed, 0, 0] deals out the scans.
     return np.random.default_rng([seed, 1 + DOMAINS.index(domain), 1 + SPLITS.index(split)])
 
 
 def _scans() -> tuple[Bytes, Ints]:
     """The handwritten digits: [1797, 8, 8], 0 paper to 255 ink, and their labels."""
-    # Imported here because scikit-learn is slow to import and a cached task needs none of it.
+    # Imported here because scikit-learn is slow to import and not needed for a cached task.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -144,7 +144,7 @@ def _warp(
 ) -> Image.Image:
     """Rotate (degrees), shear, scale and shift (pixels) ``image`` about its middle."""
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
-    # Pillow wants the way back, from a pixel of the result to the place it is taken from.
+    # Pillow wants the inverse: from a pixel of the result to the place it is taken from.
     a, b = (cos + shear * sin) / scale, (shear * cos - sin) / scale
     d, e = sin / scale, cos / scale
     cx, cy = image.width / 2, image.height / 2
@@ -178,7 +178,7 @@ def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
     for label in labels:
         font = fonts[int(rng.integers(sizes.start, sizes.stop))]
         sheet = Image.new("L", (SIDE * fine, SIDE * fine))
-        # Centered by its own outline: the font's line height leaves a digit too high or too low.
+        # Centered by its own outline: by the font's line height a digit is too high or too low.
         stroke = int(rng.integers(0, 5))
         text = CLASSES[label]
         pen = ImageDraw.Draw(sheet)
@@ -196,10 +196,10 @@ def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
 
 
 def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
-    """|texture - digit| per channel: MNIST-M's recipe, with textures for its photographs."""
+    """|texture - digit| per channel: MNIST-M's recipe, with textures instead of photographs."""
     digit = np.stack([np.asarray(_enlarge(scan, 28), np.float64) for scan in scans])[..., None]
-    # A stroke turns a value v into 255 - v and is unseen where v is in the middle: every
-    # channel keeps to one side of it, more or less.
+    # A stroke turns a value v into 255 - v and is invisible if v is in the middle: every
+    # channel stays more or less on one side of it.
     count = len(scans)
     base = rng.uniform(20, 85, (count, 1, 1, 3))
     base = np.where(rng.random((count, 1, 1, 3)) < 0.5, base, 255 - base)
@@ -208,15 +208,15 @@ def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
 
 
 def _noise(count: int, rng: np.random.Generator) -> Floats:
-    """Smooth color noise [count, 32, 32, 3] around 0: octaves, the finer the fainter."""
+    """Smooth color noise [count, 32, 32, 3] around 0: octaves, the finer the weaker."""
     total = np.zeros((count, SIDE, SIDE, 3))
     for cells, weight in ((2, 0.5), (4, 0.3), (8, 0.25), (16, 0.15)):
         grid = rng.uniform(-1, 1, (count, cells + 1, cells + 1, 3))
         place = np.arange(SIDE) * (cells / SIDE)
         low = place.astype(np.int64)
         part = place - low
-        part = part * part * (3 - 2 * part)  # Smoothstep: no creases along the grid's lines.
-        # Plain arithmetic, no matrix product: the same bytes whatever BLAS is installed.
+        part = part * part * (3 - 2 * part)  # Smoothstep: no creases along the grid lines.
+        # Plain arithmetic, no matrix product: the same bytes with any BLAS.
         across, down = part[None, None, :, None], part[None, :, None, None]
         wide = grid[:, :, low] * (1 - across) + grid[:, :, low + 1] * across
         total += weight * (wide[:, low] * (1 - down) + wide[:, low + 1] * down)
@@ -242,30 +242,3 @@ def _inverse(scans: Bytes, rng: np.random.Generator) -> Bytes:
     ink = rng.uniform(10, 80, (count, 1, 1, 1)) + rng.uniform(-8, 8, (count, 1, 1, 3))
     grain = rng.normal(0, 4, (count, SIDE, SIDE, 1))
     return _quantize(_blend(paper, ink, np.stack(masks) / 255) + grain)
-
-
-def _file_name(seed: int) -> str:
-    # What the images depend on besides the seed: the renderer, the scans, the random numbers.
-    made_with = "-".join(f"{p}{version(p)}" for p in ("pillow", "scikit-learn", "numpy"))
-    return f"glyphs-v{GENERATOR}-seed{seed}-{made_with}.safetensors"
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}".encode())
-        digest.update(tensors[name].numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _load(path: Path) -> dict[str, Tensor] | None:
-    """The cached tensors, or None where the file is absent or is not what was written."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            # Cloned: what comes out of the file may lie unaligned in memory.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-            # The format has no checksum, and a crash can leave blocks of zeros in a whole file.
-            intact = (file.metadata() or {}).get("sha256") == _digest(tensors)
-    except (OSError, SafetensorError):
-        return None
-    return tensors if intact else None

@@ -1,38 +1,27 @@
-"""What is known of a task before any image is read."""
+"""The tasks by name, and what is known about them before any image is read."""
 
 from __future__ import annotations
 
-from protofed.data.glyphs import CLASSES, CLIENTS, DOMAINS, SAMPLES, SIDE
-from protofed.data.specs import SPECS
+from protofed.data.glyphs import INFO as GLYPHS
+from protofed.data.sources import PUBLISHED
+from protofed.data.sources.folder import FOLDER, TEST_SPLITS
 from protofed.data.task import IMAGE_SIZE, TaskInfo
 from protofed.errors import ProtofedError, unknown
 
-FOLDER = "folder:"
-"""How the name of a task begins whose images lie in a folder of one's own."""
-TASKS: tuple[str, ...] = ("glyphs", *SPECS)
-"""The tasks by name; ``folder:PATH`` is one too."""
+TASKS: tuple[str, ...] = ("glyphs", *PUBLISHED)
+"""The names of the tasks; ``folder:PATH`` is a task too."""
 
 
 def describe(name: str) -> TaskInfo:
-    """The task of that name; nothing on the disk is looked at."""
+    """The static description of a task. Nothing is read from the disk."""
     if name == "glyphs":
-        return TaskInfo(name, DOMAINS, CLASSES, CLIENTS, SAMPLES, SIDE, flip=False)
-    if spec := SPECS.get(name):
-        return TaskInfo(
-            name,
-            tuple(spec.domains),
-            tuple(spec.classes),
-            spec.clients,
-            spec.samples,
-            test_splits=spec.test_splits,
-            leftover=spec.leftover,
-            repair=spec.repair,
-            about=spec.about,
-        )
+        return GLYPHS
+    if name in PUBLISHED:
+        return PUBLISHED[name].info
     if name in (FOLDER, FOLDER.rstrip(":")):
         raise ProtofedError("task folder: which folder?", "write --task folder:PATH")
     if name.startswith(FOLDER):
-        return TaskInfo(name, None, None, None, None, test_splits=("auto",))
+        return TaskInfo(name, None, None, None, None, test_splits=TEST_SPLITS)
     raise unknown("task", name, (*TASKS, "folder:PATH"))
 
 

@@ -1,6 +1,6 @@
-"""Readers of files that hold many images: MNIST's idx, USPS in libsvm's text, SVHN's .mat, .npz.
+"""Readers of files that hold many images: MNIST's idx, USPS as libsvm text, SVHN's .mat, .npz.
 
-A file's format is told by its content, never by its name.
+A file's format is recognized by its content, never by its name.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 
 def read_libsvm(path: Path) -> Arrays:
-    """USPS as libsvm has it: 256 values in [-1, 1] a line, labels 1 to 10 for the digits 0 to 9."""
+    """USPS from libsvm: 256 values in [-1, 1] per line, labels 1 to 10 for the digits 0 to 9."""
     rows = _unpacked(path).splitlines()
     values = np.zeros((len(rows), 256))  # libsvm leaves out zeros
     labels = np.zeros(len(rows), np.int64)
@@ -97,12 +97,12 @@ def read_libsvm(path: Path) -> Arrays:
             values[n, index] = fields[2::2]
             labels[n] = int(fields[0]) - 1
         except ValueError:
-            raise _damaged(path, f"line {number} is not one of 256 values") from None
+            raise _damaged(path, f"line {number} is not a label and up to 256 values") from None
         n += 1
     values = values[:n]
     if n and not -1 <= values.min() <= values.max() <= 1:
         raise _damaged(path, "its values are not in [-1, 1]")
-    # torchvision cuts off here and does not round, and the published numbers come from it
+    # truncated, not rounded: torchvision does so, and the published numbers come from it
     images = ((values + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
     return _checked(path, Arrays(images, labels[:n]))
 
@@ -117,12 +117,12 @@ def read_mat(path: Path) -> Arrays:
         images = np.ascontiguousarray(np.moveaxis(content["X"], 3, 0))
         labels = content["y"].reshape(-1).astype(np.int64)
     except (*_DAMAGE, MatReadError, TypeError, NotImplementedError) as error:
-        raise _damaged(path, f"no X and y as SVHN's files have them ({error})") from None
+        raise _damaged(path, f"it has no X and y like SVHN's files ({error})") from None
     return _checked(path, Arrays(images, np.where(labels == 10, 0, labels)))
 
 
 def read_npz(path: Path) -> Arrays:
-    """``images`` and ``labels``, and ``suggested_split`` where one file has both parts."""
+    """``images`` and ``labels``, and ``suggested_split`` if one file holds both parts."""
     try:
         with np.load(path, allow_pickle=False) as content:
             images, labels = content["images"], content["labels"].astype(np.int64)
@@ -150,9 +150,9 @@ def pair(images: Path, labels: Path) -> Arrays:
 
 
 def read_arrays(path: Path, kind: str) -> Arrays:
-    """A file that holds images and labels; ``kind`` as ``sniff`` tells it."""
+    """A file that holds images and labels; ``kind`` is what ``sniff`` returned."""
     if kind == "mat-hdf5":
-        raise _damaged(path, "a MATLAB 7.3 file; SVHN's own files are of version 5")
+        raise _damaged(path, "it is a MATLAB 7.3 file; SVHN's own files have version 5")
     readers: dict[str, Any] = {"libsvm": read_libsvm, "mat": read_mat, "npz": read_npz}
     arrays: Arrays = readers[kind](path)
     return arrays
@@ -169,4 +169,4 @@ def _unpacked(path: Path) -> bytes:
 
 
 def _damaged(path: Path, why: str) -> ProtofedError:
-    return ProtofedError(f"cannot read '{path}': {why}", "fetch or copy it again")
+    return ProtofedError(f"cannot read '{path}': {why}", "download or copy it again")

@@ -40,10 +40,10 @@ class Domain:
 
 @dataclass(frozen=True)
 class Augment:
-    """What happens to a training image: a random crop after zero padding, a horizontal flip.
+    """What is done to a training image: a random crop after zero padding, a horizontal flip.
 
-    For larger images: ``resized_crop``, a random part of that fraction of the area, enlarged;
-    ``jitter`` of brightness, contrast, saturation and hue; ``grayscale`` with that probability.
+    For larger images: ``resized_crop``, a random part with this range of the area, enlarged;
+    ``jitter`` of brightness, contrast, saturation and hue; ``grayscale`` with this probability.
     Training and test images are then scaled to [0, 1] and normalized with ``mean`` and ``std``.
     """
 
@@ -57,19 +57,19 @@ class Augment:
 
 
 IMAGE_SIZE = 32
-"""The side that images from files are resized to unless told otherwise."""
+"""The default side of images from files, in pixels."""
 
-RESERVED = ("average", "seen average")
+_RESERVED = ("average", "seen average")  # columns of every table
 
 
 @dataclass(frozen=True)
 class TaskInfo:
     """A task without its images.
 
-    ``domains``, ``classes``, ``clients`` and ``samples`` are None where only the images tell:
-    those of a folder are found when it is read. ``test_splits`` are the ways to divide the images,
-    the default first; none where there is nothing to choose. ``clients`` is the number of clients
-    of each domain, ``samples`` how many training images each of them holds.
+    ``domains``, ``classes``, ``clients`` and ``samples`` are None until a folder has been read.
+    ``test_splits`` are the ways to divide the images, the default first; empty if there is no
+    choice. ``clients`` is the number of clients of each domain, ``samples`` how many training
+    images each of them holds.
     """
 
     name: str
@@ -87,16 +87,16 @@ class TaskInfo:
 
 @dataclass(frozen=True)
 class Task:
-    """Domains + classes + image size, and what a comparison on it uses unless told otherwise.
+    """Domains, classes and image size, and the defaults of a comparison on them.
 
-    ``clients`` is the number of clients a domain has, ``samples`` how many training images each
+    ``clients`` is the number of clients of each domain, ``samples`` how many training images each
     of them holds: a count, or a fraction of the domain's training images. ``leftover`` and
     ``repair`` are rules of ``protofed.data.split`` that are part of the task's published protocol.
     ``whole_unseen``: a domain that is left out of training is tested on all of its images, not
     only on its test images.
 
-    ``digest`` is a hash of classes, splits, labels and pixels of images that come from files,
-    ``test_split`` the way they were divided, ``skipped`` what could not be decoded.
+    For images from files, ``digest`` is a hash of classes, splits, labels and pixels,
+    ``test_split`` the way they were divided, and ``skipped`` the files that could not be decoded.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Task:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in RESERVED:  # a column of every table
+        for name in _RESERVED:
             if name in self.domains:
                 raise ProtofedError(
                     f"a domain cannot be called '{name}': tables have a column of that name",
@@ -123,12 +123,12 @@ class Task:
 
     @property
     def has_images(self) -> bool:
-        """False for the outline of a task, whose images are elsewhere."""
+        """Whether the images are at hand, not only the shape of the task."""
         return any(len(domain.train) for domain in self.domains.values())
 
     @property
     def info(self) -> TaskInfo:
-        """What is known of the task without its images."""
+        """The task without its images."""
         return TaskInfo(
             self.name,
             tuple(self.domains),

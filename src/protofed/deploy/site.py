@@ -19,7 +19,8 @@ from protofed import tree
 from protofed.config import TASK_OPTIONS, Config
 from protofed.data import Images, Share, Task, load_task
 from protofed.data.info import FOLDER
-from protofed.data.real import own_folder, site_images
+from protofed.data.load import site_images
+from protofed.data.sources.folder import folder_path
 from protofed.deploy.members import FILE, Members, read_members
 from protofed.deploy.messages import Answer, Request, read_request, write
 from protofed.deploy.spec import unpack
@@ -134,7 +135,7 @@ def check_public(home: Home) -> str:
     """Read the site's public images before it joins, and tell of them; the run compares later."""
     source = f"{FOLDER}{home.public}"
     if home.members.task is not None:  # the run says what size they have
-        return str(own_folder(source, "say where they are: --public PATH"))
+        return str(folder_path(source, "say where they are: --public PATH"))
     with _advice_for_sites():
         wanted = PublicImages(source, images=1)
         return describe_digest(

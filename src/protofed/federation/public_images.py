@@ -24,8 +24,9 @@ from torch import Tensor
 from protofed import keys
 from protofed.data import TASKS, Images, Share, Task, load_task
 from protofed.data.info import FOLDER
-from protofed.data.real import own_folder, public_images
-from protofed.data.specs import SPECS
+from protofed.data.load import public_images
+from protofed.data.sources import PUBLISHED
+from protofed.data.sources.folder import folder_path
 from protofed.errors import ProtofedError, unknown
 from protofed.method import PublicImages
 
@@ -164,7 +165,7 @@ def _external_images(
 ) -> _ExternalImages:
     """Images that are not the task's: those of a folder, or of another task."""
     if source.startswith(FOLDER):
-        path = own_folder(source, "write public=folder:PATH; any tree of images will do")
+        path = folder_path(source, "write public=folder:PATH; any tree of images will do")
         x = public_images(path, task.image_size, skip_bad)
         hashes = [hashlib.sha256(image.numpy()).digest() for image in x]
         order = sorted(range(len(x)), key=hashes.__getitem__)
@@ -174,7 +175,7 @@ def _external_images(
     if source not in TASKS:
         valid = (UNUSED, *task.domains, *TASKS, f"{FOLDER}PATH")
         raise unknown("source of public images", source, valid)
-    size = task.image_size if source in SPECS else None  # glyphs have one size
+    size = task.image_size if source in PUBLISHED else None  # glyphs have one size
     other = load_task(source, data, image_size=size, skip_bad=skip_bad)
     if other.image_size != task.image_size:
         raise ProtofedError(

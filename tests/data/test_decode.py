@@ -1,4 +1,4 @@
-"""One image: every mode, rotation, and bytes that are none."""
+"""One image: every mode, rotation, and bytes that are not an image."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from protofed.data.images import BadImage, decode
+from protofed.data.decode import BadImage, decode
 
 
 def color(content: bytes, size: int = 8) -> list[int]:
@@ -72,12 +72,12 @@ def test_gray_arrays_get_three_channels() -> None:
     assert (large[0] == large[1]).all() and (large[0] == large[2]).all()
 
 
-def test_bytes_that_are_no_image(pictures: Any) -> None:
+def test_bytes_that_are_not_an_image(pictures: Any) -> None:
     whole = pictures.one(side=40, kind="JPEG")
     floating = pictures.encoded(Image.new("F", (4, 4), 0.5), "TIFF")
     for content, words in (
         (b"", "empty"),
-        (b"hello", "no image"),
+        (b"hello", "not an image"),
         (whole[: len(whole) // 2], "truncated"),
         (pictures.one(side=40)[:200], "."),
         (floating, "floating-point"),

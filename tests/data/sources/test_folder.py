@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tarfile
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from protofed.data import DataMissing, load_task
-from protofed.data.images import decode
+from protofed.data.decode import decode
 from protofed.errors import ProtofedError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -77,8 +78,6 @@ def test_archives_with_and_without_a_folder_around(tmp_path: Path, pictures: Any
     digest = load_task(f"folder:{root}").digest
     wrapped = pictures.tar(root, tmp_path / "wrapped.tar")
     assert load_task(f"folder:{wrapped}").digest == digest
-    import tarfile
-
     with tarfile.open(tmp_path / "bare.tar.gz", "w:gz") as archive:
         for domain in ("a", "b"):
             archive.add(root / domain, arcname=domain)
@@ -107,7 +106,7 @@ def test_a_name_composed_and_decomposed_is_one_class(tmp_path: Path, pictures: A
         assert labels(task.domains["a"].train) == labels(task.domains["b"].train)
 
 
-def test_a_name_that_is_no_text(tmp_path: Path, pictures: Any) -> None:
+def test_a_name_that_is_not_valid_text(tmp_path: Path, pictures: Any) -> None:
     root = pictures.tree(tmp_path / "x", names(("a",), ("c",), 10))
     try:
         (root / "a" / "c" / os.fsdecode(b"caf\xe9.png")).write_bytes(pictures.one(99))
@@ -154,14 +153,15 @@ def test_a_domain_without_images_and_one_with_too_few(tmp_path: Path, pictures: 
 
 def test_images_outside_of_class_folders(tmp_path: Path, pictures: Any) -> None:
     root = pictures.tree(tmp_path / "x", [*names(("a",), ("c",)), "a/stray.png"])
-    with pytest.raises(ProtofedError, match=r"stray\.png' is in no class folder"):
+    with pytest.raises(ProtofedError, match=r"stray\.png' is not in a class folder"):
         load_task(f"folder:{root}")
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    for name in (f"folder:{tmp_path / 'absent'}", "folder:"):
-        with pytest.raises(DataMissing, match="folder:PATH"):
-            load_task(name)
+    with pytest.raises(DataMissing, match="folder:PATH"):
+        load_task(f"folder:{tmp_path / 'absent'}")
+    with pytest.raises(ProtofedError, match="folder:PATH"):
+        load_task("folder:")
     with pytest.raises(DataMissing, match="no images"):
         load_task(f"folder:{tmp_path}")
 
@@ -189,7 +189,7 @@ def test_bad_images_are_refused_by_name(tmp_path: Path, pictures: Any) -> None:
         text = str(error.value)
         assert "3 of 41 images" in text and "--skip-bad" in text
         assert "a/c/3.png': it is empty" in text
-        assert "b/d/9.png" in text and "notes.doc': it is no image" in text
+        assert "b/d/9.png" in text and "notes.doc': it is not an image" in text
 
 
 def test_skip_bad_counts_and_lists(tmp_path: Path, pictures: Any) -> None:
@@ -197,7 +197,7 @@ def test_skip_bad_counts_and_lists(tmp_path: Path, pictures: Any) -> None:
     for _ in range(2):  # decoded, then from the cache
         task = load_task(f"folder:{root}", skip_bad=True)
         assert len(task.skipped) == 3 and "a/c/3.png: it is empty" in task.skipped[0]
-        assert "3 files that are no images were left out" in task.note
+        assert "Left out 3 files that are not images" in task.note
         # the others stay where they would be: test images are 8, 9, 18 and 19 of the order
         assert labels(task.domains["a"].train) == [0] * 7 + [1] * 8
         content = (root / "a" / "c" / "4.png").read_bytes()

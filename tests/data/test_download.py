@@ -18,6 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 import pytest
+from protofed.data.fetch import SUMS, DiskFull, Fetcher, Mismatch, count
+from protofed.data.homes import RECIPES, Recipe, Source, recipe
 from rich.console import Console
 from scipy.io import savemat
 from typer.testing import CliRunner
@@ -25,8 +27,6 @@ from typer.testing import CliRunner
 from protofed.cli.app import app
 from protofed.data import fetch as module
 from protofed.data import homes
-from protofed.data.fetch import SUMS, DiskFull, Fetcher, Mismatch, count
-from protofed.data.homes import RECIPES, Recipe, Source, recipe
 from protofed.errors import ProtofedError
 
 RNG = np.random.default_rng(0)

@@ -1,8 +1,9 @@
-"""The real images, where they are at hand: exact counts, and what can be seen of them."""
+"""The real images, if they are at hand: exact counts, and what they look like."""
 
 from __future__ import annotations
 
 import io
+import os
 import time
 from pathlib import Path
 
@@ -10,10 +11,10 @@ import pytest
 from PIL import Image
 
 from protofed.data import Task, load_task
-from protofed.data.show import counts, sheet
+from protofed.data.contact_sheet import class_counts, contact_sheet
 from protofed.data.verify import verify
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+SHARED = Path(os.environ.get("PROTOFED_DATA") or Path(__file__).parents[4] / "shared" / "data")
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="no real images here")
 
 SIZES = {
@@ -56,19 +57,19 @@ def task(name: str) -> Task:
 def test_counts_and_sheet(name: str) -> None:
     loaded = task(name)
     assert {d: (len(i.train), len(i.test)) for d, i in loaded.domains.items()} == SIZES[name]
-    for domain in counts(loaded).values():
+    for domain in class_counts(loaded).values():
         assert min(domain["train"]) > 0 and min(domain["test"]) > 0
-    page = Image.open(io.BytesIO(sheet(loaded)))
+    page = Image.open(io.BytesIO(contact_sheet(loaded)))
     assert page.format == "PNG" and page.width > 500 and page.height > 300
     if name == "digits":
-        assert "partial SVHN" in loaded.note and "re-creation" in loaded.note
-        assert sum(counts(loaded)["mnist"]["train"][:2]) == 5923 + 6742
+        assert "SVHN is partial" in loaded.note and "re-creation" in loaded.note
+        assert sum(class_counts(loaded)["mnist"]["train"][:2]) == 5923 + 6742
 
 
 def test_office_has_copies_in_training_and_test() -> None:
     report = verify("office_caltech", SHARED)
-    assert not report.bad and not report.disputed
-    assert (len(report.crossing), report.twins) == (10, 18)
+    assert not report.bad and not report.conflicting
+    assert (len(report.leaked), report.repeated) == (10, 18)
     assert all(have == official for have, official in report.counts.values())
 
 

@@ -1,6 +1,6 @@
-"""Folders and archives of files, listed and read alike.
+"""The files in folders and archives, listed and read in the same way.
 
-Members of an archive are read in memory. Nothing is ever written to a path that an archive names.
+Members of an archive are read into memory. Nothing is ever written to a path from an archive.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from pathlib import Path
 
 from protofed.errors import ProtofedError
 
-Parts = tuple[str, ...]
+FileParts = tuple[str, ...]
 Stamp = list[tuple[str, int, int, int]]
 
-_PARTIAL = (".part", ".part.json")
 _JUNK = {"thumbs.db", "desktop.ini", "__macosx"}
 
 
 @dataclass(frozen=True)
 class File:
-    """A file: the parts of its path in the tree, what to call it in a message, and its content."""
+    """A file: the parts of its path in the tree, its name in messages, and its content."""
 
-    parts: Parts
+    parts: FileParts
     name: str
     read: Callable[[], bytes]
 
 
 def hidden(name: str) -> bool:
-    """Whether a desktop left it behind (.DS_Store, Thumbs.db), or it is half of a download."""
-    return name.startswith(".") or name.lower() in _JUNK or name.endswith(_PARTIAL)
+    """Whether a desktop left it behind (.DS_Store, Thumbs.db) or it is a partial download."""
+    return name.startswith(".") or name.lower() in _JUNK or name.endswith(".part")
 
 
-def walk(folder: Path) -> Iterator[tuple[Parts, os.DirEntry[str]]]:
+def walk(folder: Path) -> Iterator[tuple[FileParts, os.DirEntry[str]]]:
     """All files and folders below, sorted by name, without hidden ones; links are followed."""
 
     def inside(
-        path: str, parts: Parts, above: frozenset[str]
-    ) -> Iterator[tuple[Parts, os.DirEntry[str]]]:
+        path: str, parts: FileParts, above: frozenset[str]
+    ) -> Iterator[tuple[FileParts, os.DirEntry[str]]]:
         with os.scandir(path) as entries:
             found = sorted((e for e in entries if not hidden(e.name)), key=lambda e: e.name)
         for entry in found:
@@ -52,7 +51,7 @@ def walk(folder: Path) -> Iterator[tuple[Parts, os.DirEntry[str]]]:
             yield own, entry
             if entry.is_dir():
                 real = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
-                if real not in above:  # a link to a folder it lies in would never end
+                if real not in above:  # a link to a folder that contains it would never end
                     yield from inside(entry.path, own, above | {real})
 
     try:
@@ -62,7 +61,7 @@ def walk(folder: Path) -> Iterator[tuple[Parts, os.DirEntry[str]]]:
 
 
 def stamp(paths: Iterable[Path]) -> Stamp:
-    """Name, size and times of every file: what changes whenever a file is written."""
+    """Name, size and times of every file; they change whenever a file is written."""
     rows: Stamp = []
     for path in paths:
         if path.is_dir():
@@ -100,18 +99,18 @@ def content_key(paths: Iterable[Path]) -> str:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the file is a tar (perhaps compressed) or a zip, by its content."""
+    """Whether the content of the file is a tar (perhaps compressed) or a zip archive."""
     try:
         return path.is_file() and (zipfile.is_zipfile(path) or tarfile.is_tarfile(path))
     except (OSError, EOFError, ValueError):
         return False
 
 
-def files(path: Path) -> tuple[list[File], set[Parts]]:
+def list_files(path: Path) -> tuple[list[File], set[FileParts]]:
     """The files and the folders of a tree.
 
-    A folder's own name is the first part of its files' paths; an archive has the paths inside it.
-    Names are composed (NFC): a Mac writes é as two characters, and it is the same class.
+    The paths of a folder's files start with its own name; those of an archive are as it has them.
+    Names are composed (NFC): macOS writes é as two characters, and it is the same class.
     """
     if path.is_dir():
         listed, folders = [], set()
@@ -120,32 +119,32 @@ def files(path: Path) -> tuple[list[File], set[Parts]]:
             if entry.is_dir():
                 folders.add(own)
             else:
-                # a name that is no text can be read, but not printed
+                # a name that is not valid text can be read but not printed
                 name = os.fsencode(entry.path).decode("utf-8", "replace")
                 listed.append(File(own, name, partial(_read, entry.path)))
         return listed, folders
     try:
         return _zip(path) if zipfile.is_zipfile(path) else _tar(path)
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise ProtofedError(f"'{path}' is damaged: {error}", "fetch or copy it again") from None
+        raise ProtofedError(f"'{path}' is damaged: {error}", "download or copy it again") from None
 
 
 def _read(path: str) -> bytes:
     return Path(path).read_bytes()
 
 
-def _parts(name: str) -> Parts:
+def _parts(name: str) -> FileParts:
     return _composed(p for p in name.split("/") if p not in ("", "."))
 
 
-def _composed(parts: Iterable[str]) -> Parts:
+def _composed(parts: Iterable[str]) -> FileParts:
     return tuple(unicodedata.normalize("NFC", p) for p in parts)
 
 
-def _tar(path: Path) -> tuple[list[File], set[Parts]]:
+def _tar(path: Path) -> tuple[list[File], set[FileParts]]:
     listed, folders = [], set()
     with tarfile.open(path) as archive:
-        # Members of a plain tar are read where they lie; a compressed one has to be read whole.
+        # Members of a plain tar are read in place; a compressed one has to be read whole.
         plain = archive.fileobj is not None and type(archive.fileobj).__name__ == "BufferedReader"
         for member in archive:
             parts = _parts(member.name)
@@ -170,12 +169,12 @@ def _slice(path: Path, offset: int, size: int) -> bytes:
         file.seek(offset)
         content = file.read(size)
     if len(content) != size:
-        raise OSError(f"'{path}' ends too early")
+        raise OSError(f"'{path}' is truncated")
     return content
 
 
-def _zip(path: Path) -> tuple[list[File], set[Parts]]:
-    # All of it in memory: threads must not share an open zip file.
+def _zip(path: Path) -> tuple[list[File], set[FileParts]]:
+    # All of it in memory, as threads must not share an open zip file.
     listed, folders = [], set()
     with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
         for info in archive.infolist():

@@ -14,7 +14,7 @@ import pytest
 from scipy.io import savemat
 
 from protofed.data import DataMissing, load_task
-from protofed.data.images import decode
+from protofed.data.decode import decode
 from protofed.errors import ProtofedError
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -107,7 +107,7 @@ def test_plain_npz_digits_say_what_they_are(tmp_path: Path) -> None:
     svhn = task.domains["svhn"]
     assert svhn.train.y.tolist() == [5, 7] and svhn.test.y.tolist() == [6]
     assert svhn.train.x[:, 0, 0, 0].tolist() == [0, 2]
-    assert "partial SVHN" in task.note and "not the official split" in task.note
+    assert "SVHN is partial" in task.note and "not the official split" in task.note
     assert "syn is a re-creation" in task.note
 
 
@@ -202,7 +202,7 @@ def test_pacs_kfold_leaky(tmp_path: Path, pictures: Any) -> None:
     assert photo.train.y.tolist() == [0, 0, 0, 5, 5, 5]
     content = (root / "PACS" / "kfold" / "photo" / "dog" / "x02.jpg").read_bytes()
     np.testing.assert_array_equal(photo.train.x[0].numpy(), decode(content, 32))  # the list's order
-    assert "contain the training images" in task.note
+    assert "include the training images" in task.note
     clean = load_task("pacs", root)
     assert counts(clean) == dict.fromkeys(PACS, (8, 2))
     assert clean.digest != task.digest and clean.leftover
@@ -216,8 +216,8 @@ def test_pacs_lists_missing_wrong_or_of_another_copy(tmp_path: Path, pictures: A
     text = path.read_text()
     for content, words in (
         (text.replace("x02", "x77"), "line 1: there is no image 'cartoon/dog/x77.jpg'"),
-        (text.replace("x0", "y0"), "fits none of the images"),
-        (text.replace("jpg 6", "jpg 5"), "labels do not fit"),
+        (text.replace("x0", "y0"), "matches none of the images"),
+        (text.replace("jpg 6", "jpg 5"), "labels do not match"),
         ("nonsense\n", "is not a path and a label"),
     ):
         path.write_text(content)

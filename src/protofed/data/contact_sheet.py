@@ -1,4 +1,4 @@
-"""A task at a glance: how many images it has of what, and a sheet of them."""
+"""A task at a glance: how many images each class has, and a contact sheet of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MARGIN = 10
 _INK, _FAINT, _PAPER = "#222222", "#b0b0b0", "white"
 
 
-def counts(task: Task) -> dict[str, dict[str, list[int]]]:
-    """Images of each class, by domain and split."""
+def class_counts(task: Task) -> dict[str, dict[str, list[int]]]:
+    """The number of images of each class, by domain and split."""
 
     def per_class(images: Images) -> list[int]:
         return torch.bincount(images.y, minlength=len(task.classes)).tolist()
@@ -27,10 +27,10 @@ def counts(task: Task) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def sheet(task: Task, each: int = 4) -> bytes:
-    """A PNG with a row for each domain, a column for each class, ``each`` images where they meet.
+def contact_sheet(task: Task, each: int = 4) -> bytes:
+    """A PNG with a row per domain and a column per class, ``each`` images in every cell.
 
-    They are training images, taken at even distances; small ones are enlarged.
+    They are evenly spaced training images; small ones are enlarged.
     """
     zoom = max(1, 64 // task.image_size)
     side = task.image_size * zoom
@@ -80,7 +80,7 @@ def _length(text: str, font: ImageFont.FreeTypeFont) -> int:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    # Pillow's own font has Latin letters only; matplotlib brings one with many scripts.
+    # Pillow's own font has Latin letters only; matplotlib ships one with many scripts.
     import matplotlib
 
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from protofed.data import decoded, load_task
+from protofed.data import decode, load, load_task
 
 NAMES = [f"{d}/{c}/{i}.png" for d in "ab" for c in "cd" for i in range(10)]
 
@@ -34,8 +34,8 @@ def test_decoded_once_and_mapped(
 ) -> None:
     first = load_task(name)
     assert [p.suffix for p in files(own_cache)] == [".json", ".npy"]
-    monkeypatch.setattr(decoded, "build", no_decoding)
-    monkeypatch.setattr("protofed.data.real.content_key", no_decoding)  # stamps are enough
+    monkeypatch.setattr(load, "decode_all", no_decoding)
+    monkeypatch.setattr(load, "content_key", no_decoding)  # stamps are enough
     second = load_task(name)
     assert second.digest == first.digest
     assert torch.equal(first.domains["a"].train.x, second.domains["a"].train.x)
@@ -49,7 +49,7 @@ def test_the_same_content_elsewhere_is_not_decoded_again(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = load_task(name).digest
-    monkeypatch.setattr(decoded, "build", no_decoding)
+    monkeypatch.setattr(load, "decode_all", no_decoding)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "x").rename(tmp_path / "elsewhere" / "x")
     for path in (tmp_path / "elsewhere" / "x").rglob("*.png"):
@@ -125,7 +125,7 @@ def test_an_interrupted_build_leaves_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(decoded, "decode", interrupt)
+        patch.setattr(decode, "decode", interrupt)
         load_task(name)
     assert list((own_cache / "decoded").iterdir()) == []
     load_task(name)
@@ -136,6 +136,6 @@ def test_a_long_build_says_so(
 ) -> None:
     load_task(name)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(decoded, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(decode, "PATIENCE_SECONDS", -1.0)
     load_task(name, image_size=16)
     assert "decoding 40 images of folder" in capsys.readouterr().err

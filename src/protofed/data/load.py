@@ -1,0 +1,224 @@
+"""Loading images: found on the disk, decoded once, and put together as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+from torch import Tensor
+
+from protofed.data import cache
+from protofed.data.augment import AUGMENTS
+from protofed.data.cache import Decoded
+from protofed.data.decode import decode_all
+from protofed.data.glyphs import load_glyphs
+from protofed.data.info import FOLDER, describe
+from protofed.data.listing import content_key, stamp
+from protofed.data.locate import locate
+from protofed.data.samples import Plan
+from protofed.data.sources import PUBLISHED
+from protofed.data.sources.folder import TEST_SPLITS, folder_path, folder_plan, public_plan
+from protofed.data.task import Task, TaskInfo
+from protofed.errors import ProtofedError, unknown
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "data": ((str, Path), "a folder"),
+    "image_size": ((int,), "a whole number from 8 to 1024"),
+    "flip": ((bool,), "true or false"),
+    "test_split": ((str,), "a name"),
+    "skip_bad": ((bool,), "true or false"),
+    "augment": ((str,), "a name"),
+}
+_IMAGE_SIZES = range(8, 1025)
+
+
+def load_task(
+    name: str,
+    data: str | Path | None = None,
+    image_size: int | None = None,
+    flip: bool | None = None,
+    test_split: str | None = None,
+    skip_bad: bool = False,
+    augment: str | None = None,
+) -> Task:
+    """The named task, or ``folder:PATH`` for your own tree ``domain/class/image``.
+
+    Args:
+        name: one of ``TASKS``, or ``folder:PATH``.
+        data: the folder of the published tasks; default ``PROTOFED_DATA``, else the cache folder.
+        image_size: the side that images are resized to, in pixels.
+        flip: whether training images are flipped at random.
+        test_split: another way to divide the images, e.g. ``kfold_leaky`` of pacs.
+        skip_bad: leave out files that cannot be decoded.
+        augment: ``crop`` or ``large``.
+    """
+    info = describe(name)
+    _check(data=data, image_size=image_size, flip=flip, test_split=test_split, skip_bad=skip_bad,
+           augment=augment)  # fmt: skip
+    if augment is not None and augment not in AUGMENTS:
+        raise unknown("augmentation", augment, AUGMENTS)
+    if name == "glyphs":
+        return _glyphs(info, image_size, flip, test_split, augment)
+    split = test_split or info.test_splits[0]
+    if split not in info.test_splits:
+        raise unknown(f"test split of {name}", split, info.test_splits)
+    paths = _locate(name, data)
+    size = image_size or info.image_size
+    kind = name.partition(":")[0]
+    images = _decoded(kind, paths, size, split, skip_bad, lambda: _plan(name, paths, split))
+    published = PUBLISHED.get(name)
+    notes = [info.about or f"Images of {paths[0]}.", *images.notes]
+    if images.skipped:
+        notes.append(f"Left out {len(images.skipped)} files that are not images.")
+    return Task(
+        name=name,
+        classes=images.classes,
+        domains=images.domains,
+        augment=AUGMENTS[augment or "crop"](info.flip if flip is None else flip),
+        clients=info.clients or dict.fromkeys(images.domains, 1),
+        samples=info.samples or dict.fromkeys(images.domains, 1.0),
+        note=" ".join(notes),
+        leftover=info.leftover,
+        repair=info.repair,
+        # the leaky test images are all of a domain already
+        whole_unseen=split != "kfold_leaky" and (published is None or published.whole_unseen),
+        digest=images.digest,
+        test_split=split,
+        skipped=images.skipped,
+    )
+
+
+def site_images(path: Path, size: int, skip_bad: bool) -> Decoded:
+    """The images of one site, a tree ``class/image`` or ``{train,test}/class/image``.
+
+    They are one domain, named after the folder.
+    """
+    plan = partial(folder_plan, path, one_domain=True)
+    return _decoded("site", [path], size, TEST_SPLITS[0], skip_bad, plan)
+
+
+def public_images(path: Path, size: int, skip_bad: bool) -> Tensor:
+    """All images in a folder or archive, without labels: uint8 [N, 3, size, size]."""
+    plan = partial(public_plan, path)
+    found = _decoded("public", [path], size, TEST_SPLITS[0], skip_bad, plan)
+    (domain,) = found.domains.values()
+    return domain.train.x
+
+
+def task_plan(name: str, data: str | Path | None, test_split: str) -> Plan:
+    """The images of a task from files, not decoded."""
+    return _plan(name, _locate(name, data), test_split)
+
+
+def _check(**options: Any) -> None:
+    for name, value in options.items():
+        types, words = _TYPES[name]
+        right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        if name == "image_size":
+            right = right and value in _IMAGE_SIZES
+        if value is not None and not right:
+            raise ProtofedError(f"{name} must be {words}, got {value!r}")
+
+
+def _glyphs(
+    info: TaskInfo,
+    image_size: int | None,
+    flip: bool | None,
+    test_split: str | None,
+    augment: str | None,
+) -> Task:
+    if image_size not in (None, info.image_size):
+        raise ProtofedError(f"glyphs have {info.image_size} pixels, not {image_size}")
+    if test_split is not None:
+        raise ProtofedError("glyphs have only one test split", "leave out --test-split")
+    if augment not in (None, "crop"):
+        raise ProtofedError("glyphs have only one augmentation", "leave out --augment")
+    task = load_glyphs()
+    return task if flip is None else replace(task, augment=replace(task.augment, flip=flip))
+
+
+def _locate(name: str, data: str | Path | None) -> list[Path]:
+    return [folder_path(name)] if name.startswith(FOLDER) else locate(PUBLISHED[name], data)
+
+
+def _plan(name: str, paths: list[Path], test_split: str) -> Plan:
+    if name.startswith(FOLDER):
+        return folder_plan(paths[0])
+    return PUBLISHED[name].plan(paths, test_split)
+
+
+def _decoded(
+    kind: str,
+    paths: list[Path],
+    size: int,
+    test_split: str,
+    skip_bad: bool,
+    plan: Callable[[], Plan],
+) -> Decoded:
+    """The images of files, from the cache if it has them.
+
+    Cache entries are named after the files' content, so that neither another folder nor a copy of
+    the data is decoded again. The content is hashed once: afterwards the names, sizes and times of
+    the files stand for it, as they do for git.
+    """
+    # without skip_bad first: that entry has no bad images, so it serves both
+    asked = [
+        (PIL.__version__, kind, size, test_split, skip)
+        for skip in ([False, True] if skip_bad else [False])
+    ]
+    before = stamp(paths)
+    for options in asked:
+        known = cache.recall(before, *options)
+        found = cache.load(known) if known else None
+        if found is not None:
+            return found
+    content = content_key(paths)
+    for options in asked:
+        entry = cache.entry_name(kind, size, content, *options)
+        found = cache.load(entry)
+        if found is not None:
+            cache.remember(entry, before, *options)
+            return found
+    result = _decode_plan(entry, plan(), kind, size, skip_bad)
+    if stamp(paths) == before:  # else a file changed while it was read
+        cache.remember(entry, before, *options)
+    return result
+
+
+def _decode_plan(entry: str, plan: Plan, title: str, size: int, skip_bad: bool) -> Decoded:
+    """Decode all images of the plan and store them in the cache."""
+    samples = [s for part in plan.parts.values() for s in part]
+    with cache.scratch(entry, (len(samples), 3, size, size)) as pixels:
+        bad = decode_all(samples, pixels, title)
+        if bad and not skip_bad:
+            shown = "; ".join(f"'{samples[i].name}': {why}" for i, why in list(bad.items())[:5])
+            more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
+            raise ProtofedError(
+                f"cannot decode {len(bad)} of {len(samples)} images: {shown}{more}",
+                "fix or remove them, or leave them out with --skip-bad",
+            )
+        if bad:
+            good = np.ones(len(samples), bool)
+            good[list(bad)] = False
+            pixels = np.array(pixels[good])
+        return cache.store(entry, _labels(plan, bad), pixels)
+
+
+def _labels(plan: Plan, bad: dict[int, str]) -> cache.Labels:
+    parts: list[tuple[str, str, list[int]]] = []
+    skipped = []
+    start = 0
+    for (domain, split), samples in plan.parts.items():
+        rows = list(enumerate(samples, start))
+        skipped += [f"{s.name}: {bad[i]}" for i, s in rows if i in bad]
+        labels = [s.label for i, s in rows if i not in bad]
+        if not labels:
+            raise ProtofedError(f"no image for {split} is left of domain '{domain}'")
+        parts.append((domain, split, labels))
+        start += len(samples)
+    return cache.Labels(plan.classes, parts, plan.notes, skipped)
