@@ -575,7 +575,7 @@ def test_clients_table_is_stored_and_shown(tmp_path: Path) -> None:
     assert lines[2] == "  a-2 gets 6 of 9 samples: what was left"
 
     result = run(tiny_task(), out=tmp_path / "run", dirichlet=0.1, **TINY)
-    stored = json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))
+    stored = json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))["clients"]
     assert stored == result.summary["clients"]
     assert stored[0].keys() == {"client", "domain", "model", "samples", "classes", "per_class"}
     assert "label skew Dirichlet(0.1)" in caption([result])
@@ -586,7 +586,7 @@ def test_clients_json_is_there_from_the_start(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(tiny_task(), out=tmp_path / "run", observers=[_Interrupt(after=0)], **TINY)
-    assert len(json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))) == 4
+    assert len(json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))["clients"]) == 4
 
 
 def test_skewed_runs_resume_to_the_same_numbers(tmp_path: Path) -> None:
