@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from protofed import analysis, tree
+from protofed import analysis
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
-from protofed.runs.result import Result, load_run
-from protofed.runs.run import run
+from protofed.runs.folder import RunFolder
+from protofed.runs.run import Result, load_run, run
 from protofed.testing.checks import TINY, tiny_task
 
 TASK = tiny_task()
-QUICK: dict[str, Any] = {**TINY, "epochs": 1, "task": TASK}
+QUICK: dict[str, Any] = {**TINY, "epochs": 1, "samples": 12, "task": TASK}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_features_are_those_of_the_final_model(fpl: Result, split: str) -> None:
 
 def test_features_of_an_earlier_round(fpl: Result) -> None:
     assert fpl.folder is not None
-    model = tree.load(fpl.folder / "snapshots" / "1.safetensors")[0]["model"]
+    model = RunFolder(fpl.folder).artifact("snapshots", 1)[0]["model"]
     z, _ = analysis.features(fpl, "left", round=1, task=TASK)
     with torch.no_grad():
         x = normalized(TASK.domains["left"].test.x, TASK.augment, torch.float32)
@@ -117,8 +117,7 @@ def test_counts() -> None:
 
 @pytest.fixture
 def handmade(fpl: Result, tmp_path: Path) -> Result:
-    """A run whose kept prototypes are: two clients along x, two along y; c1 lacks class b."""
-    (tmp_path / "prototypes").mkdir()
+    """A run that kept prototypes of two clients along x and two along y; c1 lacks class b."""
     x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
     kept = {"down": {"cluster.mean": torch.stack([x, y])[None].repeat(2, 1, 1),
                      "cluster.mask": torch.tensor([[1.0, 1.0], [1.0, 0.0]])}}  # fmt: skip
@@ -126,8 +125,8 @@ def handmade(fpl: Result, tmp_path: Path) -> Result:
         mean = torch.stack([way, way])
         kept[f"up{i}"] = {"p.mean": mean, "p.count": torch.tensor([5.0, float(count)])}
     clients = [{"client": f"c{i}", "domain": "xxyy"[i]} for i in range(4)]
-    metadata = {"round": 3, "clients": clients, "classes": ["a", "b"]}
-    tree.save(kept, tmp_path / "prototypes" / "3.safetensors", metadata)
+    metadata = {"clients": clients, "classes": ["a", "b"]}
+    RunFolder(tmp_path).save_artifact("prototypes", 3, kept, metadata)
     return Result(fpl.config, fpl.rounds, fpl.model, fpl.summary, tmp_path)
 
 

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
 
 from protofed.errors import ProtofedError
-from protofed.files import CannotWrite, write_atomic
+from protofed.files import CannotWrite, Damaged, read_json, write_atomic, write_json
 
 
 def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_a_failed_first_write_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("number", "hint"), [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another place")]
+    ("number", "hint"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "choose another place")]
 )
 def test_what_cannot_be_written_is_told_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, hint: str
@@ -81,21 +83,21 @@ def test_what_cannot_be_written_is_told_with_its_name(
     assert (told.value.errno, told.value.filename) == (number, str(tmp_path / "file"))
 
 
-def test_the_old_file_is_there_until_the_new_one_is_complete(
+def test_content_and_then_its_name_are_brought_onto_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
     write_atomic(path, "old")
-    seen = []
+    seen: list[tuple[bool, str]] = []
     sync = os.fsync
 
     def look(handle: int) -> None:
         sync(handle)
-        seen.append(path.read_text())
+        seen.append((stat.S_ISDIR(os.fstat(handle).st_mode), path.read_text()))
 
     monkeypatch.setattr(os, "fsync", look)
     write_atomic(path, "new")
-    assert seen == ["old"]
+    assert seen == [(False, "old"), (True, "new")]
     assert path.read_text() == "new"
 
 
@@ -106,3 +108,23 @@ def test_something_that_is_no_bytes_leaves_the_old_content(tmp_path: Path) -> No
         write_atomic(path, 3)  # type: ignore[arg-type]
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_carries_its_format(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, {"a": "ü"})
+    assert json.loads(path.read_text("utf-8")) == {"format": 1, "a": "ü"}
+    assert read_json(path, ["a"]) == {"a": "ü"}
+    path.write_text('{"a": 1}')
+    assert read_json(path) == {"a": 1}, "from before there were formats"
+    path.write_text('{"format": 2}')
+    with pytest.raises(ProtofedError, match=r"newer version of protofed \(format 2;.*upgrade"):
+        read_json(path, ["a"])
+
+
+@pytest.mark.parametrize("text", ["", "x", "[]", '{"b": 1}', '{"a": 1, "format": "one"}', "\xff"])
+def test_damaged_json_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(Damaged, match=r"file\.json' is damaged: "):
+        read_json(path, ["a"])

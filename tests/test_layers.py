@@ -36,7 +36,6 @@ KNOWN = {
     ("methods", "federation"),
     ("models", "method"),
     ("models", "methods"),
-    ("runs", "report"),
     ("studies", "report"),
 }
 """Imports against the order that are still there."""

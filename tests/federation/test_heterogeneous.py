@@ -84,7 +84,7 @@ def test_the_table_is_in_the_file_the_hash_and_the_clients(tmp_path: Path) -> No
         for model in ("cnn2", "cnn3", "cnn3,cnn2", "cnn2,cnn3", TABLE)
     }
     assert len(hashes) == 5
-    stored = json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))
+    stored = json.loads((tmp_path / "run" / "clients.json").read_text("utf-8"))["clients"]
     assert {row["client"]: row["model"] for row in stored} == TABLE
     assert {row["client"]: row["model"] for row in whole.summary["clients"]} == TABLE
 

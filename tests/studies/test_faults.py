@@ -10,6 +10,7 @@ from rich.console import Console
 from protofed.errors import ProtofedError
 from protofed.files import Damaged
 from protofed.report import kept
+from protofed.runs.folder import RunFolder
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import builtin, dumps, load, parse
@@ -150,7 +151,7 @@ def test_damaged_files_are_named_and_a_packed_copy_survives(
     with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
         pack(tmp_path / "out", copy, images=0)
     if file == "summary.json":  # it is done again
-        assert not is_finished(run, plan.cells(study)[0].config())
+        assert not RunFolder(run).is_finished(plan.cells(study)[0].config().hash)
     assert (copy / "study.toml").read_text() == "a packed study"
     assert (copy / "report.html").is_file()
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 from protofed import tree
-from protofed.config import make_config
 from protofed.federation.client_state import ClientStore
-from protofed.federation.simulation import EXAMINED, Federation
-from protofed.methods import FedBN
-from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Tree
 
 
@@ -85,40 +79,33 @@ def test_an_old_state_is_let_go(tmp_path: Path) -> None:
     assert on_disk(tmp_path) == set(files.values()) == {"a.2.safetensors"}
 
 
-def federation(**more: Any) -> Federation:
-    settings = {**TINY, "norm": "batch", "epochs": 1, "samples": 1, "rounds": 2, **more}
-    task = tiny_task()
-    return Federation(make_config(task, FedBN(), **settings), task)
+def test_a_clients_name_is_a_safe_file_name(tmp_path: Path) -> None:
+    store = ClientStore(lambda name: {}, tmp_path / "clients", limit=0)
+    state = {"a": {"x": torch.ones(2)}}
+    for name in ("a/b", "../c", "ü 1", "a%2Fb"):
+        store.stage(name, state, 0)
+    store.accept()
+    assert all(tree.equal(store.get(n), state) for n in ("a/b", "../c", "ü 1", "a%2Fb"))
+    assert len(list((tmp_path / "clients").iterdir())) == 4
+    assert [p.name for p in tmp_path.iterdir()] == ["clients"]
 
 
-def test_of_many_clients_some_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protofed.federation.simulation.EXAMINED", 3)
-    many = federation(clients={"left": 8, "right": 2}, participation=0.2)
-    assert "3 clients" in many.examined
-    drawn = [[e.client for e in many._exams(round)] for round in range(6)]
-    for names in drawn:
-        assert len(names) == len(set(names)) == 5
-        assert [n for n in names if n.startswith("right")] == ["right-0", "right-1"]
-        assert names == sorted(names, key=list(many.sites).index)
-    assert len({n for names in drawn for n in names}) > 7, "others in other rounds"
-    assert drawn == [[e.client for e in many._exams(round)] for round in range(6)], "keyed"
-    record = many.run_round()
-    assert set(record["accuracy"]) == {"left", "right"}
+def test_staged_states_count_once_accepted() -> None:
+    store = ClientStore(lambda name: {"a": {"x": torch.zeros(1)}}, None)
+    store.stage("c", {"a": {"x": torch.ones(1)}}, 0)
+    assert store.get("c")["a"]["x"].item() == 0
+    store.abandon()
+    store.accept()
+    assert store.get("c")["a"]["x"].item() == 0
+    store.stage("c", {"a": {"x": torch.ones(1)}}, 0)
+    store.accept()
+    assert store.get("c")["a"]["x"].item() == 1
 
 
-def test_all_of_few_clients_are_examined() -> None:
-    few = federation(clients={"left": 8, "right": 2})
-    assert EXAMINED >= 8
-    assert few.examined == ""
-    assert [e.client for e in few._exams(0)] == list(few.sites)
-
-
-def test_images_of_clients_that_sit_out_are_not_kept_twice() -> None:
-    found = federation(clients={"left": 8, "right": 2}).sites
-    assert list(found) == [f"left-{i}" for i in range(8)] + ["right-0", "right-1"]
-    assert len(found) == 10 and "left-9" not in found
-    site = found["right-1"]
-    assert (site.name, site.domain, len(site.images)) == ("right-1", "right", 1)
-    assert site is not found["right-1"], "made when asked for, and not held"
-    assert torch.equal(site.images.x, found["right-1"].images.x)
-    assert found.domain("left-3") == "left"
+def test_a_state_can_become_empty() -> None:
+    store = ClientStore(lambda name: {"a": {"x": torch.zeros(1)}}, None)
+    store.stage("c", {"a": {"x": torch.ones(1)}}, 0)
+    store.accept()
+    store.stage("c", {}, 1)
+    store.accept()
+    assert not any(store.get("c").values()), "what upload gives is the next private state"

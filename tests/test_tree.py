@@ -233,3 +233,14 @@ def test_old_file_survives_a_failed_write(path: Path, monkeypatch: pytest.Monkey
         tree.save({"a": {"x": torch.zeros(1)}}, path)
     assert tree.load(path)[0]["a"]["x"].tolist() == [1]
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_files_of_a_newer_version_are_refused(path: Path) -> None:
+    tree.save({"a": {"x": torch.ones(1)}}, path, {"round": 3})
+    assert tree.load(path)[1] == {"round": 3}
+    save_file({"a/x": torch.ones(1)}, path, {"protofed": '{"format": 2}'})
+    with pytest.raises(ProtofedError, match="newer version of protofed"):
+        tree.load(path)
+    save_file({"a/x": torch.ones(1)}, path, {"protofed": "[]"})
+    with pytest.raises(ProtofedError, match="metadata"):
+        tree.load(path)

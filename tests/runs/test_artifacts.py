@@ -1,4 +1,4 @@
-"""What a run keeps of single rounds: the right things, of the right rounds, and no number moves."""
+"""What a run keeps of single rounds: the right things, of the right rounds; no number changes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs.diary import At, ctrl_c
 
 from protofed import tree
 from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation, Observer
-from protofed.runs.artifacts import Keeper, kept_rounds, prototype_entries
+from protofed.runs.artifacts import ArtifactWriter, prototype_entries, rounds_to_keep
+from protofed.runs.folder import RunFolder
 from protofed.runs.records import without_times
 from protofed.runs.result import Result
 from protofed.runs.run import run
@@ -21,19 +23,19 @@ from protofed.testing.checks import TINY, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-QUICK: dict[str, Any] = {**TINY, "epochs": 1, "task": tiny_task()}
+QUICK: dict[str, Any] = {**TINY, "epochs": 1, "samples": 8, "task": tiny_task()}
 
 
 def rounds(**settings: Any) -> list[int]:
-    return sorted(kept_rounds(make_config(device="cpu", **settings)))
+    return sorted(rounds_to_keep(make_config(device="cpu", **settings)))
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(
-        f"{kind}/{path.stem}"
+    return [
+        f"{kind}/{round}"
         for kind in ("prototypes", "snapshots")
-        for path in (folder / kind).glob("*")
-    )
+        for round in RunFolder(folder).artifact_rounds(kind)
+    ]
 
 
 def test_the_rounds_that_are_kept() -> None:
@@ -109,7 +111,7 @@ def test_the_files_hold_messages_broadcast_and_model(tmp_path: Path) -> None:
     for round in (2, 3):
         seen = dict(spy.seen[round])
         state = seen.pop("state")
-        slots, metadata = tree.load(tmp_path / "prototypes" / f"{round}.safetensors")
+        slots, metadata = RunFolder(tmp_path).artifact("prototypes", round)
         names = [row["client"] for row in metadata["clients"]]
         assert names == [n for n in spy.federation.server.clients if n in seen]
         assert [row["domain"] for row in metadata["clients"]] == [n[:-2] for n in names]
@@ -120,7 +122,7 @@ def test_the_files_hold_messages_broadcast_and_model(tmp_path: Path) -> None:
                 assert torch.equal(slots[f"up{i}"][f"prototypes.{entry}"], t)
         for entry, t in state["cluster"].items():
             assert torch.equal(slots["down"][f"cluster.{entry}"], t)
-        model, metadata = tree.load(tmp_path / "snapshots" / f"{round}.safetensors")
+        model, metadata = RunFolder(tmp_path).artifact("snapshots", round)
         assert tree.equal(model, {"model": state["model"]})
         assert metadata == {"round": round, "hash": result.config.hash}
     assert tree.equal(model, {"model": result.model})
@@ -131,26 +133,22 @@ def test_a_method_without_prototypes_keeps_models_only(tmp_path: Path) -> None:
     assert files(tmp_path) == ["snapshots/3"]
 
 
-@pytest.mark.parametrize("at", [(0, 2), (1, 1), (2, 4)])
 def test_after_a_crash_the_files_are_those_of_a_whole_run(
-    tmp_path: Path, digests: Callable[[Path], dict[str, str]], at: tuple[int, int]
+    tmp_path: Path, digests: Callable[[Path], dict[str, str]]
 ) -> None:
-    class Stop(Observer):
-        def client(self, round: int, done: int, total: int) -> None:
-            if (round, done) == at:
-                raise KeyboardInterrupt
-
     def go(name: str, **more: Any) -> Result:
         settings = {**QUICK, "keep_rounds": "all", "checkpoint_every": 2}
         return run(method="fpl", out=tmp_path / name, **settings, **more)
 
     go("whole")
-    with pytest.raises(KeyboardInterrupt):
-        go("cut", observers=[Stop()])
-    go("cut", resume=True)
-    for kind in ("prototypes", "snapshots"):
-        assert digests(tmp_path / "cut" / kind) == digests(tmp_path / "whole" / kind)
-        assert len(digests(tmp_path / "cut" / kind)) == 3
+    for at in ((0, 2), (1, 1), (2, 4)):
+        cut = f"cut{at[0]}"
+        with pytest.raises(KeyboardInterrupt):
+            go(cut, observers=[At(*at, ctrl_c)])
+        go(cut, resume=True)
+        for kind in ("prototypes", "snapshots"):
+            assert digests(tmp_path / cut / kind) == digests(tmp_path / "whole" / kind)
+            assert len(digests(tmp_path / cut / kind)) == 3
 
 
 def test_overwrite_forgets_what_was_kept(tmp_path: Path) -> None:
@@ -181,4 +179,4 @@ def test_only_prototypes_count_as_prototypes() -> None:
         "prototypes.mean", "prototypes.count", "cluster.mean", "cluster.mask",
     }  # fmt: skip
     assert prototype_entries(message, 5) == {}
-    assert Keeper(make_config(), None).rounds == frozenset()
+    assert ArtifactWriter(None, make_config(), "", "abcd", {}).rounds == frozenset()

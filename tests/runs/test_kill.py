@@ -1,3 +1,5 @@
+"""A process that is really killed."""
+
 from __future__ import annotations
 
 import os
@@ -7,16 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+from tests.runs.diary import numbers
 
 import protofed
-from protofed import tree
-from protofed.runs.records import Record, read_records, without_times
+from protofed.runs.folder import RunFolder
 
 ROUNDS = 4
 COMMAND = [
     *(sys.executable, "-m", "protofed", "run", "--task", "glyphs", "--method", "fpl"),
-    *("--rounds", str(ROUNDS), "--epochs", "2", "--clients", "1", "--samples", "40"),
+    *("--rounds", str(ROUNDS), "--epochs", "1", "--clients", "1", "--samples", "24"),
     *("--checkpoint-every", "2", "--device", "cpu", "--quiet"),
 ]
 PATIENCE = 120.0
@@ -44,31 +45,9 @@ def lines(out: Path) -> int:
         return 0
 
 
-def numbers(out: Path) -> list[Record]:
-    return without_times(read_records(out / "rounds.jsonl"))
-
-
-@pytest.fixture(scope="module")
-def wholes(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two uninterrupted runs, each in a process of its own."""
-    folders = [tmp_path_factory.mktemp("whole") / "run" for _ in range(2)]
-    for process in [start(folder) for folder in folders]:
-        finish(process)
-    return folders
-
-
-def test_two_processes_give_the_same_bits(wholes: list[Path]) -> None:
-    a, b = wholes
-    assert len(numbers(a)) == ROUNDS
-    assert numbers(a) == numbers(b)
-    assert (a / "model.safetensors").read_bytes() == (b / "model.safetensors").read_bytes()
-    assert (a / "config.toml").read_bytes() == (b / "config.toml").read_bytes()
-
-
-def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(
-    wholes: list[Path], tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
+def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """In another process than an uninterrupted run: two processes give the same bits, too."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
     victim = start(out)
     deadline = time.monotonic() + PATIENCE
     while lines(out) < ROUNDS - 1:
@@ -83,13 +62,14 @@ def test_a_run_killed_in_the_middle_of_a_round_resumes_to_the_same_bits(
     assert victim.returncode == -signal.SIGKILL
     # three rounds are recorded, the checkpoint is of the second, and nothing says "finished"
     assert lines(out) == ROUNDS - 1
-    assert tree.load(out / "checkpoint.safetensors")[1]["round"] == 2
-    assert not (out / "summary.json").exists()
-    assert not (out / "model.safetensors").exists()
+    checkpoint = RunFolder(out).checkpoint()
+    assert checkpoint is not None and checkpoint.round == 2
+    assert not RunFolder(out).is_finished() and not RunFolder(out).has_model
 
-    finish(start(out, "--resume"))
-    whole = wholes[0]
-    assert numbers(out) == numbers(whole)
-    assert (out / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    for process in (start(out, "--resume"), start(whole)):  # a killed process leaves no lock
+        finish(process)
+    assert len(numbers(out)) == ROUNDS and numbers(out) == numbers(whole)
+    for name in ("model.safetensors", "config.toml"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert {p.name for p in out.iterdir()} == {p.name for p in whole.iterdir()}
     assert not list(out.rglob("*.tmp")), "no half-written file is left"
