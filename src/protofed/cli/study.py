@@ -77,7 +77,7 @@ def show_study(name: NameArgument) -> None:
     from protofed.studies.definition import load
     from protofed.studies.folder import TaskTable
     from protofed.studies.plan import columns, study_tasks
-    from protofed.studies.tables import row
+    from protofed.studies.tables import printed_grid, row
 
     study = load(name)
     console.print(f"[bold]{escape(study.title)}[/bold]\n{escape(study.paper)}", highlight=False)
@@ -107,12 +107,7 @@ def show_study(name: NameArgument) -> None:
         ]
         if lines:
             paper = TaskTable(task.name, columns(study, task), lines, study.baseline or "", "", ())
-            header, body = paper.grid()
-            # the lines of the paper alone, under the rows' names
-            body = [
-                [own[0], *theirs[1:]] for own, theirs in zip(body[::2], body[1::2], strict=True)
-            ]
-            print_table(console, header, body, "printed by the paper")
+            print_table(console, *printed_grid(*paper.grid()), "printed by the paper")
         for note in task.notes:
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
     for note in study.notes:

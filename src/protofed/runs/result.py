@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from protofed.errors import ProtofedError, unknown
 from protofed.federation.simulation import initial_network
 from protofed.models import Network
 from protofed.runs.finished import read_finished, read_settings, read_summary
-from protofed.runs.records import SELECTION, Records, last_mean, shown
+from protofed.runs.records import Records, last_mean, shown
 from protofed.tree import Slot
 
 CLIENT = "client"
@@ -77,11 +74,9 @@ class Result:
 
     def plot(self) -> bytes:
         """The accuracy curves as PNG."""
-        from protofed.report.curves import curves  # matplotlib is slow to import
+        from protofed.report import notebook
 
-        buffer = io.BytesIO()
-        curves([self], buffer)
-        return buffer.getvalue()
+        return notebook.plot(self)
 
     def __repr__(self) -> str:
         text = ", ".join(f"{d} {a:.1f}" for d, a in self._shown().items())
@@ -91,15 +86,9 @@ class Result:
         return shown(self.accuracy, self.config.leave_out)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{escape(d)}</th>" for d in self._shown())
-        body = "".join(f"<td>{a:.2f}</td>" for a in self._shown().values())
-        picture = base64.b64encode(self.plot()).decode()
-        return (
-            f"<p><b>{escape(self.summary['method'])}</b> on <b>{escape(self.config.task)}</b>, "
-            f"seed {self.config.seed}, {len(self.rounds)} rounds; {SELECTION}</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody><tr>{body}</tr></tbody></table>"
-            f'<img alt="accuracy per domain over rounds" src="data:image/png;base64,{picture}">'
-        )
+        from protofed.report import notebook
+
+        return notebook.html(self)
 
 
 def load_run(folder: str | Path, model: bool = True) -> Result:

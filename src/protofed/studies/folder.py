@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from protofed.config import EACH
 from protofed.errors import ProtofedError
@@ -29,12 +28,10 @@ from protofed.files import read_json, write_atomic
 from protofed.runs.finished import read_finished, read_settings, read_summary
 from protofed.studies import plan, render, tables
 from protofed.studies.definition import Study, StudyTask, load
+from protofed.studies.history import RunHistory, is_variant, join_left_out
 from protofed.studies.plan import AVERAGE, Cell
-from protofed.studies.tables import Measure, Row
+from protofed.studies.tables import Measure, TableLine, TableRow
 from protofed.studies.worker import failed_file
-
-if TYPE_CHECKING:
-    from protofed.runs.run import Result
 
 
 @dataclass(frozen=True)
@@ -43,12 +40,12 @@ class TaskTable:
 
     task: str
     columns: tuple[str, ...]
-    rows: list[Row]
+    rows: list[TableRow]
     baseline: str
     caption: str
     notes: tuple[str, ...]
 
-    def grid(self) -> tuple[list[str], list[list[tables.Cell]]]:
+    def grid(self) -> tuple[list[str], list[TableLine]]:
         """Header and cells."""
         return tables.grid(self.rows, self.columns, self.baseline)
 
@@ -166,6 +163,10 @@ def _table(
                 found[line.label],
                 found.get(base, {}) if line.label != base else {},
                 len(study.seeds),
+                line.row.method,
+                is_variant(
+                    {"method": line.row.method, "options": line.row.options, "task": task.task}
+                ),
                 paper=paper.values if paper else {},
                 paper_std=paper.std if paper else None,
                 state=states[line.label],
@@ -230,7 +231,8 @@ def _states(
 
 def read_measure(folder: Path) -> Measure:
     """What a table needs of a run's folder."""
-    return Measure.of(read_summary(folder), read_settings(folder))
+    summary = read_summary(folder)
+    return Measure.of(summary, {**read_settings(folder), "method": summary["method"]})
 
 
 # ---- what is written ----------------------------------------------------------------------------
@@ -270,52 +272,23 @@ def write_tables(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[
 
 
 def _figures(study: Study, folder: Path, made: Sequence[TaskTable]) -> list[str]:
-    from protofed.report import plots  # matplotlib is slow to import
-    from protofed.report.curves import curves
-    from protofed.studies import figures
+    from protofed.report.study_figures import study_figures  # matplotlib is slow to import
 
-    names = []
-    results = {} if study.sweeps else _light(study, folder)
-    alone = len(made) == 1
-    for table in made:
-        if not table.runs:
-            continue
-        ending = "" if alone else "-" + re.sub(r"[^\w.-]+", "-", table.task)
-        for suffix in ("png", "pdf"):
-            if results.get(table.task):
-                curves(results[table.task], folder / f"curves{ending}.{suffix}")
-                names.append(f"curves{ending}.{suffix}")
-            if study.kind == "bars":
-                figures.bars(table, folder / f"bars{ending}.{suffix}", study.title)
-                names.append(f"bars{ending}.{suffix}")
-        for i in range(len(study.sweeps)):
-            if (plot := figures.sweep(study, i, table)) is not None:
-                plot = replace(plot, name=f"{plot.name}{ending}")
-                names += [path.name for path in plots.save(plot, folder)]
-    return names
+    runs = {} if study.sweeps else histories(study, folder)
+    return study_figures(study, made, runs, folder)
 
 
-def _light(study: Study, folder: Path) -> dict[str, list[Result]]:
-    """The runs as the curves need them: named after their rows, without models or images.
-
-    Only rows that left out the same domain, or none, can be drawn over each other: those like the
-    first one. Runs that left out each domain in turn are joined.
-    """
-    from protofed.report.curves import together
-
-    found: dict[str, list[Result]] = {}
+def histories(study: Study, folder: Path) -> dict[str, list[RunHistory]]:
+    """The runs of each task as figures draw them; runs that left out a domain each are joined."""
+    found: dict[str, list[RunHistory]] = {}
     for task, lines in run_folders(folder, study).items():
-        runs = [_light_run(path, label) for label, paths in lines.items() for path in paths]
+        runs = [_history(path, label) for label, paths in lines.items() for path in paths]
         if len({c.unseen for c in plan.cells(study) if c.task == task and c.unseen}) > 1:
-            runs = together(runs)
-        if runs:
-            found[task] = [r for r in runs if r.config.leave_out == runs[0].config.leave_out]
+            runs = join_left_out(runs)
+        found[task] = runs
     return found
 
 
-def _light_run(folder: Path, label: str) -> Result:
-    settings = {"leave_out": None, **read_settings(folder)}
-    summary = {**read_measure(folder).summary, "method": label}
-    records = read_finished(folder)
-    light = SimpleNamespace(config=SimpleNamespace(**settings), rounds=records, summary=summary)
-    return cast("Result", light)
+def _history(folder: Path, label: str) -> RunHistory:
+    settings = {**read_settings(folder), "method": read_summary(folder)["method"]}
+    return RunHistory.of(label, settings, read_finished(folder))

@@ -53,8 +53,9 @@ def pack(
 
     Models are looked into here, for the last time. A folder that was packed before is replaced.
     """
-    from protofed.report.gather import gather  # matplotlib is slow to import
-    from protofed.report.page import write
+    from protofed.report.collect import collect  # matplotlib is slow to import
+    from protofed.report.group_analysis import store_analyses
+    from protofed.report.page import write_report
 
     study, index = open_study(folder), read_index(folder)
     if to.resolve() == folder.resolve():
@@ -74,11 +75,11 @@ def pack(
         for file, content in files.items():
             write_atomic(to / name / file, content)
     write_study(_anywhere(study), to, {key: to / run.name for key, run in runs.items()})
-    _keep_analyses(folder, to, images, tell)
+    store_analyses(folder, to, images, tell)
     kept = open_study(to)
     write_tables(kept, to, make_tables(kept, to))
     page = to / "report.html"
-    write(gather([to]), page, to / "figures", tell=tell, kinds=("png",), dpi=DPI)
+    write_report(collect([to]), page, to / "figures", progress=tell, kinds=("png",), dpi=DPI)
     size = sum(file.stat().st_size for file in to.rglob("*") if file.is_file())
     return Packed(len(set(runs.values())), size, page.stat().st_size)
 
@@ -119,15 +120,3 @@ def _anywhere(study: Study) -> Study:
         return study
     override = {**study.override, "settings": {k: v for k, v in given.items() if k != "data"}}
     return replace(study, raw={**study.raw, "override": override})
-
-
-def _keep_analyses(folder: Path, to: Path, images: int, tell: Callable[[str], None]) -> None:
-    from protofed.report import kept
-    from protofed.report.findings import find, looked_at
-    from protofed.report.gather import gather
-
-    for group in gather([folder]).groups:
-        found = find(group, images, tell)
-        for label, results in group.methods.items():
-            if (run := looked_at(results).folder) is not None:
-                kept.save(found, label, to / run.name)

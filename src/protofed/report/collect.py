@@ -1,7 +1,7 @@
-"""Runs from folders, put into groups whose numbers may be compared.
+"""Finished runs from folders, in groups whose numbers may be compared.
 
-A study says itself what is compared: its tasks are groups, its rows the labels, its table has the
-paper's numbers. Runs that lie loose are grouped by their settings.
+A study says itself what is compared: its tasks are groups, its rows are labels, and its table has
+the paper's numbers. Other runs are grouped by their settings.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from typing import Any
 
 from protofed.config import UNHASHED, Config
 from protofed.errors import ProtofedError
+from protofed.report.palette import Look, looks_of
 from protofed.runs.run import Result, load_run
 from protofed.studies import plan
 from protofed.studies.definition import Study
 from protofed.studies.folder import TaskTable, make_tables, open_study, run_folders
-from protofed.studies.tables import BASELINE, Row, rows
+from protofed.studies.history import RunHistory
+from protofed.studies.tables import BASELINE, TableRow, rows
 
-_OWN = ("method", "public_digest", "seed", "clients", "device", *UNHASHED)
-"""Settings in which the runs of a comparison may differ: a distribution may draw its clients."""
-Tell = Callable[[str], None]
+_MAY_DIFFER = ("method", "public_digest", "seed", "clients", "device", *UNHASHED)
+"""Settings in which the runs of a group may differ; a seed may draw its clients."""
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that may be compared; each run's summary has its label as method.
+    """Runs that may be compared; the ``method`` in each run's summary is its label.
 
-    Of a study: ``study`` is that, and ``table`` its task's table. Runs that left out different
-    domains are groups of their own, and ``table`` is then that of all of them together.
+    The runs of a study have that ``study``, and the ``table`` of their task. Runs that left out
+    different domains are groups of their own that share the table of all of them.
     """
 
     title: str
@@ -42,67 +44,79 @@ class Group:
 
     @property
     def methods(self) -> dict[str, list[Result]]:
-        """The runs of each method by its label, in order of their seeds."""
+        """The runs of each label, in the order of their seeds."""
         found: dict[str, list[Result]] = {}
         for result in self.results:
             found.setdefault(result.summary["method"], []).append(result)
         return {m: sorted(runs, key=lambda r: r.config.seed) for m, runs in found.items()}
 
+    @cached_property
+    def histories(self) -> list[RunHistory]:
+        """The runs as figures draw them, label by label."""
+        return [RunHistory.of_result(run) for runs in self.methods.values() for run in runs]
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """The color and the line style of each label."""
+        return looks_of([*self.histories, *(row for row in self.rows if row.method)])
+
     @property
     def seeds(self) -> list[int]:
-        """All seeds."""
+        """The seeds of all runs."""
         return sorted({r.config.seed for r in self.results})
 
     @property
     def baseline(self) -> str:
-        """The label of the method that differences refer to."""
+        """The label that differences refer to."""
         return self.table.baseline if self.table is not None else BASELINE
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """The lines of the group's own table, with the paper's numbers where it has them."""
+    def rows(self) -> list[TableRow]:
+        """The rows of the group's table, with the paper's numbers if it has them."""
         if self.table is not None and self.unseen is None:
             return self.table.rows
         return rows(self.results, self.baseline)
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What was found: groups of runs, and folders whose run could not be taken, with the reason."""
+class ReportInput:
+    """What a report is about: groups of runs, and the folders skipped, with the reason."""
 
     groups: tuple[Group, ...]
-    left_out: tuple[tuple[Path, str], ...]
+    skipped: tuple[tuple[Path, str], ...]
 
 
-def gather(paths: Sequence[Path], tell: Tell = lambda text: None) -> Gathered:
-    """All finished runs in and under the paths: run folders, or folders that hold them."""
+def collect(paths: Sequence[Path], progress: Progress = lambda text: None) -> ReportInput:
+    """All finished runs in the paths: run folders, or folders that contain them."""
     groups: list[Group] = []
-    left_out: list[tuple[Path, str]] = []
+    skipped: list[tuple[Path, str]] = []
     studies = list(dict.fromkeys(f for path in paths for f in _studies(path)))
     for folder in studies:
-        found, left = _of_study(folder, len(studies) > 1, tell)
+        found, left = _of_study(folder, len(studies) > 1, progress)
         groups += found
-        left_out += left
+        skipped += left
     loose: dict[str, Result] = {}
     for folder in dict.fromkeys(f for path in paths for f in _folders(path)):
         if any(study in folder.parents for study in studies):
             continue
-        if (result := _load(folder, left_out, tell)) is not None:
-            loose.setdefault(result.config.hash, result)  # the same run twice is one run
+        if (result := _load(folder, skipped, progress)) is not None:
+            loose.setdefault(result.config.hash, result)  # the same run in two places is one run
     if loose:
         groups += _groups(list(loose.values()))
     if not groups:
         where = ", ".join(f"'{p}'" for p in paths)
-        why = f"; '{left_out[0][0]}': {left_out[0][1]}" if left_out else ""
+        why = f"; '{skipped[0][0]}': {skipped[0][1]}" if skipped else ""
         raise ProtofedError(
-            f"no finished run in {where}{why}", "give run, compare or study folders"
+            f"no finished run in {where}{why}", "pass folders of runs, comparisons or studies"
         )
-    return Gathered(tuple(groups), tuple(left_out))
+    return ReportInput(tuple(groups), tuple(skipped))
 
 
 def _studies(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise ProtofedError(f"'{path}' is no folder", "give run, compare or study folders")
+        raise ProtofedError(
+            f"'{path}' is not a folder", "pass folders of runs, comparisons or studies"
+        )
     return sorted(file.parent for file in path.rglob("study.toml"))
 
 
@@ -112,27 +126,29 @@ def _folders(path: Path) -> list[Path]:
     return sorted(file.parent for file in path.rglob("config.toml"))
 
 
-def _load(folder: Path, left_out: list[tuple[Path, str]], tell: Tell) -> Result | None:
-    """The run in a folder, without its model: few of them are needed, and they are large."""
+def _load(folder: Path, skipped: list[tuple[Path, str]], progress: Progress) -> Result | None:
+    """The run in a folder, without its model: few models are needed, and they are large."""
     if not (folder / "summary.json").is_file():
-        left_out.append((folder, "not finished"))
+        skipped.append((folder, "not finished"))
         return None
-    tell(f"reading {folder.name}")
+    progress(f"reading {folder.name}")
     try:
         return load_run(folder, model=False)
     except ProtofedError as error:
-        left_out.append((folder, error.message))
+        skipped.append((folder, error.message))
         return None
 
 
-# ---- of a study ---------------------------------------------------------------------------------
+# ---- a study's runs ------------------------------------------------------------------------------
 
 
-def _of_study(folder: Path, many: bool, tell: Tell) -> tuple[list[Group], list[tuple[Path, str]]]:
-    """A group for each task of the study; for each domain that was left out, if several were."""
+def _of_study(
+    folder: Path, many: bool, progress: Progress
+) -> tuple[list[Group], list[tuple[Path, str]]]:
+    """A group for each task of the study, or for each domain that was left out of it."""
     study = open_study(folder)
     tables = {table.task: table for table in make_tables(study, folder)}
-    left_out: list[tuple[Path, str]] = []
+    skipped: list[tuple[Path, str]] = []
     groups = []
     used: set[Path] = set()
     for task, lines in run_folders(folder, study).items():
@@ -140,7 +156,7 @@ def _of_study(folder: Path, many: bool, tell: Tell) -> tuple[list[Group], list[t
         for label, paths in lines.items():
             used |= {path.resolve() for path in paths}
             for path in paths:
-                if (run := _load(path, left_out, tell)) is not None:
+                if (run := _load(path, skipped, progress)) is not None:
                     named = replace(run, summary={**run.summary, "method": label})
                     by_unseen.setdefault(run.config.leave_out, []).append(named)
         title = f"{study.title}: {task}" if many else task
@@ -152,11 +168,11 @@ def _of_study(folder: Path, many: bool, tell: Tell) -> tuple[list[Group], list[t
     for path in _folders(folder):
         if path.resolve() not in used:
             done = (path / "summary.json").is_file()
-            left_out.append((path, "not of the study as it is now" if done else "not finished"))
-    return groups, left_out
+            skipped.append((path, "not part of the study as it is now" if done else "not finished"))
+    return groups, skipped
 
 
-# ---- loose runs ---------------------------------------------------------------------------------
+# ---- other runs ---------------------------------------------------------------------------------
 
 
 def _groups(results: list[Result]) -> list[Group]:
@@ -175,7 +191,7 @@ def _groups(results: list[Result]) -> list[Group]:
 
 
 def _values(config: Config) -> dict[str, Any]:
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _OWN}
+    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in _MAY_DIFFER}
 
 
 def _setting(config: Config) -> str:
@@ -183,9 +199,9 @@ def _setting(config: Config) -> str:
 
 
 def _labeled(runs: Iterable[Result]) -> list[Result]:
-    """The runs with labels that tell a method's hyper-parameters where these differ.
+    """The runs with labels that name the hyper-parameters in which runs of a method differ.
 
-    FedAvg comes first; then the order of names.
+    FedAvg comes first, then the others by name.
     """
     runs = sorted(runs, key=lambda r: (r.config.method.name != BASELINE, r.config.method.name))
     variants: dict[str, dict[str, Mapping[str, Any]]] = {}
@@ -199,7 +215,7 @@ def _labeled(runs: Iterable[Result]) -> list[Result]:
         own = list(variants[name].values())
         differing = [k for k in options if len({_text(o.get(k)) for o in own}) > 1]
         label = " ".join([name, *(f"{k}={_text(options[k])}" for k in differing)])
-        if (label, run.config.seed) in taken:  # e.g. a method's file that was changed
+        if (label, run.config.seed) in taken:  # e.g. the method's file has changed
             label = f"{label} ({run.config.hash})"
         taken.add((label, run.config.seed))
         labeled.append(replace(run, summary={**run.summary, "method": label}))

@@ -1,7 +1,7 @@
-"""What a report shows of models and prototypes, and how it is kept where these are not.
+"""What a report shows of models and prototypes, stored for when they are gone.
 
-A packed study has no models. ``analysis.json.gz`` in a run's folder has in their place: confusions,
-the places of the t-SNE, the gap between domains, clusters and distances of prototypes.
+A packed study has no models. In their place, ``analysis.json.gz`` in a run's folder has confusions,
+the points of the t-SNE, the gap between domains, clusters and distances of prototypes.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 from protofed.report.figures import Embedding
 
-NAME = "analysis.json.gz"
+FILE = "analysis.json.gz"
 
 
 @dataclass
-class Findings:
-    """By method's label; ``absent`` says of each part why something is not there."""
+class GroupAnalysis:
+    """The analyses of a group of runs, by label."""
 
     classes: tuple[str, ...] = ()
     tested: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of each domain: test images looked at, and how many it has."""
+    """For each domain: the test images looked at, and all it has."""
     confusions: dict[str, dict[str, Ints]] = field(default_factory=dict)
     embeddings: dict[str, list[Embedding]] = field(default_factory=dict)
     gaps: dict[str, DomainGap] = field(default_factory=dict)
     clusters: dict[str, list[Clusters]] = field(default_factory=dict)
     distances: dict[str, Distances] = field(default_factory=dict)
-    absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Part → reason → the methods that it holds for; none: for the whole part."""
+    missing: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """What could not be made: part → reason → labels; no labels: the whole part."""
 
-    def miss(self, part: str, why: str, label: str | None = None) -> None:
-        """Note why something is missing."""
-        labels = self.absent.setdefault(part, {}).setdefault(why, [])
+    def miss(self, part: str, reason: str, label: str | None = None) -> None:
+        """Record why something is missing."""
+        labels = self.missing.setdefault(part, {}).setdefault(reason, [])
         if label is not None and label not in labels:
             labels.append(label)
 
-    def add(self, other: Findings) -> None:
-        """Take what was found of other methods."""
+    def add(self, other: GroupAnalysis) -> None:
+        """Take over the analyses of other labels."""
         self.tested = other.tested or self.tested
         for name in ("confusions", "embeddings", "gaps", "clusters", "distances"):
             getattr(self, name).update(getattr(other, name))
-        for part, reasons in other.absent.items():
-            for why, labels in reasons.items():
-                self.miss(part, why)
+        for part, reasons in other.missing.items():
+            for reason, labels in reasons.items():
+                self.miss(part, reason)
                 for label in labels:
-                    self.miss(part, why, label)
+                    self.miss(part, reason, label)
 
-    def reasons(self, part: str, methods: Collection[str]) -> list[str]:
-        """Why something of a part is missing, each reason once; ``methods``: all there are."""
+    def reasons(self, part: str, labels: Collection[str]) -> list[str]:
+        """Why something of a part is missing, each reason once; ``labels``: all of the group."""
         said = []
-        for why, labels in self.absent.get(part, {}).items():
-            who = "All methods" if set(labels) == set(methods) else ", ".join(labels)
-            said.append(f"{who}: {why}" if labels else why)
+        for reason, concerned in self.missing.get(part, {}).items():
+            who = "All methods" if set(concerned) == set(labels) else ", ".join(concerned)
+            said.append(f"{who}: {reason}" if concerned else reason)
         return said
 
 
-def save(found: Findings, label: str, folder: Path) -> None:
-    """Write what was found of a method into the folder of its run; nothing if that is nothing."""
+def save(found: GroupAnalysis, label: str, folder: Path) -> None:
+    """Write the analyses of a label into the folder of its run, if there are any."""
     parts: dict[str, Any] = {}
     if label in found.confusions:
         parts["classes"] = list(found.classes)
@@ -82,19 +82,19 @@ def save(found: Findings, label: str, folder: Path) -> None:
         parts["distances"] = {**vars(apart), "cosine": _rounded(apart.cosine, 4)}
     if parts:
         text = json.dumps(parts, separators=(",", ":"), ensure_ascii=False)
-        write_atomic(folder / NAME, gzip.compress(text.encode(), mtime=0))
+        write_atomic(folder / FILE, gzip.compress(text.encode(), mtime=0))
 
 
-def there(folder: Path | None) -> bool:
-    """Whether something was kept of the run in this folder."""
-    return folder is not None and (folder / NAME).is_file()
+def exists(folder: Path | None) -> bool:
+    """Whether the run in this folder has stored analyses."""
+    return folder is not None and (folder / FILE).is_file()
 
 
-def load(found: Findings, label: str, folder: Path | None) -> bool:
-    """Add what was kept of a method's run to what was found; False if there is no such file."""
-    if folder is None or not there(folder):
+def load(found: GroupAnalysis, label: str, folder: Path | None) -> bool:
+    """Add the stored analyses of a label's run; False if there are none."""
+    if folder is None or not exists(folder):
         return False
-    file = folder / NAME
+    file = folder / FILE
     try:
         parts = json.loads(gzip.decompress(file.read_bytes()))
     except (OSError, ValueError, EOFError, zlib.error) as error:
@@ -106,7 +106,7 @@ def load(found: Findings, label: str, folder: Path | None) -> bool:
     return True
 
 
-def _add(found: Findings, label: str, parts: dict[str, Any]) -> None:
+def _add(found: GroupAnalysis, label: str, parts: dict[str, Any]) -> None:
     if "confusion" in parts:
         found.classes = tuple(parts["classes"])
         found.tested = {d: (n, of) for d, (n, of) in parts["tested"].items()}
@@ -134,7 +134,7 @@ def _add(found: Findings, label: str, parts: dict[str, Any]) -> None:
         found.distances[label] = Distances(
             tuple(apart["classes"]),
             tuple(apart["clients"]),
-            np.array(apart["cosine"], dtype=float),  # null is nan
+            np.array(apart["cosine"], dtype=float),  # null is NaN
         )
 
 
@@ -143,7 +143,7 @@ def _embedding(found: Embedding) -> dict[str, Any]:
 
 
 def _rounded(values: Any, digits: int) -> Any:
-    """As nested lists; nan, which JSON does not have, is null."""
+    """As nested lists; NaN, which JSON lacks, is null."""
     whole = np.round(np.asarray(values, dtype=float), digits).astype(object)
     whole[whole != whole] = None
     return whole.tolist()
