@@ -13,7 +13,8 @@ from protofed import analysis
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
 from protofed.runs.folder import RunFolder
-from protofed.runs.run import Result, load_run, run
+from protofed.runs.result import Result, load_run
+from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
 TASK = tiny_task()

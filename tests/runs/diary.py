@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from protofed import tree
+from protofed.federation.simulation import Observer
 from protofed.method import Batch, Client, Entry, Method, Sizes, Terms
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Record, without_times
-from protofed.runs.run import Observer, Result
+from protofed.runs.result import Result
 from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Slot, Tree
 

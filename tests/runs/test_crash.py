@@ -19,11 +19,13 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation import simulation
 from protofed.federation.client_round import Scores, one_thread
 from protofed.federation.client_state import ClientStore
+from protofed.federation.simulation import Federation, Observer
 from protofed.method import Method
 from protofed.methods import FPL, FedAvg, FedBN
 from protofed.runs import folder as folders
 from protofed.runs.folder import RunFolder
-from protofed.runs.run import Federation, Observer, Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -18,7 +18,8 @@ from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Records
-from protofed.runs.run import Result, load_run, run
+from protofed.runs.result import Result, load_run
+from protofed.runs.run import run
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

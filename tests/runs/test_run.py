@@ -16,10 +16,12 @@ from protofed.data import Task
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import Reply
 from protofed.federation.server import Server
+from protofed.federation.simulation import Federation, Observer
 from protofed.method import Entry, Method, Phase
 from protofed.methods import FPL, FedAvg
 from protofed.runs.records import Record, Records
-from protofed.runs.run import Federation, Observer, Result, run
+from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.testing.checks import TINY
 from protofed.tree import Tree
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 from protofed.studies.compare import run_study
+from protofed.studies.pack import pack
 from rich.console import Console
 
 from protofed.errors import ProtofedError
@@ -14,7 +15,6 @@ from protofed.runs.folder import RunFolder
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import builtin, dumps, load, parse
-from protofed.studies.pack import pack
 from protofed.studies.plan import Selection
 
 

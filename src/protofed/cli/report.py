@@ -1,4 +1,4 @@
-"""The command line's ``protofed report``: one page over runs, comparisons and studies."""
+"""``protofed report``: one page over runs, comparisons and studies."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def report(
     [bold]protofed report runs/compare-glyphs -o report.html[/bold]. The page needs no network; the
     folder beside it has its figures for a paper.
     """
-    from protofed.report.gather import gather
-    from protofed.report.page import write
+    from protofed.report.collect import collect
+    from protofed.report.page import write_report
 
     if out.is_dir():
         raise ProtofedError(f"'{out}' is a folder", "give a file: -o report.html")
     folder = figures or out.with_name(f"{out.stem}-figures")
     with status() as tell:
-        gathered = gather(paths, tell)
+        given = collect(paths, tell)
         try:
-            written = write(gathered, out, folder, images=images, title=title, tell=tell)
+            written = write_report(given, out, folder, images=images, title=title, progress=tell)
         except OSError as error:
             raise ProtofedError(f"cannot write '{error.filename}': {error.strerror}") from None
-    runs = sum(len(group.results) for group in gathered.groups)
-    left = f"; {len(gathered.left_out)} folders left out" if gathered.left_out else ""
+    runs = sum(len(group.results) for group in given.groups)
+    skipped = f"; {len(given.skipped)} folders skipped" if given.skipped else ""
     console.print(
-        f"{runs} run{'s' * (runs != 1)}{left}: [bold]{escape(str(out))}[/bold], "
+        f"{runs} run{'s' * (runs != 1)}{skipped}: [bold]{escape(str(out))}[/bold], "
         f"and {len(written) - 1} figure files in [bold]{escape(str(folder))}[/bold]",
         highlight=False,
         soft_wrap=True,

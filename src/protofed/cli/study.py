@@ -69,7 +69,7 @@ def show_study(name: NameArgument) -> None:
     """Show a study: rows, settings, the numbers the paper prints, and what to know about them."""
     from protofed.studies.definition import load
     from protofed.studies.plan import columns, plan, study_tasks
-    from protofed.studies.tables import TableRow, printed_grid
+    from protofed.studies.tables import TableRow, grid, printed_grid
 
     study = load(name)
     console.print(f"[bold]{escape(study.title)}[/bold]\n{escape(study.paper)}", highlight=False)
@@ -99,10 +99,8 @@ def show_study(name: NameArgument) -> None:
             TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed.items()
         ]
         if rows:
-            print_table(
-                *printed_grid(rows, columns(study, task), study.baseline or ""),
-                "printed by the paper",
-            )
+            shown = printed_grid(*grid(rows, columns(study, task), study.baseline or ""))
+            print_table(*shown, "printed by the paper")
         for note in (*task.notes, *study.notes):
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
 

@@ -1,4 +1,4 @@
-"""Engines as a federation sees them: an interface, and those that ``protofed.engines`` registers."""
+"""Engines as a federation sees them: an interface, and what ``protofed.engines`` registers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Figures."""
+"""Figures and the HTML report, drawn from what ``runs`` and ``studies`` hand over."""

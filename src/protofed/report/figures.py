@@ -1,186 +1,336 @@
-"""The report's plots, from runs and from what ``protofed.analysis`` finds in them."""
+"""Every figure: a function from data to a ``Plot``.
+
+The command line, notebooks, studies and the report all draw with these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
 from matplotlib.ticker import MaxNLocator
 
-from protofed.analysis import Clusters, Distances, Floats, Ints, RoundPrototypes
-from protofed.report.curves import COLORS, panel_title
-from protofed.report.plots import CLASS_COLORS, INK, Key, Panel, Plot, faint, ink
+from protofed.analysis import Clusters, Distances, Floats, Ints
+from protofed.config import EACH
+from protofed.report.palette import CLASS_COLORS, COLORS, Look, looks_of
+from protofed.report.plot import INK, Key, Panel, Plot, faint, ink, linestyle
 from protofed.runs.records import over_rounds
-from protofed.runs.result import Result
-from protofed.studies.tables import Row
+from protofed.studies.definition import Study, point_label, show
+from protofed.studies.history import RunHistory
+from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title
+
+if TYPE_CHECKING:
+    from protofed.studies.folder import TaskTable
 
 MARKERS = ("o", "s", "^", "v", "P", "X")
-LOOKS = 2 * len(COLORS)
-"""So many lines can be told apart: each color drawn through, and dashed."""
+MOST_LINES = 16
+"""The most lines that a reader can tell apart in one panel."""
 SHOWN_CLASSES = 20
-"""So many classes have their names beside a plot; more would not be readable."""
-Methods = Mapping[str, Sequence[Result]]
-"""The runs of each method, by its label."""
+"""With more classes than this their names are left out: they would not be readable."""
+WRITTEN_CELLS = 12
+"""With more rows than this a heat map has no numbers in its cells."""
+Looks = Mapping[str, Look]
 
 
-def curves(methods: Methods) -> Plot:
-    """Accuracy over rounds: what counts (the average, or an unseen domain) and each domain.
+# ---- runs over rounds ---------------------------------------------------------------------------
 
-    A band spans the seeds.
+
+def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str = "") -> Plot:
+    """Accuracy over rounds: what counts (the average, or an unseen domain), then each domain.
+
+    A line is the mean over seeds; a band spans them.
     """
-    by_seed = {m: [_over_rounds(run) for run in runs] for m, runs in methods.items()}
-    columns = list(next(iter(by_seed.values()))[0])
-    unseen = _unseen(methods)
-    values = {(m, c): _cut([r[c] for r in runs]) for m, runs in by_seed.items() for c in columns}
-    limits = _limits(list(values.values()))
-    keys = _keys(methods)
+    keys = _keys(runs, looks)
+    unseen = runs[0].unseen
+    by_label = {key.label: [_accuracies(r) for r in runs if r.label == key.label] for key in keys}
+    columns = list(next(iter(by_label.values()))[0])
+    values = {
+        (label, column): _stack([accuracies[column] for accuracies in every])
+        for label, every in by_label.items()
+        for column in columns
+    }
+    limits = _limits(values.values())
 
     def panel(column: str) -> Panel:
         def draw(axis: Axes) -> None:
-            for key, method in zip(keys, methods, strict=True):
-                v = values[method, column]
-                x = np.arange(1, v.shape[1] + 1)
-                style = "-" if key.shape == "line" else "--"
-                mark = "o" if v.shape[1] == 1 else ""
-                axis.plot(x, v.mean(0), style, marker=mark, color=key.color, linewidth=1.7)
+            for key in keys:
+                v = values[key.label, column]
+                rounds = np.arange(1, v.shape[1] + 1)
+                marker = "o" if v.shape[1] == 1 else ""
+                _draw_line(axis, key, rounds, v.mean(0), marker=marker)
                 if len(v) > 1:
-                    axis.fill_between(
-                        x, v.min(0), v.max(0), color=key.color, alpha=0.16, linewidth=0
-                    )
+                    _draw_band(axis, key.color, rounds, v.min(0), v.max(0))
             _accuracy_axis(axis, limits)
             axis.set_xlabel("round")
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
-        ends = ", ".join(f"{m} ends at {values[m, column][:, -1].mean():.1f} %" for m in methods)
         title = panel_title(column, unseen)
+        ends = ", ".join(
+            f"{key.label} ends at {values[key.label, column][:, -1].mean():.1f} %" for key in keys
+        )
         return Panel(title, f"Accuracy on {title} over rounds: {ends}.", draw)
 
     return Plot(
-        "curves", "Accuracy over rounds",
+        "curves",
         "Test accuracy in % after each round: mean over seeds; the band spans the seeds.",
-        tuple(map(panel, columns)), keys,
-    )  # fmt: skip
-
-
-def bars(table: Sequence[Row]) -> Plot:
-    """Accuracy of each method, a panel for each domain; what counts comes first."""
-    there = [row for row in table if row.accuracy]
-    columns = sorted(there[0].columns, key=lambda c: c != there[0].main)
-    left_out = {row.unseen for row in there}
-    unseen = left_out.pop() if len(left_out) == 1 else None
-    colors = dict(zip((row.method for row in there), _looks(len(there)), strict=True))
-    height = 0.9 + 0.27 * len(there)
-
-    def panel(column: str) -> Panel:
-        found = {row.method: s for row in there if (s := row.at(column)) is not None}
-        title = panel_title(column, unseen)
-
-        def draw(axis: Axes) -> None:
-            y = list(range(len(found)))
-            means = [s.mean for s in found.values()]
-            errors = [s.std or 0.0 for s in found.values()]
-            axis.barh(y, means, color=[colors[m][0] for m in found], height=0.66, alpha=0.88)
-            axis.errorbar(means, y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9)
-            for at, mean, error in zip(y, means, errors, strict=True):
-                _text(axis, mean + error + 1.5, at, f"{mean:.1f}", va="center", fontsize=8)
-            axis.set_yticks(y, list(found))
-            axis.invert_yaxis()
-            axis.set_xlim(0, 118)
-            axis.set_xticks([0, 25, 50, 75, 100])
-            axis.set_xlabel("test accuracy, %")
-            axis.tick_params(axis="y", length=0)
-            axis.grid(axis="x")
-
-        said = ", ".join(f"{m} {s.mean:.1f} %" for m, s in found.items())
-        return Panel(title, f"Accuracy on {title}: {said}.", draw, height=height)
-
-    return Plot(
-        "domains", "Accuracy by domain",
-        "Test accuracy in %, mean over seeds; the line is the standard deviation between seeds.",
         tuple(map(panel, columns)),
-    )  # fmt: skip
+        keys,
+        heading=heading,
+    )
 
 
-def traffic(methods: Methods) -> Plot:
-    """What counts against what has traveled so far, and each method's end."""
-    keys = _keys(methods)
-    by_seed = {m: [_over_rounds(run) for run in runs] for m, runs in methods.items()}
-    counts = next(iter(next(iter(by_seed.values()))[0]))
-    accuracy = {m: _cut([r[counts] for r in runs]).mean(0) for m, runs in by_seed.items()}
-    megabytes = {
-        m: _cut([list(accumulate(_sent(run))) for run in runs]).mean(0) / 1e6
-        for m, runs in methods.items()
+def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
+    """Accuracy against the bytes sent so far, and what each method sends beyond the cheapest."""
+    keys = _keys(runs, looks)
+    by_label = {key.label: [r for r in runs if r.label == key.label] for key in keys}
+    main = next(iter(_accuracies(runs[0])))
+    accuracy = {
+        label: _stack([_accuracies(r)[main] for r in own]).mean(0)
+        for label, own in by_label.items()
     }
-    title = panel_title(counts, _unseen(methods))
+    megabytes = {
+        label: _stack([list(accumulate(_bytes(r))) for r in own]).mean(0) / 1e6
+        for label, own in by_label.items()
+    }
+    title = panel_title(main, runs[0].unseen)
 
     def draw(axis: Axes) -> None:
-        for key, m in zip(keys, methods, strict=True):
-            style = "-" if key.shape == "line" else "--"
-            axis.plot(megabytes[m], accuracy[m], style, color=key.color, linewidth=1.7)
-            axis.plot(megabytes[m][-1], accuracy[m][-1], "o", color=key.color, markersize=5)
-        _accuracy_axis(axis, _limits([v[None] for v in accuracy.values()]))
+        for key in keys:
+            sent, reached = megabytes[key.label], accuracy[key.label]
+            _draw_line(axis, key, sent, reached)
+            axis.plot(sent[-1], reached[-1], "o", color=key.color, markersize=5)
+        _accuracy_axis(axis, _limits(accuracy.values()))
         axis.set_xlabel("MB sent so far, up and down")
         axis.set_xlim(left=0)
 
-    per_round = {m: 1e3 * v[-1] / len(v) for m, v in megabytes.items()}
-    base = min(per_round.values())
+    per_round = {label: 1e3 * sent[-1] / len(sent) for label, sent in megabytes.items()}
+    cheapest = min(per_round.values())
+    extra = {label: kilobytes - cheapest for label, kilobytes in per_round.items()}
 
-    def extra(axis: Axes) -> None:
-        y = list(range(len(per_round)))
-        more = [v - base for v in per_round.values()]
-        axis.barh(y, more, color=[k.color for k in keys], height=0.66, alpha=0.88)
-        top = max([*more, 1e-9])
-        for at, value in zip(y, more, strict=True):
-            _text(axis, value + 0.02 * top, at, f"{value:,.0f}", va="center", fontsize=8)
-        axis.set_yticks(y, list(per_round))
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.22 * top)
-        axis.tick_params(axis="y", length=0)
+    def draw_extra(axis: Axes) -> None:
+        most = max(*extra.values(), 1e-9)
+        _draw_bars(axis, extra, {key.label: key.color for key in keys}, "{:,.0f}", 0.02 * most)
+        axis.set_xlim(0, 1.22 * most)
         axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.set_xlabel(f"kB a round beyond the cheapest ({base:,.0f} kB)")
-        axis.grid(axis="x")
+        axis.set_xlabel(f"kB per round beyond the cheapest ({cheapest:,.0f} kB)")
 
     ends = ", ".join(
-        f"{m} {accuracy[m][-1]:.1f} % after {megabytes[m][-1]:.0f} MB" for m in methods
+        f"{label} {accuracy[label][-1]:.1f} % after {megabytes[label][-1]:.0f} MB"
+        for label in by_label
     )
-    costs = ", ".join(f"{m} {v - base:,.0f} kB" for m, v in per_round.items())
-    panels = [Panel(title, f"Accuracy on {title} against megabytes: {ends}.", draw)]
-    if max(per_round.values()) - base >= 0.5:  # kB: else there is nothing to compare
-        alt = f"Bytes a round beyond the cheapest: {costs}."
-        panels.append(Panel("what a method adds", alt, extra))
+    height = max(2.6, _bars_height(len(keys)))
+    alt = f"Accuracy on {title} against megabytes: {ends}."
+    panels = [Panel(title, alt, draw, height=height)]
+    if max(extra.values()) >= 0.5:  # kB: otherwise there is nothing to compare
+        costs = ", ".join(f"{label} {kilobytes:,.0f} kB" for label, kilobytes in extra.items())
+        alt = f"Bytes per round beyond the cheapest: {costs}."
+        panels.append(Panel("what a method adds", alt, draw_extra, height=height))
     return Plot(
-        "bytes", "Accuracy for its bytes",
-        "All that traveled between server and clients, as tensors without a wire's overhead.",
-        tuple(panels), keys,
-    )  # fmt: skip
+        "bytes",
+        "All traffic between server and clients, as tensors, without the overhead of the wire.",
+        tuple(panels),
+        keys,
+    )
 
 
-def confusions(label: str, found: Mapping[str, Ints], classes: Sequence[str]) -> Plot:
-    """How each domain's test images are mistaken for one another."""
-    small = len(classes) <= SHOWN_CLASSES
+# ---- rows of a table ----------------------------------------------------------------------------
 
-    def panel(domain: str) -> Panel:
-        counts = found[domain]
-        shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
-        right = 100 * counts.trace() / max(1, counts.sum())
+
+def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = "") -> Plot:
+    """Accuracy of each row, a panel for each domain; what counts comes first."""
+    there = [row for row in rows if row.accuracy]
+    looks = looks or looks_of(there)
+    columns = sorted(there[0].columns, key=lambda c: c != there[0].main)
+    left_out = {row.unseen for row in there}
+    unseen = left_out.pop() if len(left_out) == 1 else None
+
+    def panel(column: str) -> Panel:
+        found = {row.label: s for row in there if (s := row.at(column)) is not None}
+        title = panel_title(column, unseen)
 
         def draw(axis: Axes) -> None:
-            _heat(axis, shares, 1.0)
-            if len(classes) <= 12:
-                for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
-                    share = shares[row, column]
-                    _text(
- axis,
-                        column, row, f"{100 * share:.0f}", ha="center", va="center", fontsize=6.5,
-                        color="#ffffff" if share > 0.55 else ink(),
-                    )  # fmt: skip
-            names = _short(classes) if small else []
-            axis.set_xticks(range(len(names)), names, rotation=90 if _long(names) else 0)
+            means = {label: s.mean for label, s in found.items()}
+            errors = [s.std or 0.0 for s in found.values()]
+            colors = {label: looks[label].color for label in found}
+            _draw_bars(axis, means, colors, "{:.1f}", 1.5, errors)
+            axis.set_xlim(0, 118)
+            axis.set_xticks([0, 25, 50, 75, 100])
+            axis.set_xlabel("test accuracy, %")
+
+        said = ", ".join(f"{label} {s.mean:.1f} %" for label, s in found.items())
+        height = _bars_height(len(there))
+        return Panel(title, f"Accuracy on {title}: {said}.", draw, height=height)
+
+    return Plot(
+        "domains",
+        "Test accuracy in %, mean over seeds; the line is the standard deviation over seeds.",
+        tuple(map(panel, columns)),
+        heading=heading,
+    )
+
+
+def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
+    """A sweep of a study: lines over one parameter, a heat map over two.
+
+    None for more parameters, and as long as no run is finished.
+    """
+    over = study.sweeps[number].over
+    rows = {row.label: row for row in table.rows}
+    swept = [line.label for line in study.lines if line.sweep == number]
+    if len(over) > 2 or not any(rows[label].accuracy for label in swept):
+        return None
+    name = f"sweep-{'-'.join(over)}" if len(study.sweeps) > 1 else "sweep"
+    heading = f"{study.title}: {table.task}"
+    main, title = _main_column(table)
+    if len(over) == 2:
+        labels = study.sweeps[number].rows
+        panels = tuple(_sweep_heat_map(study, number, label, rows, main) for label in labels)
+        return Plot(name, f"Accuracy in %, {title}, mean over seeds.", panels, heading=heading)
+    panel, keys = _sweep_lines(study, number, table, rows)
+    caption = (
+        "Mean over seeds; the band is the standard deviation over seeds. Steps on the horizontal "
+        "axis are even, whatever the values."
+    )
+    return Plot(name, caption, (panel,), keys, heading=heading)
+
+
+def _sweep_lines(
+    study: Study, number: int, table: TaskTable, rows: Mapping[str, TableRow]
+) -> tuple[Panel, tuple[Key, ...]]:
+    """What counts over the parameter, other columns thinner; rows that are not swept are levels."""
+    main, title = _main_column(table)
+    swept = study.sweeps[number]
+    ((name, values),) = swept.over.items()
+    points = {label: [rows[point_label(label, {name: v})] for v in values] for label in swept.rows}
+    levels = [rows[line.label] for line in study.lines if line.sweep is None]
+    swept_rows = {label: [row for row in own if row.accuracy] for label, own in points.items()}
+    looks = looks_of(
+        [replace(own[0], label=label, variant=False) for label, own in swept_rows.items() if own]
+        + [row for row in levels if row.accuracy]
+    )
+    keys: list[Key] = []
+    draw_parts: list[Callable[[Axes], object]] = []
+    best_points = []
+    for label, own in points.items():
+        if not swept_rows[label]:
+            continue
+        color = looks[label].color
+        columns = sorted(table.columns, key=lambda c: c != main) if len(points) == 1 else [main]
+        for i, column in enumerate(columns):
+            found = {x: s for x, row in enumerate(own) if (s := row.at(column)) is not None}
+            if not found:
+                continue
+            if column == main:
+                key = Key(f"{label}, {title}", color, looks[label].style)
+                best = max(found, key=lambda x: found[x].mean)
+                at = f"{found[best].mean:.1f} % at {name} = {show(values[best])}"
+                best_points.append(f"{label} is best with {at}")
+            else:
+                others = [c for c in COLORS if c != color]
+                key = Key(column, others[(i - 1) % len(others)])
+            keys.append(key)
+            draw_parts.append(partial(_sweep_line, key=key, points=found, main=column == main))
+        paper = {x: row.paper[main] for x, row in enumerate(own) if main in row.paper}
+        if paper:
+            keys.append(Key(f"{label}, paper", color, "D"))
+            draw_parts.append(partial(_paper_points, points=paper, color=color))
+    for row in levels:
+        if (level := row.at(main)) is not None:
+            key = Key(f"{row.label}, {title}", looks[row.label].color, "dashed")
+            keys.append(key)
+            draw_parts.append(partial(_level, key=key, mean=level.mean))
+
+    def draw(axis: Axes) -> None:
+        for part in draw_parts:
+            part(axis)
+        axis.set_xticks(range(len(values)), [show(v) for v in values])
+        axis.set_xlim(-0.3, len(values) - 0.7)
+        axis.set_xlabel(name)
+        axis.set_ylabel("test accuracy, %")
+        axis.grid(axis="y")
+
+    alt = f"Accuracy over {name}: {'; '.join(best_points)}."
+    return Panel(f"over {name}", alt, draw, 5.6, 3.4), tuple(keys)
+
+
+def _sweep_line(axis: Axes, key: Key, points: Mapping[int, Spread], main: bool) -> None:
+    x, mean = list(points), np.array([s.mean for s in points.values()])
+    if not main:
+        axis.plot(x, mean, color=key.color, linewidth=0.9, marker=".", markersize=3)
+        return
+    std = np.array([s.std or 0 for s in points.values()])
+    _draw_line(axis, key, x, mean, marker="o", markersize=4)
+    _draw_band(axis, key.color, x, mean - std, mean + std)
+
+
+def _paper_points(axis: Axes, points: Mapping[int, float], color: str) -> None:
+    axis.plot(list(points), list(points.values()), "D", color=color, fillstyle="none")
+
+
+def _level(axis: Axes, key: Key, mean: float) -> None:
+    axis.axhline(mean, linestyle=linestyle(key.shape), color=key.color, linewidth=1.2)
+
+
+def _sweep_heat_map(
+    study: Study, number: int, label: str, rows: Mapping[str, TableRow], column: str
+) -> Panel:
+    """A column over two parameters, darker for more; a cross marks a run that is missing."""
+    (first, ys), (second, xs) = study.sweeps[number].over.items()
+    values = np.full((len(ys), len(xs)), np.nan)
+    for (i, a), (j, b) in product(enumerate(ys), enumerate(xs)):
+        found = rows[point_label(label, {first: a, second: b})].at(column)
+        if found is not None:
+            values[i, j] = found.mean
+    there = values[~np.isnan(values)]
+    low, high = (float(there.min()), float(there.max())) if there.size else (0.0, 0.0)
+
+    def draw(axis: Axes) -> None:
+        _heat_map(axis, values, low, high, (0.06, 0.94), "{:.1f}", 8)
+        axis.set_xticks(range(len(xs)), [show(v) for v in xs])
+        axis.set_yticks(range(len(ys)), [show(v) for v in ys])
+        axis.set_xlabel(second)
+        axis.set_ylabel(first)
+
+    best = np.unravel_index(np.nanargmax(values), values.shape) if there.size else None
+    at = f"; best at {first} = {show(ys[best[0]])}, {second} = {show(xs[best[1]])}" if best else ""
+    span = f"{low:.1f} to {high:.1f} %"
+    alt = f"Accuracy ({column}) of {label} over {first} and {second}: {span}{at}."
+    width, height = max(2.6, 1.6 + 0.62 * len(xs)), max(2.0, 1.1 + 0.42 * len(ys))
+    return Panel(f"{label}: {column} accuracy, %", alt, draw, width, height)
+
+
+def _main_column(table: TaskTable) -> tuple[str, str]:
+    """The column that counts, the average or an unseen domain, and its title."""
+    there = [row for row in table.rows if row.accuracy]
+    main = {row.main for row in there}
+    column = main.pop() if len(main) == 1 else AVERAGE
+    unseen = {row.unseen for row in there}
+    return column, column_title(column, unseen.pop() if len(unseen) == 1 else None)
+
+
+# ---- models and prototypes ----------------------------------------------------------------------
+
+
+def confusions(label: str, counts: Mapping[str, Ints], classes: Sequence[str]) -> Plot:
+    """The confusion matrix of each domain's test images."""
+    names = _shortened(classes) if len(classes) <= SHOWN_CLASSES else []
+    turned = 90 if any(len(name) > 2 for name in names) else 0
+
+    def panel(domain: str) -> Panel:
+        found = counts[domain]
+        shares = found / np.maximum(1, found.sum(1, keepdims=True))
+        right = 100 * found.trace() / max(1, found.sum())
+
+        def draw(axis: Axes) -> None:
+            percent = np.where(shares >= 0.005, 100 * shares, np.nan)
+            _heat_map(axis, percent, 0, 100, (0, 1), "{:.0f}", 6.5, absent="")
+            axis.set_xticks(range(len(names)), names, rotation=turned)
             axis.set_yticks(range(len(names)), names)
             axis.set_xlabel("predicted")
             axis.set_ylabel("true class")
@@ -191,27 +341,25 @@ def confusions(label: str, found: Mapping[str, Ints], classes: Sequence[str]) ->
         alt = f"Confusion matrix of {label} on {domain}: {right:.1f} % right; most often {worst}."
         return Panel(f"{domain}: {right:.1f} % right", alt, draw, 3.4, 3.2)
 
-    return Plot(
-        f"confusion-{slug(label)}", label, "", tuple(map(panel, found)), columns=4
-    )  # fmt: skip
+    return Plot(f"confusion-{slug(label)}", "", tuple(map(panel, counts)), columns=4)
 
 
 @dataclass(frozen=True)
 class Embedding:
-    """Places of images and prototypes on a plane, with what colors them."""
+    """Images and prototypes on a plane, with what colors them."""
 
     places: Floats
     labels: Ints
     domains: tuple[str, ...]
-    """The domain of each image; of each prototype that of its client."""
+    """The domain of each image; of each prototype, that of its client."""
     kind: tuple[str, ...]
-    """image, sent or made, for each place."""
+    """For each place: ``image``, ``sent`` by a client, or ``made`` by the server."""
     title: str = ""
-    """What tells it from others of the same run: round 10."""
+    """What distinguishes it from others of the same run: ``round 10``."""
 
 
 def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
-    """t-SNE of the features, colored by class and by domain, prototypes drawn in."""
+    """t-SNE of features and prototypes, colored by class and by domain."""
     kinds, at = np.array(found.kind), found.places
     names = list(dict.fromkeys(d for d in found.domains if d))
     of_domain = np.array([names.index(d) if d else -1 for d in found.domains])
@@ -222,20 +370,17 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
                 own = (kinds == kind) & (group == g)
                 if not own.any():
                     continue
-                turn = MARKERS[(g // len(colors)) % len(MARKERS)] if shapes else "o"
+                shape = MARKERS[(g // len(colors)) % len(MARKERS)] if shapes else "o"
                 axis.scatter(
-                    at[own, 0],
-                    at[own, 1], s=size, alpha=alpha,
-                    marker={"image": turn, "sent": "D", "made": "*"}[kind],
+                    at[own, 0], at[own, 1], s=size, alpha=alpha,
+                    marker={"image": shape, "sent": "D", "made": "*"}[kind],
                     color=colors[g % len(colors)] if g >= 0 else ink(),
                     edgecolors="none" if kind == "image" else ink(),
                     linewidths=0 if kind == "image" else 0.6,
                 )  # fmt: skip
         axis.set_xticks([])
         axis.set_yticks([])
-        for side in axis.spines.values():
-            side.set_visible(True)
-            side.set_color(faint())
+        _faint_frame(axis)
 
     def by_class(axis: Axes) -> None:
         scatter(axis, found.labels, CLASS_COLORS, True)
@@ -243,47 +388,45 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
     def by_domain(axis: Axes) -> None:
         scatter(axis, of_domain, COLORS, False)
 
-    n = int((kinds == "image").sum())
-    alt = f"t-SNE of {n} test images under {label}, colored by "
     marks = [
-        Key(word, INK, mark)
-        for kind, word, mark in (
+        Key(word, INK, marker)
+        for kind, word, marker in (
             ("sent", "a client's prototype", "D"),
-            ("made", "what the server made", "*"),
+            ("made", "made by the server", "*"),
         )
         if kind in found.kind
     ]
-    of_classes = tuple(
-        Key(c, CLASS_COLORS[i % 10], MARKERS[(i // 10) % len(MARKERS)])
-        for i, c in enumerate(classes)
+    class_keys = tuple(
+        Key(name, CLASS_COLORS[i % 10], MARKERS[(i // 10) % len(MARKERS)])
+        for i, name in enumerate(classes if len(classes) <= SHOWN_CLASSES else ())
     )
-    of_domains = tuple(Key(d, COLORS[i % len(COLORS)], "dot") for i, d in enumerate(names))
-    if len(classes) > SHOWN_CLASSES:
-        of_classes = ()
+    domain_keys = tuple(Key(d, COLORS[i % len(COLORS)], "o") for i, d in enumerate(names))
+    alt = f"t-SNE of {int((kinds == 'image').sum())} test images under {label}, colored by "
     panels = (
-        Panel("by class", f"{alt}class; prototypes are drawn in.", by_class, 4.2, 3.9, of_classes),
-        Panel("by domain", f"{alt}domain ({', '.join(names)}).", by_domain, 4.2, 3.9, of_domains),
+        Panel("by class", f"{alt}class, with prototypes.", by_class, 4.2, 3.9, class_keys),
+        Panel("by domain", f"{alt}domain ({', '.join(names)}).", by_domain, 4.2, 3.9, domain_keys),
     )
-    name = slug(f"{label} {found.title}")
-    return Plot(f"tsne-{name}", label, "", panels, tuple(marks), columns=2)
+    return Plot(f"tsne-{slug(f'{label} {found.title}')}", "", panels, tuple(marks), columns=2)
 
 
 def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plot:
-    """FINCH's clusters over rounds, their members at the end, and how far clients are apart."""
-    classes, last = list(found[-1].members)[:SHOWN_CLASSES], found[-1]
-    order = sorted(last.domains, key=lambda c: list(last.domains.values()).index(last.domains[c]))
+    """FINCH's clusters over rounds, their members in the last, and how far apart clients are."""
+    last = found[-1]
+    classes = list(last.members)[:SHOWN_CLASSES]
+    domains = list(last.domains.values())
+    order = sorted(last.domains, key=lambda client: domains.index(last.domains[client]))
     numbers = np.array([[f.counts.get(k, 0) for f in found] for k in classes], dtype=float)
     height = 0.9 + 0.2 * max(len(classes), 6)
 
-    def over_rounds(axis: Axes) -> None:
-        _heat(axis, numbers / max(1.0, numbers.max()), 1.0, top=0.75)
-        _write(axis, numbers, 6.5)
+    def draw_counts(axis: Axes) -> None:
+        most = max(1.0, float(numbers.max()))
+        _heat_map(axis, numbers, 0, most, (0, 0.75), "{:.0f}", 6.5, most_rows=SHOWN_CLASSES)
         axis.set_xticks(range(len(found)), [str(f.round) for f in found])
-        axis.set_yticks(range(len(classes)), _short(classes))
+        axis.set_yticks(range(len(classes)), _shortened(classes))
         axis.set_xlabel("round")
         axis.set_ylabel("class")
 
-    def members(axis: Axes) -> None:
+    def draw_members(axis: Axes) -> None:
         for j in range(max(len(last.members[k]) for k in classes)):
             dots = [
                 (order.index(client), row)
@@ -291,64 +434,63 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
                 for client in (last.members[k][j : j + 1] or ((),))[0]
             ]
             axis.scatter(
-                [x for x, _ in dots],
-                [y for _, y in dots],
-                s=44,
-                marker=MARKERS[j % len(MARKERS)],
-                color=COLORS[j % len(COLORS)],
-                linewidths=0,
-            )
+                [x for x, _ in dots], [y for _, y in dots], s=44, linewidths=0,
+                marker=MARKERS[j % len(MARKERS)], color=COLORS[j % len(COLORS)],
+            )  # fmt: skip
         _client_ticks(axis, order)
-        axis.set_yticks(range(len(classes)), _short(classes))
+        axis.set_yticks(range(len(classes)), _shortened(classes))
         axis.set_xlim(-0.6, len(order) - 0.4)
         axis.set_ylim(len(classes) - 0.5, -0.5)
         axis.set_ylabel("class")
         axis.grid(axis="y")
-        _domain_lines(axis, order, last.domains)
+        for i in range(1, len(order)):
+            if last.domains[order[i]] != last.domains[order[i - 1]]:
+                axis.axvline(i - 0.5, color=faint(), linewidth=0.8)
 
-    with np.errstate(all="ignore"):
-        index = [distances.clients.index(c) for c in order]
-        known = ~np.isnan(distances.cosine)
-        total = np.where(known, distances.cosine, 0).sum(0)
-        mean = (total / np.maximum(1, known.sum(0)))[np.ix_(index, index)]
+    index = [distances.clients.index(client) for client in order]
+    known = ~np.isnan(distances.cosine)
+    total = np.where(known, distances.cosine, 0).sum(0)
+    mean = (total / np.maximum(1, known.sum(0)))[np.ix_(index, index)]
 
-    def apart(axis: Axes) -> None:
-        _heat(axis, mean / max(1e-9, float(mean.max())), 1.0)
-        if len(order) <= 12:
-            _write(axis, mean, 5.5, dark=0.6, digits=2)
+    def draw_distances(axis: Axes) -> None:
+        _heat_map(axis, mean, 0, max(1e-9, float(mean.max())), (0, 1), "{:.2f}", 5.5)
         _client_ticks(axis, order)
         axis.set_yticks(range(len(order)), order)
 
-    span = f"{int(numbers.min())} to {int(numbers.max())}"
     alone = sum(
         len({last.domains[c] for c in own}) == 1 for k in classes for own in last.members[k]
     )
-    total_clusters = int(numbers[:, -1].sum())
     panels = (
         Panel(
-            "clusters of each class", f"Number of FINCH clusters a class by round: {span}.",
-            over_rounds, 3.4, height,
+            "clusters per class",
+            "Number of FINCH clusters per class by round: "
+            f"{int(numbers.min())} to {int(numbers.max())}.",
+            draw_counts, 3.4, height,
         ),
         Panel(
-            f"who is together, round {last.round}",
-            f"Members of the clusters in round {last.round}: {alone} of {total_clusters} clusters "
-            "hold clients of a single domain.",
-            members, 3.8, height,
+            f"clusters in round {last.round}",
+            f"Members of the clusters in round {last.round}: {alone} of "
+            f"{int(numbers[:, -1].sum())} clusters hold clients of a single domain.",
+            draw_members, 3.8, height,
         ),
         Panel(
-            f"distance of clients, round {last.round}",
-            f"Mean cosine distance between clients' prototypes of a class: at most "
+            f"distances between clients in round {last.round}",
+            "Mean cosine distance between clients' prototypes of a class: at most "
             f"{float(mean.max()):.2f}.",
-            apart, 3.8, height,
+            draw_distances, 3.8, height,
         ),
     )  # fmt: skip
-    return Plot(f"clusters-{slug(label)}", label, "", panels)
+    return Plot(f"clusters-{slug(label)}", "", panels)
 
 
-def prototypes_apart(kept: RoundPrototypes) -> list[tuple[str, Floats, Ints, str]]:
-    """Every prototype with its kind and the domain of the client that sent it."""
-    sent = [("sent", z, y, kept.domains[c]) for c, (z, y) in kept.sent.items()]
-    return sent + [("made", z, y, "") for z, y in kept.made.values()]
+# ---- names --------------------------------------------------------------------------------------
+
+
+def panel_title(column: str, unseen: str | None) -> str:
+    """The title above a column's panel; ``unseen``: the domain that the runs left out."""
+    if column == AVERAGE and unseen != EACH:
+        return "average over domains"
+    return column_title(column, unseen)
 
 
 def slug(text: str) -> str:
@@ -357,31 +499,120 @@ def slug(text: str) -> str:
     return "-".join(part for part in plain.split("-") if part) or "x"
 
 
-# ---- helpers -----------------------------------------------------------------------------------
+def _shortened(names: Sequence[str]) -> list[str]:
+    return [n if len(n) <= 12 else n[:11] + "…" for n in names]
 
 
-def _unseen(methods: Methods) -> str | None:
-    """The domain that the runs left out."""
-    return next(iter(methods.values()))[0].config.leave_out
+# ---- values -------------------------------------------------------------------------------------
 
 
-def _over_rounds(run: Result) -> dict[str, list[float]]:
-    return over_rounds(run.rounds, run.config.leave_out)
+def _keys(runs: Sequence[RunHistory], looks: Looks | None) -> tuple[Key, ...]:
+    """An entry for each label, in the order of the runs."""
+    looks = looks or looks_of(runs)
+    labels = dict.fromkeys(run.label for run in runs)
+    return tuple(Key(label, *looks[label]) for label in labels)
 
 
-def _sent(run: Result) -> list[int]:
+def _accuracies(run: RunHistory) -> dict[str, list[float]]:
+    return over_rounds(run.rounds, run.unseen)
+
+
+def _bytes(run: RunHistory) -> list[int]:
     return [record["bytes_up"] + record["bytes_down"] for record in run.rounds]
 
 
-def _cut(runs: Sequence[Sequence[float]]) -> Floats:
-    """A row for each run, of as many rounds as all of them have."""
+def _stack(runs: Sequence[Sequence[float]]) -> Floats:
+    """A row for each run, with as many rounds as all of them have."""
     length = min(map(len, runs))
     return np.array([run[:length] for run in runs], dtype=float)
 
 
-def _limits(values: Sequence[Floats]) -> tuple[float, float]:
-    low, high = (float(f([f(v) for v in values])) for f in (np.min, np.max))
+def _limits(values: Iterable[Floats]) -> tuple[float, float]:
+    """The range of the accuracy axis, in steps of ten."""
+    every = np.concatenate([v[np.isfinite(v)] for v in values])
+    low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 100.0)
     return max(0.0, 10 * np.floor((low - 2) / 10)), min(102.0, 10 * np.ceil((high + 2) / 10) + 0.5)
+
+
+# ---- drawing ------------------------------------------------------------------------------------
+
+
+def _draw_line(axis: Axes, key: Key, x: Any, y: Any, **style: Any) -> None:
+    axis.plot(x, y, color=key.color, linestyle=linestyle(key.shape), linewidth=1.7, **style)
+
+
+def _draw_band(axis: Axes, color: str, x: Any, low: Any, high: Any) -> None:
+    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _draw_bars(
+    axis: Axes,
+    values: Mapping[str, float],
+    colors: Mapping[str, str],
+    form: str,
+    gap: float,
+    errors: Sequence[float] = (),
+) -> None:
+    """Horizontal bars with their values beside them; ``gap``: between a bar and its value."""
+    y = list(range(len(values)))
+    ends = [v + e for v, e in zip(values.values(), errors or [0.0] * len(y), strict=True)]
+    axis.barh(y, list(values.values()), color=[colors[m] for m in values], height=0.66, alpha=0.88)
+    if errors:
+        axis.errorbar(
+            list(values.values()), y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9
+        )
+    for at, end, value in zip(y, ends, values.values(), strict=True):
+        _draw_text(axis, end + gap, at, form.format(value), va="center", fontsize=8)
+    axis.set_yticks(y, list(values))
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x")
+
+
+def _bars_height(count: int) -> float:
+    return max(1.7, 0.9 + 0.27 * count)
+
+
+def _heat_map(
+    axis: Axes,
+    values: Floats,
+    low: float,
+    high: float,
+    alphas: tuple[float, float],
+    form: str,
+    size: float,
+    absent: str = "×",
+    most_rows: int = WRITTEN_CELLS,
+) -> None:
+    """Cells in one color, more opaque for more, which works on light and on dark paper.
+
+    ``form`` formats the numbers in the cells; NaN is ``absent``. A tall map has no numbers.
+    """
+    strong = to_rgb(COLORS[0])
+    shades = LinearSegmentedColormap.from_list("", [(*strong, alpha) for alpha in alphas])
+    edges = [np.arange(n + 1) - 0.5 for n in (values.shape[1], values.shape[0])]
+    span = max(high - low, 1e-9)
+    many = values.size > SHOWN_CLASSES**2
+    opacity = alphas[0] + (alphas[1] - alphas[0]) * (np.nan_to_num(values, nan=low) - low) / span
+    shown = np.ma.masked_where(np.isnan(values) | (opacity < 0.005), values)
+    axis.pcolormesh(
+        *edges, shown, cmap=shades, vmin=low, vmax=low + span, rasterized=many, linewidth=0
+    )
+    axis.invert_yaxis()
+    axis.tick_params(length=0, labelsize=7)
+    _faint_frame(axis)
+    for (row, column), value in np.ndenumerate(values):
+        text = absent if np.isnan(value) else form.format(value)
+        if text and len(values) <= most_rows:
+            color = "#ffffff" if opacity[row, column] > 0.58 else ink()
+            _draw_text(
+                axis, column, row, text, ha="center", va="center", fontsize=size, color=color
+            )
+
+
+def _draw_text(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
+    """Text inside the axes: nothing has to make room for it, which makes the layout fast."""
+    axis.text(x, y, text, **style).set_in_layout(False)
 
 
 def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
@@ -391,61 +622,12 @@ def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
     axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _looks(n: int) -> list[tuple[str, str]]:
-    return [
-        (COLORS[i % len(COLORS)], "line" if (i // len(COLORS)) % 2 == 0 else "dash")
-        for i in range(n)
-    ]
-
-
-def _keys(methods: Methods) -> tuple[Key, ...]:
-    return tuple(Key(m, *look) for m, look in zip(methods, _looks(len(methods)), strict=True))
-
-
-def _heat(axis: Axes, shares: Floats, most: float, top: float = 1.0) -> None:
-    """Squares in one color, more opaque for more: right on light and on dark paper."""
-    strong = to_rgb(COLORS[0])
-    shades = LinearSegmentedColormap.from_list("", [(*strong, 0.0), (*strong, top)])
-    edges = [np.arange(n + 1) - 0.5 for n in (shares.shape[1], shares.shape[0])]
-    many = shares.size > SHOWN_CLASSES**2
-    visible = np.ma.masked_less(shares, 0.005)
-    axis.pcolormesh(*edges, visible, cmap=shades, vmin=0, vmax=most, rasterized=many, linewidth=0)
-    axis.invert_yaxis()
-    axis.tick_params(length=0, labelsize=7)
-    for side in axis.spines.values():
-        side.set_visible(True)
-        side.set_color(faint())
-
-
-def _write(axis: Axes, values: Floats, size: float, dark: float = 2.0, digits: int = 0) -> None:
-    top = float(values.max()) or 1.0
-    for (row, column), value in np.ndenumerate(values):
-        _text(
- axis,
-            column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=size,
-            color="#ffffff" if value / top > dark else ink(),
-        )  # fmt: skip
-
-
-def _text(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
-    """Text inside the axes: nothing need make room for it, and layout is quick without it."""
-    axis.text(x, y, text, **style).set_in_layout(False)
-
-
 def _client_ticks(axis: Axes, clients: Sequence[str]) -> None:
     axis.set_xticks(range(len(clients)), clients, rotation=90)
     axis.tick_params(length=0, labelsize=7)
 
 
-def _domain_lines(axis: Axes, order: Sequence[str], domains: Mapping[str, str]) -> None:
-    for i in range(1, len(order)):
-        if domains[order[i]] != domains[order[i - 1]]:
-            axis.axvline(i - 0.5, color=faint(), linewidth=0.8)
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    return [n if len(n) <= 12 else n[:11] + "…" for n in names]
-
-
-def _long(names: Sequence[str]) -> bool:
-    return any(len(n) > 2 for n in names)
+def _faint_frame(axis: Axes) -> None:
+    for side in axis.spines.values():
+        side.set_visible(True)
+        side.set_color(faint())

@@ -444,11 +444,13 @@ def find_runs(root: Path) -> list[RunFolder]:
 
 
 def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's settings with the clients and samples of every domain, which its summary has.
+    """A run's settings with what its summary says was found: clients, samples, device, precision.
 
-    Those of a folder of images are not in its config: it was made before the images were read.
+    A config has only what was asked for, and that of a folder of images does not name its domains.
     """
-    return {"leave_out": None, **settings, **summary.get("split", {})}
+    found = {name: summary[name] for name in ("device", "precision") if name in summary}
+    named = {"method": summary["method"]} if "method" in summary else {}
+    return {"leave_out": None, **settings, **summary.get("split", {}), **found, **named}
 
 
 def _numeric_settings(toml: str) -> dict[str, Any]:

@@ -95,7 +95,9 @@ class StoredRun:
         if self.folder is not None:
             return load_run(self.folder.path, model=False)
         config, facts = make_config(**self.config), self.facts
-        return Result(config, self.records, {}, self.summary, None, True, facts=facts)
+        return Result(
+            config, self.records, {}, self.summary, lean=True, facts=facts, analysis=self.analysis
+        )
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
         """The run as a line of a packed study."""

@@ -46,6 +46,8 @@ class Result:
     """What each client has of its model, if clients are tested with models of their own."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What was found when the run started; empty for runs that did not write it down."""
+    analysis: Mapping[str, Any] | None = None
+    """What a report shows of the model, if that was stored when the run's study was packed."""
 
     @property
     def found_config(self) -> Config:

@@ -1,4 +1,4 @@
-"""A table of text cells for a terminal, as Markdown, as CSV and as LaTeX."""
+"""A table's header and lines for a terminal, as Markdown, as CSV and as LaTeX."""
 
 from __future__ import annotations
 
@@ -11,73 +11,72 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.studies.tables import Cell, Row
+from protofed.studies.tables import AVERAGE, TableCell, TableLine, TableRow
 
 FORMATS = ("terminal", "markdown", "csv", "latex")
-Grid = Sequence[Sequence[Cell]]
 
 
-def to_terminal(header: Sequence[str], body: Grid, console: Console) -> list[Table]:
-    """Best bold, second underlined, the paper's lines dim.
+def to_terminal(header: Sequence[str], lines: Sequence[TableLine], console: Console) -> list[Table]:
+    """The best bold, the second underlined, the paper's lines dim.
 
-    A table that is wider than the terminal comes in parts of whole columns, one below the other.
+    A table wider than the terminal is split between columns into several.
     """
     parts: list[list[int]] = [[]]
     for column in range(1, len(header)):
-        longer = _terminal(header, body, [*parts[-1], column])
+        longer = _terminal(header, lines, [*parts[-1], column])
         if parts[-1] and natural_width(longer) > console.width:
             parts.append([column])
         else:
             parts[-1].append(column)
-    return [_terminal(header, body, columns) for columns in parts]
+    return [_terminal(header, lines, columns) for columns in parts]
 
 
 def natural_width(table: Table) -> int:
-    """The characters that a table takes where nothing is cut."""
+    """The width of a table in characters if nothing is cut."""
     return Console(width=10_000).measure(table).maximum
 
 
-def _terminal(header: Sequence[str], body: Grid, columns: Sequence[int]) -> Table:
+def _terminal(header: Sequence[str], lines: Sequence[TableLine], columns: Sequence[int]) -> Table:
     table = Table(box=None, header_style="bold")
     table.add_column(escape(header[0]), overflow="fold")
     for i in columns:
         table.add_column(escape(header[i]), justify="right", no_wrap=True)
     styles = {"best": "bold", "second": "underline"}
-    for line in body:
-        paper = line[0].text.startswith(" ")
-        cells = [line[0], *(line[i] for i in columns)]
-        if paper and not any(c.text for c in cells[1:]):
+    for line in lines:
+        first, *cells = (line.cells[i] for i in (0, *columns))
+        if line.paper and not any(c.text for c in cells):
             continue
         texts = [
             f"[{styles[c.mark]}]{escape(c.text)}[/]" if c.mark else escape(c.text) for c in cells
         ]
-        table.add_row(*texts, style="dim" if paper else None)
+        name = "  " * line.paper + escape(first.text)
+        table.add_row(name, *texts, style="dim" if line.paper else None)
     return table
 
 
-def to_markdown(header: Sequence[str], body: Grid, caption: str = "") -> str:
+def to_markdown(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:
     """A Markdown table; the best is bold, the second underlined."""
 
-    def cell(c: Cell) -> str:
-        text = c.text.strip().replace("|", "\\|")
+    def cell(c: TableCell) -> str:
+        text = c.text.replace("|", "\\|")
         return {"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(c.mark, text)
 
-    lines = [list(header), ["---", *["---:"] * (len(header) - 1)]]
-    lines += [[cell(c) for c in line] for line in body]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    texts = [list(header), ["---", *["---:"] * (len(header) - 1)]]
+    texts += [[cell(c) for c in line.cells] for line in lines]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in texts) + "\n"
     return text + (f"\n{caption}\n" if caption else "")
 
 
-def to_latex(header: Sequence[str], body: Grid, caption: str = "") -> str:
+def to_latex(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:
     r"""A ``table*`` for a paper, as wide as the page; needs ``\usepackage{booktabs}``."""
 
-    def cell(c: Cell) -> str:
-        text = latex_escape(c.text.strip())
-        if c.text.startswith(" "):
-            text = rf"\quad {text}"
+    def cell(c: TableCell) -> str:
+        text = latex_escape(c.text)
         return {"best": rf"\textbf{{{text}}}", "second": rf"\underline{{{text}}}"}.get(c.mark, text)
 
-    lines = [" & ".join(cell(c) for c in line) + r" \\" for line in body]
+    body = [
+        r"\quad " * line.paper + " & ".join(cell(c) for c in line.cells) + r" \\" for line in lines
+    ]
     return "\n".join(
         [
             r"% needs \usepackage{booktabs}",
@@ -88,7 +87,7 @@ def to_latex(header: Sequence[str], body: Grid, caption: str = "") -> str:
             r"\toprule",
             " & ".join(map(latex_escape, header)) + r" \\",
             r"\midrule",
-            *lines,
+            *body,
             r"\bottomrule",
             r"\end{tabular}",
             r"\end{table*}",
@@ -110,7 +109,7 @@ _LATEX = {
 
 
 def latex_escape(text: str) -> str:
-    """Text as LaTeX prints it; a hyphen before a number is a minus."""
+    """Text with LaTeX's special characters escaped; a hyphen before a number is a minus."""
     text = re.sub(r"(?<![^\s(])-(?=\d)", "−", text)
     return "".join(_LATEX.get(c, c) for c in text)
 
@@ -121,10 +120,10 @@ CSV_HEADER = (
 )  # fmt: skip
 
 
-def to_csv(tables: Mapping[str, Sequence[Row]], columns: Mapping[str, Sequence[str]]) -> str:
-    """A line for each task, method and column; empty where a number is missing.
+def to_csv(tables: Mapping[str, Sequence[TableRow]], columns: Mapping[str, Sequence[str]]) -> str:
+    """A line for each task, row and column; empty where a number is missing.
 
-    ``difference`` is the paired one to the baseline, ``low`` and ``high`` its 95 % interval.
+    ``difference`` is to the baseline, paired by seed; ``low`` and ``high`` are its 95 % interval.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -135,7 +134,7 @@ def to_csv(tables: Mapping[str, Sequence[Row]], columns: Mapping[str, Sequence[s
                 own, delta = row.at(column), row.differences.get(column)
                 half = delta.half if delta else None
                 paper = row.paper.get(column)
-                std = row.paper_std if column == "average" else None
+                std = row.paper_std if column == AVERAGE else None
                 mean, deviation = (own.mean, own.std) if own else (None, None)
                 low, high = (
                     (delta.mean - half, delta.mean + half)
@@ -147,7 +146,7 @@ def to_csv(tables: Mapping[str, Sequence[Row]], columns: Mapping[str, Sequence[s
                 counts = (own.seeds if own else 0, row.wanted)
                 costs = (row.megabytes, row.seconds)
                 texts = [*map(_n, (*numbers, gap, *costs)), row.state]
-                names = (task, row.method, column)
+                names = (task, row.label, column)
                 writer.writerow([*names, _n(mean), _n(deviation), *counts, *texts])
     return buffer.getvalue()
 

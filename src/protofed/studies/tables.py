@@ -1,4 +1,8 @@
-"""Tables of runs: per domain and average, over seeds, beside FedAvg and beside the paper."""
+"""Tables of runs: accuracy per domain and on average, against FedAvg and against the paper.
+
+``Measure`` is a run, ``TableRow`` all seeds of a method, ``grid`` the text of the cells, which
+``protofed.studies.render`` writes in any format.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from protofed.config import EACH
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
+from protofed.runs.folder import plain_settings
 from protofed.runs.records import BESIDE, SEEN, SELECTION
+from protofed.studies.history import is_variant
 
 if TYPE_CHECKING:
     from protofed.runs.result import Result
@@ -19,18 +25,18 @@ if TYPE_CHECKING:
 BASELINE = "fedavg"
 AVERAGE = "average"
 CONFIDENCE = 0.95
-FEW = 5
-"""With fewer seeds than this a table says so."""
-NONE = "—"
+FEW_SEEDS = 5
+"""With fewer seeds than this, a table warns."""
+NO_VALUE = "—"
 TESTED = {
     "global": "the global model",
     "clients": "each domain's clients' own models",
     "everyone": "every client's own model on all domains, mean over the clients (own domain: "
     "each on its own)",
 }
-"""Who was tested, in words."""
+"""Which models were tested, in words."""
 WEIGHTS = {"samples": "sample counts", NO_WEIGHTS: "no model is averaged"}
-"""What models are weighed by, in words; other rules are named by themselves."""
+"""How models are weighted, in words; any other rule goes by its own name."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Spread:
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean."""
+        """The standard error of the mean."""
         return None if self.std is None else self.std / math.sqrt(self.seeds)
 
     @property
@@ -62,13 +68,13 @@ class Spread:
 
     @property
     def noise(self) -> bool:
-        """Whether a difference cannot be told from none: its interval contains 0."""
+        """Whether a difference may be zero: its interval contains 0."""
         return self.half is None or abs(self.mean) <= self.half
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a table needs of a run, or of several that make one column each (``leave_out``)."""
+    """What a table needs of a run, or of several that give one column each (``leave_out``)."""
 
     seed: int
     accuracy: Mapping[str, float]
@@ -79,7 +85,7 @@ class Measure:
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Measure:
-        """From a run's summary and its configuration."""
+        """From the summary and the settings of a run."""
         return cls(
             settings["seed"],
             summary["accuracy"],
@@ -92,17 +98,19 @@ class Measure:
     @classmethod
     def of_result(cls, result: Result) -> Measure:
         """From a run in memory."""
-        settings = {**asdict(result.config), "method": result.config.method.name}
+        method = result.config.method
+        asked = {**asdict(result.config), "method": method.name, "options": method.options()}
+        settings = plain_settings(asked, result.summary)
         return cls.of({**result.summary, "accuracy": result.accuracy}, settings)
 
     @property
     def label(self) -> str:
-        """The row it belongs to: a study's label, else the method."""
+        """The row it belongs to: a study's label, or else the method."""
         return str(self.summary.get("method", self.settings["method"]))
 
     @property
     def unseen(self) -> str | None:
-        """The domain that the run did not train on, or ``each``; None: it trained on all."""
+        """The domain that the run did not train on, or ``each``; None if it trained on all."""
         left_out: str | None = self.settings.get("leave_out")
         return left_out
 
@@ -116,37 +124,42 @@ class Measure:
 
     @property
     def beside(self) -> dict[str, float]:
-        """Averages of accuracies beside the method's own, e.g. of clients on their own domain."""
+        """Averages of further accuracies, e.g. of clients on their own domain."""
         found = self.summary.get("beside", {}).items()
         return {BESIDE.get(name, name): each[AVERAGE] for name, each in found}
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line: accuracy per domain and average, the paired difference to FedAvg, its costs.
+class TableRow:
+    """The runs of one label: accuracy per domain and average, the difference to FedAvg, costs.
 
-    ``accuracy`` is empty where no run is there; ``state`` then says why, if that is known.
-    ``paper`` has what the paper prints. With one domain ``unseen`` there is also ``seen``, the
-    average of the others, and what counts is the unseen domain; with ``each`` their average.
+    ``accuracy`` is empty where there is no run; ``state`` then says why, if that is known.
+    ``paper`` is what the paper prints. With one ``unseen`` domain, ``seen`` is the average of the
+    others, and the unseen domain is what counts; with ``each`` it is the average of all of them.
     """
 
-    method: str
+    label: str
     accuracy: Mapping[str, Spread]
-    difference: Spread | None
-    megabytes: float | None
-    seconds: float | None
+    megabytes: float | None = None
+    seconds: float | None = None
     wanted: int = 0
+    """The number of seeds asked for."""
     differences: Mapping[str, Spread] = field(default_factory=dict)
+    """Per column: to the baseline, paired by seed."""
     paper: Mapping[str, float] = field(default_factory=dict)
     paper_std: float | None = None
     state: str = ""
     unseen: str | None = None
     seen: Spread | None = None
     beside: Mapping[str, Spread] = field(default_factory=dict)
+    method: str = ""
+    """The name of the method; empty if unknown."""
+    variant: bool = False
+    """Whether its hyper-parameters differ from the method's defaults."""
 
     @property
     def seeds(self) -> int:
-        """How many seeds are there."""
+        """The number of seeds that there are."""
         return max((s.seeds for s in self.accuracy.values()), default=0)
 
     @property
@@ -156,33 +169,41 @@ class Row:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns to show: with an unseen domain that one first, and no average with it."""
+        """The columns to show: an unseen domain comes first, and replaces the average."""
         if self.main == AVERAGE:
             return tuple(self.accuracy)
         seen = (d for d in self.accuracy if d not in (self.main, AVERAGE))
         return (self.main, *seen, SEEN)
 
     def at(self, column: str) -> Spread | None:
-        """The accuracy in a column; None where there is none."""
+        """The accuracy in a column, if there is one."""
         return self.seen if column == SEEN else {**self.beside, **self.accuracy}.get(column)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """The text of a cell, and whether it is the best of its column or the second."""
+class TableCell:
+    """The text of a cell; ``mark`` is ``best`` or ``second`` in its column, or empty."""
 
     text: str
     mark: str = ""
 
 
-def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[Row]:
-    """A row per method, in the order in which they come."""
+@dataclass(frozen=True)
+class TableLine:
+    """A line of a table: ours, or what the paper prints for the line above."""
+
+    cells: tuple[TableCell, ...]
+    paper: bool = False
+
+
+def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[TableRow]:
+    """A row per label, in the order of the results."""
     runs: dict[str, dict[int, Measure]] = {}
     for result in results:
         measure = Measure.of_result(result)
-        runs.setdefault(result.summary["method"], {})[measure.seed] = measure
+        runs.setdefault(measure.label, {})[measure.seed] = measure
     base = runs.get(baseline, {})
-    return [row(method, own, base if method != baseline else {}) for method, own in runs.items()]
+    return [row(label, own, base if label != baseline else {}) for label, own in runs.items()]
 
 
 def row(
@@ -190,15 +211,21 @@ def row(
     runs: Mapping[int, Measure],
     base: Mapping[int, Measure],
     wanted: int = 0,
+    method: str = "",
+    variant: bool = False,
     **more: Any,
-) -> Row:
-    """The line of a method's runs, by seed; ``base``: the runs it is compared with."""
+) -> TableRow:
+    """The row of a label's runs, by seed; ``base``: the runs it is compared with.
+
+    ``method`` and ``variant`` are for a label without runs; otherwise the runs know them.
+    """
     if not runs:
-        return Row(label, {}, None, None, None, wanted, **more)
+        return TableRow(label, {}, wanted=wanted, method=method, variant=variant, **more)
     measures = list(runs.values())
+    first = measures[0]
     # paired: the same seed has the same clients, samples and initial weights
     paired = [s for s in runs if s in base]
-    columns = list(measures[0].values)
+    columns = list(first.values)
     differences = {
         c: Spread.of([runs[s].values[c] - base[s].values[c] for s in paired])
         for c in columns
@@ -206,168 +233,202 @@ def row(
     }
     spreads = {c: Spread.of([m.values[c] for m in measures]) for c in columns}
     seen = spreads.pop(SEEN, None)
-    return Row(
+    return TableRow(
         label,
         spreads,
-        differences.get(AVERAGE),
         fmean(m.megabytes for m in measures),
         fmean(m.seconds for m in measures),
         wanted or len(measures),
         differences,
-        unseen=measures[0].unseen,
+        unseen=first.unseen,
         seen=seen,
-        beside={n: Spread.of([m.beside[n] for m in measures]) for n in measures[0].beside},
+        beside={n: Spread.of([m.beside[n] for m in measures]) for n in first.beside},
+        method=first.settings["method"],
+        variant=is_variant(first.settings),
         **more,
     )
 
 
+def column_title(column: str, unseen: str | None) -> str:
+    """The name of a column; ``unseen``: the domain that the runs left out, or ``each``."""
+    if unseen == EACH:
+        return f"unseen {column}" if column == AVERAGE else f"{column} (unseen)"
+    return f"{column} (unseen)" if column == unseen else column
+
+
+def baseline_name(baseline: str) -> str:
+    """The baseline as a person writes it."""
+    return "FedAvg" if baseline == BASELINE else baseline
+
+
 def grid(
-    table: Sequence[Row], columns: Sequence[str] = (), baseline: str = "FedAvg"
-) -> tuple[list[str], list[list[Cell]]]:
-    """Header and cells: a line for each row and, where the paper prints it, one for the paper."""
+    table: Sequence[TableRow], columns: Sequence[str] = (), baseline: str = BASELINE
+) -> tuple[list[str], list[TableLine]]:
+    """Header and lines: one for each row and, where the paper prints numbers, one for those."""
     columns = columns or next((r.columns for r in table if r.accuracy), [AVERAGE])
-    partial = any(r.seeds < r.wanted for r in table)
-    costs = any(r.accuracy for r in table)
-    name = "FedAvg" if baseline == BASELINE else baseline
-    unseen = {r.unseen for r in table if r.accuracy}
-    said = {AVERAGE: f"unseen {AVERAGE}"} if unseen == {EACH} else {}
-    said |= {domain: f"{domain} (unseen)" for domain in unseen if len(unseen) == 1 and domain}
-    names = [said.get(c, c) for c in columns]
-    of = ", unseen" if any(unseen) else ""
+    there = [r for r in table if r.accuracy]
+    unseen = {r.unseen for r in there}
+    shared = next(iter(unseen)) if len(unseen) == 1 else None
     beside = list(dict.fromkeys(n for r in table for n in r.beside))
-    costs_names = ["MB", "s"] * costs
-    header = ["method", *names, f"Δ {name}{of}", *beside, *costs_names, *["seeds"] * partial]
+    base = next((r for r in table if r.label == baseline), None)
+    compared = any(r.differences or _printed_difference(r, base) for r in table)
+    partial = any(r.seeds < r.wanted for r in table)
+    delta = f"Δ {baseline_name(baseline)}{', unseen' if any(unseen) else ''}"
+    header = ["method", *(column_title(c, shared) for c in columns)]
+    header += [delta] * compared + beside + ["MB", "s"] * bool(there) + ["seeds"] * partial
     marks = {c: _marks(table, c) for c in columns}
-    own = {r.method: r for r in table}.get(baseline)
-    body = []
+    lines = []
     for r in table:
-        cells = [Cell(r.method + (f" ({r.state})" if r.state else ""))]
-        for c in columns:
-            own_c = r.at(c)
-            text = _spread(own_c) if own_c is not None else NONE
-            cells.append(Cell(text, marks[c].get(r.method, "")))
-        delta = r.differences.get(r.main)
-        cells.append(Cell("" if delta is None else _signed(delta)))
-        cells += [Cell(_spread(r.beside[n]) if n in r.beside else "") for n in beside]
-        if costs:
-            cells += [Cell(NONE if v is None else f"{v:.0f}") for v in (r.megabytes, r.seconds)]
+        cells = [TableCell(r.label + (f" ({r.state})" if r.state else ""))]
+        cells += [
+            TableCell(_spread(r.at(c)) or NO_VALUE, marks[c].get(r.label, "")) for c in columns
+        ]
+        if compared:
+            cells.append(TableCell(_signed(r.differences.get(r.main))))
+        cells += [TableCell(_spread(r.beside.get(n))) for n in beside]
+        if there:
+            costs = (r.megabytes, r.seconds)
+            cells += [TableCell(NO_VALUE if v is None else f"{v:.0f}") for v in costs]
         if partial:
-            cells.append(Cell(f"{r.seeds}/{r.wanted}"))
-        body.append(cells)
+            cells.append(TableCell(f"{r.seeds}/{r.wanted}"))
+        lines.append(TableLine(tuple(cells)))
         if r.paper:
-            body.append(_paper(r, columns, own, len(header)))
-    if own is None and not any(r.differences for r in table):  # there is nothing to compare with
-        del header[1 + len(columns)]
-        for line in body:
-            del line[1 + len(columns)]
-    return header, body
+            printed = ["paper (ours − paper)", *(_printed(r, c) for c in columns)]
+            printed += [_printed_difference(r, base)] * compared
+            printed += [""] * (len(header) - len(printed))
+            lines.append(TableLine(tuple(map(TableCell, printed)), paper=True))
+    return header, lines
 
 
-def _paper(r: Row, columns: Sequence[str], base: Row | None, width: int) -> list[Cell]:
-    cells = [Cell("  paper (ours − paper)")]
-    for c in columns:
-        if c not in r.paper:
-            cells.append(Cell(""))
-            continue
-        text = "NaN" if math.isnan(r.paper[c]) else f"{r.paper[c]:.2f}"
-        if c == AVERAGE and r.paper_std is not None:
-            text += f" ± {r.paper_std:.2f}"
-        if c in r.accuracy and not math.isnan(r.paper[c]):
-            text += f" ({_sign(r.accuracy[c].mean - r.paper[c])})"
-        cells.append(Cell(text))
+def printed_grid(
+    header: list[str], lines: Sequence[TableLine]
+) -> tuple[list[str], list[TableLine]]:
+    """Of a grid in which every row has a line of the paper: only the paper's numbers."""
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return header, [TableLine((own.cells[0], *paper.cells[1:])) for own, paper in pairs]
+
+
+def _printed(r: TableRow, column: str) -> str:
+    """What the paper prints in a column, and ours minus that."""
+    if column not in r.paper:
+        return ""
+    value = r.paper[column]
+    text = "NaN" if math.isnan(value) else f"{value:.2f}"
+    if column == AVERAGE and r.paper_std is not None:
+        text += f" ± {r.paper_std:.2f}"
+    if column in r.accuracy and not math.isnan(value):
+        text += f" ({_sign(r.accuracy[column].mean - value)})"
+    return text
+
+
+def _printed_difference(r: TableRow, base: TableRow | None) -> str:
+    """The difference to the baseline by the paper's own numbers."""
     theirs = base.paper.get(AVERAGE) if base is not None and base is not r else None
-    known = theirs is not None and not math.isnan(r.paper.get(AVERAGE, math.nan))
-    cells.append(Cell(f"{_minus(r.paper[AVERAGE] - theirs, 2)}" if known and theirs else ""))
-    return cells + [Cell("")] * (width - len(cells))
+    own = r.paper.get(AVERAGE, math.nan)
+    return "" if theirs is None or math.isnan(own) else _sign(own - theirs, 2)
 
 
-def cells(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and text of each cell."""
-    header, body = grid(table)
-    return header, [[cell.text for cell in line] for line in body]
-
-
-def _marks(table: Sequence[Row], column: str) -> dict[str, str]:
-    """The best and the second of a column, as they are printed: equal texts are equally good."""
-    found = {r.method: r.at(column) for r in table}
-    means = {method: round(s.mean, 1) for method, s in found.items() if s is not None}
-    ranks = sorted(set(means.values()), reverse=True)[:2]
+def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
+    """The best and the second in a column, as printed: equal texts are equally good."""
+    found = {r.label: r.at(column) for r in table}
+    means = {label: round(s.mean, 1) for label, s in found.items() if s is not None}
     if len(means) < 2:
         return {}
-    names = ("best", "second")
-    return {m: names[ranks.index(v)] for m, v in means.items() if v in ranks}
+    names = dict(zip(sorted(set(means.values()), reverse=True), ("best", "second"), strict=False))
+    return {label: names[v] for label, v in means.items() if v in names}
+
+
+def _spread(value: Spread | None) -> str:
+    if value is None:
+        return ""
+    return f"{value.mean:.1f}" + (f" ± {value.std:.1f}" if value.std is not None else "")
+
+
+def _signed(value: Spread | None) -> str:
+    if value is None:
+        return ""
+    if value.half is None:
+        return _sign(value.mean)
+    noise = ", noise" if value.noise else ""
+    return f"{_sign(value.mean)} ± {value.error:.1f} (±{value.half:.1f}{noise})"
+
+
+def _sign(value: float, digits: int = 1) -> str:
+    text = f"{value:+.{digits}f}"
+    return text if float(text) else f"{0:+.{digits}f}"  # never -0.0
 
 
 # ---- captions -----------------------------------------------------------------------------------
 
 
 def caption(results: Sequence[Result]) -> str:
-    """What the numbers are, in one paragraph: data, split, seeds, precision, BatchNorm, rule."""
+    """What the numbers are, in one paragraph: data, clients, seeds, precision, BatchNorm."""
     return describe([Measure.of_result(r) for r in results])
 
 
 def describe(measures: Sequence[Measure]) -> str:
-    """The same from measures; what differs between them is said to differ."""
+    """The caption of a table of these measures; rows that differ from most are named."""
     first, summary = measures[0].settings, measures[0].summary
     seeds = sorted({m.seed for m in measures})
     by_row: dict[str, set[int]] = {}
     for m in measures:
         by_row.setdefault(m.label, set()).add(m.seed)
-    clients = held(first["clients"], first["samples"])
+    fewest = min(map(len, by_row.values()))
+    clients = client_sizes(first["clients"], first["samples"])
     if any(m.settings["clients"] != first["clients"] for m in measures):
-        clients = "differ between the runs"
+        clients = "differ between runs"
 
     def one(name: str) -> str:
         found = list(dict.fromkeys(str(m.settings[name]) for m in measures))
         return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
-    runs = "all runs of the row" if first.get("leave_out") == EACH else "the run"
+    runs = "for all runs of a row" if first.get("leave_out") == EACH else "per run"
     many = (
-        f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half its "
-        f"{CONFIDENCE:.0%} interval; noise: that contains 0); "
+        f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half the "
+        f"{CONFIDENCE:.0%} interval; noise: the interval contains 0); "
     ) * (len(seeds) > 1)
     return (
         f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
         f"task {first['task']} ({summary['data'].rstrip('.')}), protocol {one('protocol')}, "
         f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
-        f"seeds {', '.join(map(str, seeds))}{few(len(seeds), min(map(len, by_row.values())))}; "
-        f"{one('precision')} on {one('device')}; {_who(measures)}"
-        f"BatchNorm: {_said(measures, 'batchnorm')}; {_averaged(measures)}. "
-        f"MB: all that traveled, up and down; s: seconds of {runs}, "
-        "runs side by side slow each other."
+        f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}; "
+        f"{one('precision')} on {one('device')}; {_tested(measures)}"
+        f"BatchNorm: {_common(measures, 'batchnorm')}; {_averaged(measures)}. "
+        f"MB: total traffic, up and down; s: seconds {runs} (concurrent runs slow each other "
+        "down)."
     )
 
 
 def _on_unseen(measures: Sequence[Measure]) -> str:
-    """Which of the numbers are of a domain that nobody trained on."""
+    """Which of the numbers belong to a domain that no client trained on."""
     if all(m.settings.get("leave_out") == EACH for m in measures):
         return " on the column's domain by a model trained without it"
     unseen = {m.unseen for m in measures}
     if unseen == {None}:
         return ""
-    which = unseen.pop() if len(unseen) == 1 else "a row's unseen domain"
-    return f" (Δ: on {which}, which nobody trained on; {SEEN}: on the others)"
+    which = unseen.pop() if len(unseen) == 1 else "the row's unseen domain"
+    return f" (Δ: on {which}, which no client trained on; {SEEN}: on the others)"
 
 
 def _averaged(measures: Sequence[Measure]) -> str:
     """How models are averaged, if any are."""
     if all(m.summary.get("weights") == NO_WEIGHTS for m in measures):
         return "no model is averaged"
-    return f"weights of the average: {_said(measures, 'weights', WEIGHTS)}"
+    return f"weights of the average: {_common(measures, 'weights', WEIGHTS)}"
 
 
-def _who(measures: Sequence[Measure]) -> str:
-    """Who was tested, where that is not one global model alone."""
+def _tested(measures: Sequence[Measure]) -> str:
+    """Which models were tested, unless it is always the global one."""
     if all(m.summary.get("evaluated", "global") == "global" for m in measures):
         return ""
-    return f"tested: {_said(measures, 'evaluated', TESTED)}; "
+    return f"tested: {_common(measures, 'evaluated', TESTED)}; "
 
 
-def _said(measures: Sequence[Measure], key: str, words: Mapping[str, str] | None = None) -> str:
+def _common(measures: Sequence[Measure], key: str, words: Mapping[str, str] | None = None) -> str:
     """What the runs' summaries say under a key; rows that differ from most are named."""
     said: dict[str, list[str]] = {}
     for m in measures:
-        # a run of an earlier version says nothing of its weights
+        # runs of earlier versions do not record their weights
         text = m.summary.get(key, f"{m.settings.get('average')} unless the method has its own")
         rows = said.setdefault((words or {}).get(text, text), [])
         rows += [m.label] * (m.label not in rows)
@@ -376,8 +437,8 @@ def _said(measures: Sequence[Measure], key: str, words: Mapping[str, str] | None
     return most + (f" ({named})" if named else "")
 
 
-def held(clients: Mapping[str, int], samples: Mapping[str, float]) -> str:
-    """Who holds how much, in words: ``mnist 6 × 600``, or ``webcam 1 × 20 %``."""
+def client_sizes(clients: Mapping[str, int], samples: Mapping[str, float]) -> str:
+    """Clients × samples per domain: ``mnist 6 × 600``, or ``webcam 1 × 20 %``."""
 
     def amount(n: float) -> str:
         return f"{100 * n:g} %" if isinstance(n, float) else f"{n}"
@@ -385,19 +446,19 @@ def held(clients: Mapping[str, int], samples: Mapping[str, float]) -> str:
     return ", ".join(f"{d} {n} × {amount(samples[d])}" for d, n in clients.items() if n)
 
 
-def few(seeds: int, fewest: int | None = None) -> str:
-    """A warning where seeds are few, or where ``fewest``, those of a row, are."""
-    if seeds >= FEW:
-        if fewest is None or fewest >= FEW:
+def seed_warning(seeds: int, fewest: int | None = None) -> str:
+    """A warning if there are few seeds, or if the row with the ``fewest`` has few."""
+    if seeds >= FEW_SEEDS:
+        if fewest is None or fewest >= FEW_SEEDS:
             return ""
-        return f" (rows with fewer than {FEW} of them: intervals are wide and only rough)"
+        return f" (some rows have fewer than {FEW_SEEDS}: their intervals are wide and rough)"
     if seeds == 1:
-        return " (one seed: differences cannot be told from noise)"
-    return f" (fewer than {FEW} seeds: intervals are wide and only rough)"
+        return " (one seed: differences may be noise)"
+    return f" (fewer than {FEW_SEEDS} seeds: intervals are wide and rough)"
 
 
 def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """What the split has beyond clients and samples, and a domain that nobody trained on."""
+    """What is special about the clients, and which domain was left out."""
     words = []
     if len(names := model_names(settings["model"])) > 1:
         words.append(f"with different models ({' and '.join(names)})")
@@ -413,35 +474,8 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     left_out = settings.get("leave_out")
     if left_out == EACH:
         tested = ", ".join(f"{d} {n}" for d, n in summary["tested"].items())
-        words.append(f"without those of the unseen domain, which is tested on images: {tested}")
+        words.append(f"without those of the unseen domain; test images: {tested}")
     elif left_out is not None:
         tested = summary["tested"][left_out]
         words.append(f"{left_out} left out of training and tested on {tested} images")
     return "".join(f", {w}" for w in words)
-
-
-def markdown(results: Sequence[Result]) -> str:
-    """The table as Markdown, with its caption."""
-    from protofed.studies.render import to_markdown
-
-    return to_markdown(*grid(rows(results)), caption(results))
-
-
-def _spread(value: Spread) -> str:
-    return f"{value.mean:.1f}" + (f" ± {value.std:.1f}" if value.std is not None else "")
-
-
-def _signed(value: Spread) -> str:
-    if value.half is None:
-        return _sign(value.mean)
-    noise = ", noise" if value.noise else ""
-    return f"{_sign(value.mean)} ± {value.error:.1f} (±{value.half:.1f}{noise})"
-
-
-def _sign(value: float) -> str:
-    return _minus(value, 1)
-
-
-def _minus(value: float, digits: int) -> str:
-    text = f"{value:+.{digits}f}"
-    return text if float(text) else f"{0:+.{digits}f}"  # never -0.0

@@ -1,7 +1,7 @@
-"""Plots that are drawn twice: as SVG that takes its colors from the page, and for a paper.
+"""A plot, and the two ways to draw it: as SVG for a page, as PNG or PDF for a file.
 
-A plot is a row of panels. On the page each panel is an SVG of its own, so that a phone can put
-them below each other; for a paper they are one figure with its legend, as PDF and PNG.
+A plot is a row of panels. On a page each panel is an SVG of its own, which takes its colors from
+the page, and a phone stacks them. In a file they form one figure with its legend.
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from protofed.files import write_atomic
-from protofed.report.curves import COLORS
-from protofed.report.slim import slim
-
-CLASS_COLORS = (
-    "#4e79a7", "#f28e2b", "#e15759", "#2f9e94", "#59a14f",
-    "#d4a717", "#b07aa1", "#ff7f93", "#9c755f", "#8a8f98",
-)  # fmt: skip
-"""For classes: ten that can be told apart on light and on dark paper."""
+from protofed.report.compact_svg import compact
+from protofed.report.palette import STYLES, TONES
 
 INK, FAINT = "#010101", "#020202"
-"""Stand for the page's own colors of text and of lines; a paper has black and gray."""
+"""Placeholders for the page's colors of text and of thin lines; a file has black and gray."""
 
 _SHARED: dict[str, Any] = {
     "font.size": 9,
@@ -49,14 +43,14 @@ _SHARED: dict[str, Any] = {
     "ytick.major.width": 0.7,
     "xtick.major.size": 3,
     "ytick.major.size": 3,
-    "text.parse_math": False,  # a name with two dollar signs is no formula
+    "text.parse_math": False,  # a name with two dollar signs is not a formula
     "legend.frameon": False,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "protofed",
     "svg.image_inline": True,
 }
-_PAPER = {**_SHARED, "grid.color": "#d5d5d5"}
+_FILE = {**_SHARED, "grid.color": "#d5d5d5"}
 _PAGE = {
     **_SHARED,
     **dict.fromkeys(
@@ -75,13 +69,18 @@ class Key:
 
     label: str
     color: str
-    shape: str = "line"
-    """line, dash, dot (a mark), or a matplotlib marker."""
+    shape: str = "solid"
+    """A line style of the palette, or a matplotlib marker."""
+
+    @property
+    def is_line(self) -> bool:
+        """Whether it stands for a line rather than for a marker."""
+        return self.shape in STYLES
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: what draws it, and what it shows in words."""
+    """One set of axes: the function that draws it, and a description for who cannot see it."""
 
     title: str
     alt: str
@@ -89,7 +88,7 @@ class Panel:
     width: float = 3.7
     height: float = 2.6
     legend: tuple[Key, ...] = ()
-    """What only this panel has."""
+    """Entries that hold for this panel only."""
 
 
 @dataclass(frozen=True)
@@ -97,21 +96,39 @@ class Plot:
     """Panels with a legend. ``name`` is the name of its files."""
 
     name: str
-    title: str
     caption: str
     panels: tuple[Panel, ...]
     legend: tuple[Key, ...] = ()
     columns: int = 3
+    heading: str = ""
+    """Written above the panels in a file; a page has headings of its own."""
+
+
+def linestyle(style: str) -> Any:
+    """A line style of the palette as matplotlib takes it."""
+    return (0, STYLES[style]) if STYLES[style] else "-"
+
+
+def ink() -> str:
+    """The color of text, on the page or in a file."""
+    return str(matplotlib.rcParams["text.color"])
+
+
+def faint() -> str:
+    """The color of thin lines."""
+    return str(matplotlib.rcParams["grid.color"])
 
 
 @contextmanager
 def _style(rc: dict[str, Any]) -> Iterator[None]:
     settings: Any = matplotlib.rcParams
-    with matplotlib.rc_context():  # and nothing of a person's own matplotlibrc
-        matplotlib.rcdefaults()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # nothing from the user's own matplotlibrc
         settings.update(rc)
-        settings["text.parse_math"] = False  # a name with $ is a name
         yield
+
+
+# ---- on a page ----------------------------------------------------------------------------------
 
 
 def svg(panel: Panel, prefix: str) -> str:
@@ -124,7 +141,7 @@ def svg(panel: Panel, prefix: str) -> str:
     text = buffer.getvalue().decode("utf-8")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    # a style sheet inside would hold for the whole page
+    # a style sheet inside would apply to the whole page
     text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.S)
     text = re.sub(r" xmlns(:\w+)?=\"[^\"]*\"", "", text).replace("xlink:href", "href")
     text = re.sub(r"style=\"([^\"]*)\"", lambda m: f'style="{themed(m[1])}"', text)
@@ -132,24 +149,24 @@ def svg(panel: Panel, prefix: str) -> str:
     assert box is not None
     head = f'<svg {box[0]} role="img" aria-label="{html.escape(panel.alt, quote=True)}">'
     text = re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
-    return slim(text, prefix)
+    return compact(text, prefix)
 
 
 _THEME = {
     INK: "currentColor",
     FAINT: "var(--line)",
-    **{color.lower(): f"var(--c{i})" for i, color in enumerate(COLORS)},
+    **{tone.paper.lower(): f"var(--c{i})" for i, tone in enumerate(TONES)},
 }
 
 
 def themed(style: str) -> str:
-    """A style with the page's colors and font in place of those that were drawn with."""
+    """A color or a style with the page's own colors and font."""
     for color, variable in _THEME.items():
         style = re.sub(re.escape(color), variable, style, flags=re.I)
-    return re.sub(r"'?DejaVu Sans'?(, [^;]*)?", "inherit-font", style).replace(
-        "inherit-font", "var(--font)"
-    )
+    return re.sub(r"'?DejaVu Sans'?(, [^;]*)?", "var(--font)", style)
 
+
+# ---- in a file ----------------------------------------------------------------------------------
 
 KINDS = ("png", "pdf")
 DPI = 200
@@ -158,59 +175,63 @@ DPI = 200
 def save(
     plot: Plot, folder: Path, prefix: str = "", kinds: Sequence[str] = KINDS, dpi: int = DPI
 ) -> list[Path]:
-    """The plot as PDF and PNG for a paper."""
+    """Write the plot into a folder, a file for each kind."""
+    paths = []
+    for kind, content in render(plot, kinds, dpi).items():
+        paths.append(folder / f"{prefix}{plot.name}.{kind}")
+        write_atomic(paths[-1], content)
+    return paths
+
+
+def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str, bytes]:
+    """The plot as the content of a file of each kind."""
     columns = min(plot.columns, len(plot.panels))
     rows = math.ceil(len(plot.panels) / columns)
-    width, height = (max(getattr(p, side) for p in plot.panels) for side in ("width", "height"))
-    paths = []
-    with _style(_PAPER):
-        figure = Figure(figsize=(width * columns, height * rows + 0.3), layout="constrained")
+    panel_width = max(p.width for p in plot.panels)
+    panel_height = max(p.height for p in plot.panels)
+    width = panel_width * columns
+    legend_columns = max(1, min(len(plot.legend), int(width / 1.3)))
+    legend_height = 0.18 * math.ceil(len(plot.legend) / legend_columns)
+    heading_height = 0.25 * bool(plot.heading)
+    height = panel_height * rows + 0.1 + legend_height + heading_height
+    with _style(_FILE):
+        figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for axis, panel in zip(axes, plot.panels, strict=False):
             panel.draw(axis)
             axis.set_title(panel.title)
-            if panel.legend:  # below its own panel: colors mean something else in the others
-                _legend(axis, panel)
+            if panel.legend:  # below its own panel: the colors mean something else in the others
+                _panel_legend(axis, panel)
         for axis in axes[len(plot.panels) :]:
             axis.axis("off")
         if plot.legend:
             handles = [_handle(key) for key in plot.legend]
-            spare = max(1, min(len(handles), int(width * columns / 1.3)))
-            figure.legend(handles=handles, loc="outside lower center", ncols=spare)
+            figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns)
+        if plot.heading:
+            figure.suptitle(plot.heading, fontsize=9)
         figure.draw_without_rendering()
-        figure.set_layout_engine("none")  # once is enough: it is the slow part
-        plain: Any = {"pdf": {"CreationDate": None}, "png": {"Software": None}}  # no dates
+        figure.set_layout_engine("none")  # laying out once is enough: it is the slow part
+        undated: Any = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
+        files = {}
         for kind in kinds:
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=dpi, metadata=plain[kind])
-            paths.append(folder / f"{prefix}{plot.name}.{kind}")
-            write_atomic(paths[-1], buffer.getvalue())
-    return paths
+            figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated[kind])
+            files[kind] = buffer.getvalue()
+    return files
 
 
-def ink() -> str:
-    """The color of text, on the page or on paper."""
-    return str(matplotlib.rcParams["text.color"])
-
-
-def faint() -> str:
-    """The color of fine lines."""
-    return str(matplotlib.rcParams["grid.color"])
-
-
-def _legend(axis: Axes, panel: Panel) -> None:
+def _panel_legend(axis: Axes, panel: Panel) -> None:
     columns = max(1, min(len(panel.legend), int(panel.width / 0.8)))
     axis.legend(
         handles=[_handle(key) for key in panel.legend], loc="upper center", ncols=columns,
-        bbox_to_anchor=(0.5, 0), frameon=False, fontsize=8, handletextpad=0.1, columnspacing=0.9,
+        bbox_to_anchor=(0.5, 0), fontsize=8, handletextpad=0.1, columnspacing=0.9,
     )  # fmt: skip
 
 
 def _handle(key: Key) -> Line2D:
-    if key.shape in ("line", "dash"):
-        return Line2D(
-            [], [], color=key.color, ls="-" if key.shape == "line" else "--", label=key.label
-        )
-    marker = "o" if key.shape == "dot" else key.shape
     color = ink() if key.color == INK else key.color
-    return Line2D([], [], color=color, marker=marker, linestyle="", label=key.label)
+    if key.is_line:
+        return Line2D(
+            [], [], color=color, linestyle=linestyle(key.shape), linewidth=1.7, label=key.label
+        )
+    return Line2D([], [], color=color, marker=key.shape, linestyle="", label=key.label)

@@ -1,72 +1,65 @@
-"""What a report shows of models and prototypes, and how it is kept where these are not.
+"""What a report shows of models and prototypes, stored for when they are gone.
 
-A packed study has no models. ``analysis.json.gz`` in a run's folder has in their place: confusions,
-the places of the t-SNE, the gap between domains, clusters and distances of prototypes.
+A packed study has no models. In their place, the lines of its runs have confusions, the points of
+the t-SNE, the gap between domains, clusters and distances of prototypes.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from protofed.analysis import Clusters, Distances, DomainGap, Ints
 from protofed.errors import ProtofedError
-from protofed.files import write_atomic
 from protofed.report.figures import Embedding
-
-NAME = "analysis.json.gz"
 
 
 @dataclass
-class Findings:
-    """By method's label; ``absent`` says of each part why something is not there."""
+class GroupAnalysis:
+    """The analyses of a group of runs, by label."""
 
     classes: tuple[str, ...] = ()
     tested: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Of each domain: test images looked at, and how many it has."""
+    """For each domain: the test images looked at, and all it has."""
     confusions: dict[str, dict[str, Ints]] = field(default_factory=dict)
     embeddings: dict[str, list[Embedding]] = field(default_factory=dict)
     gaps: dict[str, DomainGap] = field(default_factory=dict)
     clusters: dict[str, list[Clusters]] = field(default_factory=dict)
     distances: dict[str, Distances] = field(default_factory=dict)
-    absent: dict[str, dict[str, list[str]]] = field(default_factory=dict)
-    """Part → reason → the methods that it holds for; none: for the whole part."""
+    missing: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """What could not be made: part → reason → labels; no labels: the whole part."""
 
-    def miss(self, part: str, why: str, label: str | None = None) -> None:
-        """Note why something is missing."""
-        labels = self.absent.setdefault(part, {}).setdefault(why, [])
+    def miss(self, part: str, reason: str, label: str | None = None) -> None:
+        """Record why something is missing."""
+        labels = self.missing.setdefault(part, {}).setdefault(reason, [])
         if label is not None and label not in labels:
             labels.append(label)
 
-    def add(self, other: Findings) -> None:
-        """Take what was found of other methods."""
+    def add(self, other: GroupAnalysis) -> None:
+        """Take over the analyses of other labels."""
         self.tested = other.tested or self.tested
         for name in ("confusions", "embeddings", "gaps", "clusters", "distances"):
             getattr(self, name).update(getattr(other, name))
-        for part, reasons in other.absent.items():
-            for why, labels in reasons.items():
-                self.miss(part, why)
+        for part, reasons in other.missing.items():
+            for reason, labels in reasons.items():
+                self.miss(part, reason)
                 for label in labels:
-                    self.miss(part, why, label)
+                    self.miss(part, reason, label)
 
-    def reasons(self, part: str, methods: Collection[str]) -> list[str]:
-        """Why something of a part is missing, each reason once; ``methods``: all there are."""
+    def reasons(self, part: str, labels: Collection[str]) -> list[str]:
+        """Why something of a part is missing, each reason once; ``labels``: all of the group."""
         said = []
-        for why, labels in self.absent.get(part, {}).items():
-            who = "All methods" if set(labels) == set(methods) else ", ".join(labels)
-            said.append(f"{who}: {why}" if labels else why)
+        for reason, concerned in self.missing.get(part, {}).items():
+            who = "All methods" if set(concerned) == set(labels) else ", ".join(concerned)
+            said.append(f"{who}: {reason}" if concerned else reason)
         return said
 
 
-def save(found: Findings, label: str, folder: Path) -> None:
-    """Write what was found of a method into the folder of its run; nothing if that is nothing."""
+def to_plain(found: GroupAnalysis, label: str) -> dict[str, Any]:
+    """The analyses of a label as plain data; empty if there are none."""
     parts: dict[str, Any] = {}
     if label in found.confusions:
         parts["classes"] = list(found.classes)
@@ -80,33 +73,18 @@ def save(found: Findings, label: str, folder: Path) -> None:
         parts["clusters"] = [vars(c) for c in found.clusters[label]]
         apart = found.distances[label]
         parts["distances"] = {**vars(apart), "cosine": _rounded(apart.cosine, 4)}
-    if parts:
-        text = json.dumps(parts, separators=(",", ":"), ensure_ascii=False)
-        write_atomic(folder / NAME, gzip.compress(text.encode(), mtime=0))
+    return parts
 
 
-def there(folder: Path | None) -> bool:
-    """Whether something was kept of the run in this folder."""
-    return folder is not None and (folder / NAME).is_file()
-
-
-def load(found: Findings, label: str, folder: Path | None) -> bool:
-    """Add what was kept of a method's run to what was found; False if there is no such file."""
-    if folder is None or not there(folder):
-        return False
-    file = folder / NAME
-    try:
-        parts = json.loads(gzip.decompress(file.read_bytes()))
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        raise ProtofedError(f"'{file}' is damaged: {error}") from None
+def add_stored(found: GroupAnalysis, label: str, parts: Mapping[str, Any]) -> None:
+    """Add the stored analyses of a label's run."""
     try:
         _add(found, label, parts)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProtofedError(f"'{file}' is damaged: {error!r}") from None
-    return True
+        raise ProtofedError(f"the stored analysis of {label} is damaged: {error!r}") from None
 
 
-def _add(found: Findings, label: str, parts: dict[str, Any]) -> None:
+def _add(found: GroupAnalysis, label: str, parts: Mapping[str, Any]) -> None:
     if "confusion" in parts:
         found.classes = tuple(parts["classes"])
         found.tested = {d: (n, of) for d, (n, of) in parts["tested"].items()}
@@ -134,7 +112,7 @@ def _add(found: Findings, label: str, parts: dict[str, Any]) -> None:
         found.distances[label] = Distances(
             tuple(apart["classes"]),
             tuple(apart["clients"]),
-            np.array(apart["cosine"], dtype=float),  # null is nan
+            np.array(apart["cosine"], dtype=float),  # null is NaN
         )
 
 
@@ -143,7 +121,7 @@ def _embedding(found: Embedding) -> dict[str, Any]:
 
 
 def _rounded(values: Any, digits: int) -> Any:
-    """As nested lists; nan, which JSON does not have, is null."""
+    """As nested lists; NaN, which JSON lacks, is null."""
     whole = np.round(np.asarray(values, dtype=float), digits).astype(object)
     whole[whole != whole] = None
     return whole.tolist()

@@ -1,13 +1,13 @@
-"""What a report needs of the models and prototypes of a group of runs, and why some is not there.
+"""Analyze the models and prototypes of a group of runs: features, confusions, clusters.
 
-Of each method one run is looked at, with the first seed that has its model: its features, its
-mistakes, its clusters.
+Of each label one run is analyzed: the first seed that has its model. What cannot be made is
+recorded with the reason.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -15,74 +15,76 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from protofed import analysis
-from protofed.analysis import Ints, Outputs
-from protofed.config import config_task
+from protofed.analysis import Floats, Ints, Outputs, RoundPrototypes
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
-from protofed.report import kept
-from protofed.report.figures import Embedding, prototypes_apart
-from protofed.report.gather import Group
-from protofed.report.kept import Findings
+from protofed.report import stored_analysis
+from protofed.report.collect import Group, Progress
+from protofed.report.figures import Embedding
+from protofed.report.stored_analysis import GroupAnalysis
 from protofed.runs.result import Result, has_model, load_run
 from protofed.studies.definition import Study
 
-Tell = Callable[[str], None]
-SPREAD = 1200
+TSNE_IMAGES = 1200
 """Images in a t-SNE, all domains together."""
+NO_PROTOTYPES = "clients sent no prototypes, or none were kept."
 
 
-def find(group: Group, images: int, tell: Tell, task: Task | None = None) -> Findings:
-    """Look into a group's runs with at most so many test images of each domain; 0: with none."""
-    found = Findings()
+def analyze(group: Group, images: int, progress: Progress) -> GroupAnalysis:
+    """Analyze a group's runs with at most ``images`` test images per domain; 0: none."""
+    found = GroupAnalysis()
     todo: dict[str, Result] = {}
     swept = _swept(group)
     for label, runs in group.methods.items():
-        run = looked_at(runs)
-        if label in swept:  # dozens of them, and what they are for is their table and its picture
+        run = analyzed_run(runs)
+        if label in swept:  # dozens of runs, whose point is the sweep's table and figure
             for part in ("confusion", "features", "clusters"):
-                found.miss(part, "Not shown for a sweep's points: make a report of single runs.")
+                found.miss(
+                    part, "Not shown for the points of a sweep: make a report of single runs."
+                )
             continue
         with _noted(found, label, "confusion", "features", "clusters"):
-            if not has_model(run.folder) and kept.load(found, label, run.folder):
-                _say_absent(found, label)
+            if not has_model(run.folder) and run.analysis:
+                stored_analysis.add_stored(found, label, run.analysis)
+                _note_missing(found, label)
                 continue
-            _prototypes(found, label, run, tell)
+            _prototypes(found, label, run, progress)
             todo[label] = run
     if not images and todo:
         for part in ("confusion", "features"):
             found.miss(part, "Not asked for (--images 0).")
         return found
-    looked = {label: run for label, run in todo.items() if _has_model(found, label, run)}
-    if not looked:
+    with_model = {label: run for label, run in todo.items() if _has_model(found, label, run)}
+    if not with_model:
         return found
     try:
-        tell(f"loading {group.title}")
-        task = task or config_task(next(iter(looked.values())).config)
+        progress(f"loading {group.title}")
+        task = next(iter(with_model.values())).task()
     except ProtofedError as error:
         for part in ("confusion", "features"):
-            found.miss(part, f"This needs the task's images, and they are not here: {error}.")
+            found.miss(part, f"This needs the task's images, which are not available: {error}.")
         return found
     found.classes = task.classes
 
-    def look(label: str) -> Findings:
-        own, run = Findings(), looked[label]
+    def analyze_label(label: str) -> GroupAnalysis:
+        own, run = GroupAnalysis(), with_model[label]
         with _noted(own, label, "confusion", "features"):
             whole = load_run(run.folder) if run.lean and run.folder is not None else run
-            _images(own, label, whole, task, images, group.study, tell)
+            _images(own, label, whole, task, images, group.study, progress)
         return own
 
-    # a method on each core, one thread each; limits set from here hold for all of them
+    # a label on each core, one thread each; limits set here hold for all threads
     with one_thread(), threadpool_limits(1), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for own in pool.map(look, looked):
+        for own in pool.map(analyze_label, with_model):
             found.add(own)
     return found
 
 
-def looked_at(runs: Sequence[Result]) -> Result:
-    """Of a method's runs the first that has its model or what was kept of it; else the first."""
+def analyzed_run(runs: Sequence[Result]) -> Result:
+    """The first of a label's runs that has its model or stored analyses; else the first."""
     for run in runs:
-        if not run.lean or has_model(run.folder) or kept.there(run.folder):
+        if not run.lean or has_model(run.folder) or run.analysis:
             return run
     return runs[0]
 
@@ -93,7 +95,7 @@ def _swept(group: Group) -> set[str]:
 
 
 @contextmanager
-def _noted(found: Findings, label: str, *parts: str) -> Iterator[None]:
+def _noted(found: GroupAnalysis, label: str, *parts: str) -> Iterator[None]:
     try:
         yield
     except ProtofedError as error:
@@ -101,69 +103,66 @@ def _noted(found: Findings, label: str, *parts: str) -> Iterator[None]:
             found.miss(part, f"{error}.", label)
 
 
-def _has_model(found: Findings, label: str, run: Result) -> bool:
+def _has_model(found: GroupAnalysis, label: str, run: Result) -> bool:
     if run.lean and not has_model(run.folder):
         for part in ("confusion", "features"):
-            found.miss(part, "the run's folder has no model to look into.", label)
+            found.miss(part, "the run's folder has no model.", label)
         return False
     return True
 
 
-NO_PROTOTYPES = "clients sent no prototypes, or none were kept."
-
-
-def _say_absent(found: Findings, label: str) -> None:
-    """Of a run whose analyses were kept: what these did not have."""
-    why = "the study was packed without it (its models are not here)."
+def _note_missing(found: GroupAnalysis, label: str) -> None:
+    """Record what the stored analyses of a run lack."""
+    reason = "the study was packed without it, and its models are gone."
     for part, there in (("confusion", found.confusions), ("features", found.embeddings)):
         if label not in there:
-            found.miss(part, why, label)
+            found.miss(part, reason, label)
     if label not in found.clusters:
         found.miss("clusters", NO_PROTOTYPES, label)
 
 
-def _prototypes(found: Findings, label: str, run: Result, tell: Tell) -> None:
+def _prototypes(found: GroupAnalysis, label: str, run: Result, progress: Progress) -> None:
     if not analysis.prototype_rounds(run):
         found.miss("clusters", NO_PROTOTYPES, label)
         return
-    tell(f"{label}: clusters of its prototypes")
+    progress(f"{label}: clusters of its prototypes")
     with _noted(found, label, "clusters"):
         found.clusters[label] = analysis.clusters(run)
         found.distances[label] = analysis.prototype_distances(run)
 
 
 def _images(
-    found: Findings,
+    found: GroupAnalysis,
     label: str,
     run: Result,
     task: Task,
     images: int,
     study: Study | None,
-    tell: Tell,
+    progress: Progress,
 ) -> None:
-    """Confusions, the gap, and t-SNE: of the domains and rounds that the study asks for, if any."""
+    """Confusions, domain gap, and t-SNE of the domains and rounds that the study asks for."""
     asked = study.tsne if study is not None else {}
     domains, rounds = asked.get("domains", ()), bool(asked.get("rounds"))
     first: dict[str, Outputs] = {}
     confusion: dict[str, Ints] = {}
     for domain in task.domains:
-        tell(f"{label}: test images of {domain}")
+        progress(f"{label}: test images of {domain}")
         every = list(analysis.outputs(run, domain, task=task, limit=images))
         first[domain] = every[0]
         confusion[domain] = np.sum([analysis.counts(o, len(task.classes)) for o in every], axis=0)
     found.confusions[label] = confusion
     sizes = run.summary.get("tested", {})
     found.tested = {d: (len(o.labels), sizes.get(d, len(o.labels))) for d, o in first.items()}
-    tell(f"{label}: gap between the domains")
+    progress(f"{label}: gap between the domains")
     found.gaps[label] = analysis.gap({d: (o.features, o.labels) for d, o in first.items()})
-    tell(f"{label}: t-SNE")
+    progress(f"{label}: t-SNE")
     drawn = {d: o for d, o in first.items() if d in domains} or first
     found.embeddings[label] = []
     there = {*analysis.model_rounds(run), run.config.rounds}
     if lost := [
         str(r) for r in asked.get("rounds", ()) if r < run.config.rounds and r not in there
     ]:
-        text = f"no model of round {', '.join(lost)} was kept (delete the run to do it again)."
+        text = f"no model of round {', '.join(lost)} was kept (delete the run to repeat it)."
         found.miss("features", text, label)
     if beyond := [str(r) for r in asked.get("rounds", ()) if r > run.config.rounds]:
         text = f"round {', '.join(beyond)}: the run has {run.config.rounds}."
@@ -179,8 +178,8 @@ def _images(
 
 
 def _embedding(run: Result, first: Mapping[str, Outputs], round: int | None = None) -> Embedding:
-    """t-SNE of unit-length features together with the prototypes of that or the last kept round."""
-    each = max(1, SPREAD // len(first))
+    """t-SNE of unit-length features with the prototypes of that round, or of the last one kept."""
+    each = max(1, TSNE_IMAGES // len(first))
     parts = []
     for domain, out in first.items():
         step = np.arange(len(out.labels))[:: -(-len(out.labels) // each)]
@@ -188,9 +187,9 @@ def _embedding(run: Result, first: Mapping[str, Outputs], round: int | None = No
     there = analysis.prototype_rounds(run)
     if there and (round is None or round in there):
         size = parts[0][1].shape[1]
-        of_run = prototypes_apart(analysis.prototypes(run, round))
-        shown = {"", *first}  # the server's, and those of clients of these domains
-        parts += [p for p in of_run if p[3] in shown and p[1].ndim == 2 and p[1].shape[1] == size]
+        shown = {"", *first}  # the server's, and those of clients in these domains
+        every = _prototype_parts(analysis.prototypes(run, round))
+        parts += [p for p in every if p[3] in shown and p[1].ndim == 2 and p[1].shape[1] == size]
     rows = np.concatenate([z for _, z, _, _ in parts]).astype(np.float64)
     unit = rows / np.maximum(1e-12, np.linalg.norm(rows, axis=1, keepdims=True))
     return Embedding(
@@ -200,3 +199,9 @@ def _embedding(run: Result, first: Mapping[str, Outputs], round: int | None = No
         tuple(kind for kind, z, _, _ in parts for _ in z),
         f"round {round}" if round is not None else "",
     )
+
+
+def _prototype_parts(found: RoundPrototypes) -> list[tuple[str, Floats, Ints, str]]:
+    """Prototypes by sender: kind, rows, classes, and the domain of the client that sent them."""
+    sent = [("sent", z, y, found.domains[client]) for client, (z, y) in found.sent.items()]
+    return sent + [("made", z, y, "") for z, y in found.made.values()]

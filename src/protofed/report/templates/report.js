@@ -1,5 +1,5 @@
 "use strict";
-// Tables sort by a click on a column's head: numbers by value, the rest by text; first the large.
+// A click on a column's head sorts the table: numbers by value, largest first; the rest by text.
 for (const table of document.querySelectorAll("table.sortable")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => {
@@ -25,5 +25,5 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
-// What is folded is printed too.
+// Print what is folded, too.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));

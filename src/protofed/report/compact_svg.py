@@ -1,7 +1,7 @@
-"""Matplotlib's SVG in a fraction of its bytes, and looking the same.
+"""Matplotlib's SVG in a fraction of the bytes, with the same appearance.
 
-A report has thousands of points and cells: what matplotlib repeats for each of them (styles, clip
-paths, groups, ids, six digits) is said once.
+A report has thousands of points and cells. What matplotlib repeats for each of them (styles, clip
+paths, groups, ids, six digits) is written once.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 _NUMBERS = ("x", "y", "d", "transform", "width", "height", "points")
-FEW = 3
-"""Runs of so many alike elements are worth a group."""
+SHORTEST_GROUP = 3
+"""This many neighbors of the same style are worth a group."""
 
 
-def slim(text: str, prefix: str) -> str:
-    """An ``<svg>`` without what is not needed; ids that are become ``prefix-1``, ``prefix-2``, ...
+def compact(text: str, prefix: str) -> str:
+    """An ``<svg>`` without what it does not need; its ids become ``prefix-0``, ``prefix-1``, ...
 
-    It must not have names with namespaces: plain ``href``, no ``xmlns``.
+    It must not use namespaces: plain ``href``, no ``xmlns``.
     """
     root = ElementTree.fromstring(text)
     names = {old: f"{prefix}-{i}" for i, old in enumerate(_references(text))}
     shapes = {f"#{names[i]}": e for e in root.iter() if (i := e.get("id", "")) in names}
     for element in root.iter():
-        _plain(element, names)
+        _simplify(element, names)
     _flatten(root)
-    _join(root, shapes, prefix)
+    _group(root, shapes, prefix)
     still = _references(ElementTree.tostring(root, encoding="unicode"))
     for definitions in root.iter("defs"):
         definitions[:] = [e for e in definitions if e.get("id") in still]
@@ -39,8 +39,8 @@ def _references(text: str) -> dict[str, None]:
     return dict.fromkeys(re.findall(r"(?:url\(|href=\")#([^\")]+)", text))
 
 
-def _plain(element: Element, names: dict[str, str]) -> None:
-    """Short numbers; no ids that nothing refers to, no turns by nothing."""
+def _simplify(element: Element, names: dict[str, str]) -> None:
+    """Shorten numbers; drop ids that nothing refers to and rotations by 0."""
     element.tail = None
     if not (element.text or "").strip():
         element.text = None
@@ -63,13 +63,13 @@ def _plain(element: Element, names: dict[str, str]) -> None:
 
 
 def _flatten(element: Element) -> None:
-    """Groups that say nothing are replaced by what is in them, what draws nothing goes."""
+    """Replace groups without attributes by their content; drop what draws nothing."""
     children = []
     for child in element:
         _flatten(child)
         if child.tag in ("g", "defs") and len(child) == 0:
             continue
-        if child.get("style") == "fill: none":  # cells of nothing, backgrounds
+        if child.get("style") == "fill: none":  # empty cells, backgrounds
             continue
         if child.tag == "g" and not child.attrib:
             children += list(child)
@@ -84,19 +84,19 @@ def _flatten(element: Element) -> None:
     element[:] = children
 
 
-def _join(element: Element, shapes: dict[str, Element], prefix: str) -> None:
-    """Neighbors of the same style get it from a group; equal marks are a path with markers."""
+def _group(element: Element, shapes: dict[str, Element], prefix: str) -> None:
+    """Move the style that neighbors share into a group; turn equal marks into a path's markers."""
     children: list[Element] = []
     for child in element:
         if child.tag != "defs":
-            _join(child, shapes, prefix)
-    for (tag, style, href, clip), some in groupby(element, _look):
+            _group(child, shapes, prefix)
+    for (tag, style, href, clip), some in groupby(element, _style_of):
         run = list(some)
-        if len(run) < FEW or tag not in ("use", "text", "path"):
+        if len(run) < SHORTEST_GROUP or tag not in ("use", "text", "path"):
             children += run
         elif tag == "use" and href in shapes:
-            children.append(_marked(run, shapes[href], style, len(shapes), prefix))
-            shapes[f"#{len(shapes)}"] = run[0]  # counts: the next marker has another name
+            children.append(_markers(run, shapes[href], style, len(shapes), prefix))
+            shapes[f"#{len(shapes)}"] = run[0]  # so that the next marker has another name
         else:
             shared = {"style": style, "clip-path": clip}
             group = Element("g", {k: v for k, v in shared.items() if v})
@@ -108,12 +108,12 @@ def _join(element: Element, shapes: dict[str, Element], prefix: str) -> None:
     element[:] = children
 
 
-def _look(element: Element) -> tuple[str, str, str, str]:
+def _style_of(element: Element) -> tuple[str, str, str, str]:
     own = element.attrib
     return element.tag, own.get("style", ""), own.get("href", ""), own.get("clip-path", "")
 
 
-def _marked(run: list[Element], shape: Element, style: str, number: int, prefix: str) -> Element:
+def _markers(run: list[Element], shape: Element, style: str, number: int, prefix: str) -> Element:
     name = f"{prefix}-m{number}"
     group = Element("g")
     marker = SubElement(

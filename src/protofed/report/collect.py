@@ -1,0 +1,214 @@
+"""Finished runs from folders, in groups whose numbers may be compared.
+
+A study says itself what is compared: its tasks are groups, its rows are labels, and its table has
+the paper's numbers. Other runs are grouped by their settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from protofed.config import Config, changes_numbers
+from protofed.errors import ProtofedError
+from protofed.report.palette import Look, looks_of
+from protofed.runs import Result, RunFolder, load_run
+from protofed.runs.folder import find_runs
+from protofed.studies.definition import Study
+from protofed.studies.folder import StudyFolder, TaskTable
+from protofed.studies.history import RunHistory
+from protofed.studies.tables import BASELINE, TableRow, rows
+
+_MAY_DIFFER = ("method", "seed", "clients")
+"""Settings in which the runs of a group may differ; a seed may draw its clients."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that may be compared; the ``method`` in each run's summary is its label.
+
+    The runs of a study have that ``study``, and the ``table`` of their task. Runs that left out
+    different domains are groups of their own that share the table of all of them.
+    """
+
+    title: str
+    results: tuple[Result, ...]
+    study: Study | None = None
+    table: TaskTable | None = None
+    unseen: str | None = None
+
+    @property
+    def methods(self) -> dict[str, list[Result]]:
+        """The runs of each label, in the order of their seeds."""
+        found: dict[str, list[Result]] = {}
+        for result in self.results:
+            found.setdefault(result.summary["method"], []).append(result)
+        return {m: sorted(runs, key=lambda r: r.config.seed) for m, runs in found.items()}
+
+    @cached_property
+    def histories(self) -> list[RunHistory]:
+        """The runs as figures draw them, label by label."""
+        return [RunHistory.of_result(run) for runs in self.methods.values() for run in runs]
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """The color and the line style of each label."""
+        return looks_of([*self.histories, *(row for row in self.rows if row.method)])
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of all runs."""
+        return sorted({r.config.seed for r in self.results})
+
+    @property
+    def baseline(self) -> str:
+        """The label that differences refer to."""
+        return self.table.baseline if self.table is not None else BASELINE
+
+    @cached_property
+    def rows(self) -> list[TableRow]:
+        """The rows of the group's table, with the paper's numbers if it has them."""
+        if self.table is not None and self.unseen is None:
+            return self.table.rows
+        return rows(self.results, self.baseline)
+
+
+@dataclass(frozen=True)
+class ReportInput:
+    """What a report is about: groups of runs, and the folders skipped, with the reason."""
+
+    groups: tuple[Group, ...]
+    skipped: tuple[tuple[Path, str], ...]
+
+
+def collect(paths: Sequence[Path], progress: Progress = lambda text: None) -> ReportInput:
+    """All finished runs in the paths: run folders, or folders that contain them."""
+    groups: list[Group] = []
+    skipped: list[tuple[Path, str]] = []
+    studies = list(dict.fromkeys(f for path in paths for f in _studies(path)))
+    used: set[Path] = set()
+    for folder in studies:
+        found, runs = _of_study(StudyFolder.open(folder), len(studies) > 1, progress)
+        groups += found
+        used |= runs
+    loose: dict[str, Result] = {}
+    for run in {run.path: run for path in paths for run in find_runs(path)}.values():
+        if run.path.resolve() not in used and (result := _load(run, skipped, progress)):
+            loose.setdefault(result.summary["hash"], result)  # the same run twice is one run
+    if loose:
+        groups += _groups(list(loose.values()))
+    if not groups:
+        where = ", ".join(f"'{p}'" for p in paths)
+        why = f"; '{skipped[0][0]}': {skipped[0][1]}" if skipped else ""
+        raise ProtofedError(
+            f"no finished run in {where}{why}", "pass folders of runs, comparisons or studies"
+        )
+    return ReportInput(tuple(groups), tuple(skipped))
+
+
+def _studies(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise ProtofedError(
+            f"'{path}' is not a folder", "pass folders of runs, comparisons or studies"
+        )
+    return sorted(file.parent for file in path.rglob("study.toml"))
+
+
+def _load(run: RunFolder, skipped: list[tuple[Path, str]], progress: Progress) -> Result | None:
+    """A run without its model: few models are needed, and they are large."""
+    if not run.is_finished():
+        skipped.append((run.path, "not finished"))
+        return None
+    progress(f"reading {run.path.name}")
+    try:
+        return load_run(run.path, model=False)
+    except ProtofedError as error:
+        skipped.append((run.path, error.message))
+        return None
+
+
+# ---- a study's runs ------------------------------------------------------------------------------
+
+
+def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list[Group], set[Path]]:
+    """A group for each task, or for each domain that was left out; and the runs' folders."""
+    tables = {table.task: table for table in folder.tables()}
+    found: dict[str, dict[str | None, list[Result]]] = {}
+    used: set[Path] = set()
+    for planned, stored in folder.runs.items():
+        by_unseen = found.setdefault(planned.task, {})
+        if stored is None:
+            continue
+        progress(f"reading {stored.name}")
+        run = stored.result()
+        named = replace(run, summary={**run.summary, "method": planned.line.label})
+        by_unseen.setdefault(planned.unseen, []).append(named)
+        if stored.folder is not None:
+            used.add(stored.folder.path.resolve())
+    groups = []
+    for task, by_unseen in found.items():
+        title = f"{folder.study.title}: {task}" if many else task
+        several = len({p.unseen for p in folder.runs if p.task == task}) > 1
+        for unseen, runs in by_unseen.items():
+            own = f"{title}, {unseen} left out" if several and unseen else title
+            part = unseen if several else None
+            groups.append(Group(own, tuple(runs), folder.study, tables[task], part))
+    return groups, used
+
+
+# ---- other runs ---------------------------------------------------------------------------------
+
+
+def _groups(results: list[Result]) -> list[Group]:
+    found: dict[str, list[Result]] = {}
+    for result in results:
+        facts = {k: result.facts.get(k) for k in ("digest", "precision")}
+        setting = _text([_values(result.config), facts])
+        found.setdefault(setting, []).append(result)
+    settings = [_values(runs[0].config) for runs in found.values()]
+    differing = [k for k in settings[0] if len({_text(s[k]) for s in settings}) > 1]
+    groups = []
+    for runs, values in zip(found.values(), settings, strict=True):
+        title = str(values["task"])
+        other = [k for k in differing if k not in ("task", "digest", "samples", "image_size")]
+        more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in other if values[k] is not None]
+        groups.append(Group(" · ".join([title, *more]), tuple(_labeled(runs))))
+    return groups
+
+
+def _values(config: Config) -> dict[str, Any]:
+    names = [f.name for f in fields(config) if changes_numbers(f.name)]
+    return {name: getattr(config, name) for name in names if name not in _MAY_DIFFER}
+
+
+def _labeled(runs: Iterable[Result]) -> list[Result]:
+    """The runs with labels that name the hyper-parameters in which runs of a method differ.
+
+    FedAvg comes first, then the others by name.
+    """
+    runs = sorted(runs, key=lambda r: (r.config.method.name != BASELINE, r.config.method.name))
+    variants: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for run in runs:
+        options = run.config.method.options()
+        variants.setdefault(run.config.method.name, {})[_text(options)] = options
+    labeled = []
+    taken: set[tuple[str, int]] = set()
+    for run in runs:
+        name, options = run.config.method.name, run.config.method.options()
+        own = list(variants[name].values())
+        differing = [k for k in options if len({_text(o.get(k)) for o in own}) > 1]
+        label = " ".join([name, *(f"{k}={_text(options[k])}" for k in differing)])
+        if (label, run.config.seed) in taken:  # e.g. the method's file has changed
+            label = f"{label} ({run.summary['hash']})"
+        taken.add((label, run.config.seed))
+        labeled.append(replace(run, summary={**run.summary, "method": label}))
+    return labeled
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,35 @@
+"""How a run shows itself in a notebook. Importing this does not import matplotlib yet."""
+
+from __future__ import annotations
+
+import base64
+from typing import TYPE_CHECKING
+
+from protofed.runs.records import SELECTION, shown
+from protofed.studies.history import RunHistory
+
+if TYPE_CHECKING:
+    from protofed.runs.result import Result
+
+DPI = 150
+
+
+def plot(result: Result) -> bytes:
+    """The accuracy curves as PNG."""
+    from protofed.report.figures import curves
+    from protofed.report.plot import render
+
+    config = result.config
+    clients = len(result.summary["clients"])
+    heading = f"{config.task}, protocol {config.protocol}, {clients} clients, seed {config.seed}"
+    return render(curves([RunHistory.of_result(result)], heading=heading), ("png",), DPI)["png"]
+
+
+def html(result: Result) -> str:
+    """The result's accuracies as a table, with the curves below it."""
+    from protofed.report.page import environment
+
+    accuracy = shown(result.accuracy, result.config.leave_out)
+    picture = base64.b64encode(plot(result)).decode()
+    template = environment().get_template("notebook.html.j2")
+    return template.render(result=result, accuracy=accuracy, selection=SELECTION, picture=picture)

@@ -1,0 +1,95 @@
+"""A study as it is kept in a repository: a few small files, without models and images.
+
+    study.toml        its definition
+    runs.jsonl.gz     a line for each run: config, facts, summary, rounds, and for the first seed of
+                      each row that had its model, what a report shows of it
+    table.md          its tables
+    curves*.png ...   its figures
+
+Tables and the report are made again from it: ``protofed study table``, ``protofed report``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from protofed.errors import ProtofedError
+from protofed.files import write_atomic
+from protofed.report import stored_analysis
+from protofed.report.collect import collect
+from protofed.report.group_analysis import analyze, analyzed_run
+from protofed.report.study_figures import write_figures
+from protofed.runs.pool import PACKED, write_packed
+from protofed.studies.definition import Study
+from protofed.studies.folder import StudyFolder, to_text
+
+DPI = 100
+"""Of the figures: for a screen; ``protofed report`` makes them for a paper."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was packed: the number of runs, and bytes in all."""
+
+    runs: int
+    size: int
+
+
+def pack(
+    source: Path, to: Path, images: int = 500, progress: Callable[[str], None] = lambda text: None
+) -> Packed:
+    """Pack a study; ``images``: see ``protofed report``.
+
+    Its models are analyzed here, for the last time. A packed study in the same place is replaced.
+    """
+    folder = StudyFolder.open(source)
+    if to.resolve() == source.resolve():
+        raise ProtofedError("a study cannot be packed into itself", "choose another --to")
+    if to.is_dir() and any(to.iterdir()) and not (to / PACKED).is_file():
+        raise ProtofedError(f"'{to}' is not empty and holds no packed study", "choose another --to")
+    stored = {run.hash: run for run in folder.runs.values() if run is not None}
+    if not stored:
+        raise ProtofedError(f"'{source}' has no finished run to pack", "protofed study run NAME")
+    analyses = _analyses(source, images, progress)
+    lines = []
+    for run in stored.values():
+        progress(f"packing {run.name}")
+        lines.append(run.line(analyses.get(run.hash)))
+    # nothing of an earlier packing is removed before all could be read: it may be the only copy
+    for path in to.glob("*") if to.is_dir() else ():
+        if path.name in ("table.md", PACKED) or path.suffix == ".png":
+            path.unlink()
+    write_packed(to / PACKED, lines)
+    write_atomic(to / "study.toml", _anywhere(folder.study).toml())
+    packed = StudyFolder.open(to)
+    tables = packed.tables()
+    write_atomic(to / "table.md", to_text(packed.study, tables, "markdown"))
+    write_figures(packed, tables, kinds=("png",), dpi=DPI)
+    return Packed(len(lines), sum(path.stat().st_size for path in to.iterdir()))
+
+
+def _analyses(
+    source: Path, images: int, progress: Callable[[str], None]
+) -> dict[str, dict[str, object]]:
+    """What a report shows of models: for each row the first seed that has its model."""
+    found = {}
+    for group in collect([source]).groups:
+        analysis = analyze(group, images, progress)
+        for label, runs in group.methods.items():
+            plain = stored_analysis.to_plain(analysis, label)
+            if plain:
+                found[str(analyzed_run(runs).summary["hash"])] = plain
+    return found
+
+
+def _anywhere(study: Study) -> Study:
+    """The study without the folders its images and runs lay in: they cannot change a number."""
+    raw = {k: v for k, v in study.raw.items() if k != "pool"}
+    given = study.override.get("settings", {})
+    if "data" in given:
+        settings = {k: v for k, v in given.items() if k != "data"}
+        override = {**study.override, "settings": settings}
+        raw["override"] = {k: v for k, v in override.items() if v}
+    return replace(study, raw=raw)

@@ -1,0 +1,83 @@
+"""Tables as the page shows them: sortable, with small print below a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from protofed.report.palette import Look
+from protofed.studies.tables import BASELINE, TableRow, grid
+
+
+@dataclass(frozen=True)
+class PageCell:
+    """A text with smaller text below it, and a swatch of the method's look before it."""
+
+    text: str
+    mark: str = ""
+    small: str = ""
+    look: Look | None = None
+
+    @property
+    def number(self) -> str | None:
+        """The number that the text starts with, to sort by."""
+        found = re.match(r"\s*([+-]?\d[\d,]*\.?\d*)", self.text)
+        return found[1].replace(",", "") if found else None
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Header and rows; ``left`` are the columns of text, which are aligned to the left."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[PageCell]]
+    left: Sequence[int] = (0,)
+    kind: str = ""
+    """A CSS class."""
+
+    @classmethod
+    def of(
+        cls,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        left: Sequence[int] = (0,),
+        kind: str = "",
+    ) -> PageTable:
+        """A table of plain texts."""
+        return cls(header, [[PageCell(text) for text in row] for row in rows], left, kind)
+
+
+def result_table(
+    rows: Sequence[TableRow],
+    looks: Mapping[str, Look],
+    columns: Sequence[str] = (),
+    baseline: str = BASELINE,
+) -> PageTable:
+    """Accuracy per domain and average, with the difference to the baseline.
+
+    What the paper prints is below each number, so that a row stays whole when the table is sorted.
+    """
+    header, lines = grid(rows, columns, baseline)
+    made: list[list[PageCell]] = []
+    labels = iter(row.label for row in rows)
+    for line in lines:
+        if line.paper:
+            below = ["paper", *(cell.text for cell in line.cells[1:])]
+            for i, name in enumerate(header):
+                if name.startswith("Δ") and below[i]:
+                    below[i] = f"paper {below[i]}"
+            made[-1] = [
+                replace(cell, small=" · ".join(filter(None, (cell.small, more))))
+                for cell, more in zip(made[-1], below, strict=True)
+            ]
+        else:
+            first, *others = (_with_interval_below(cell.text, cell.mark) for cell in line.cells)
+            made.append([replace(first, look=looks.get(next(labels))), *others])
+    return PageTable(header, made, kind="result")
+
+
+def _with_interval_below(text: str, mark: str) -> PageCell:
+    """``+2.3 ± 0.2 (±0.7, noise)`` in two lines: in one, the table would be too wide."""
+    whole = re.fullmatch(r"([+-].*) \((±.*)\)", text)
+    return PageCell(whole[1], mark, whole[2]) if whole else PageCell(text, mark)

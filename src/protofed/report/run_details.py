@@ -1,0 +1,166 @@
+"""What the runs of a group are: facts in short, clients, configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from protofed.report.collect import Group
+from protofed.report.page_table import PageTable
+from protofed.runs.records import SELECTION
+from protofed.runs.result import Result
+from protofed.studies.tables import TESTED, WEIGHTS, client_sizes
+
+MANY = 12
+"""More clients than this are folded; more methods than this are not named one by one."""
+
+
+def facts(group: Group) -> dict[str, str]:
+    """What the numbers are, in short."""
+    config, summary = group.results[0].config, group.results[0].summary
+    return {
+        "Numbers": f"test accuracy in %, {SELECTION}; never the best round on test data",
+        "Data": f"{config.task}: {summary.get('data', '')}",
+        "Clients × samples": _client_sizes(group),
+        "Seeds": ", ".join(map(str, group.seeds)),
+        "Training": _common(group, _training),
+        "Model": _common(group, _model),
+        "Precision": _common(group, lambda r: f"{r.summary['precision']} on {r.summary['device']}"),
+        "BatchNorm": _common(group, lambda r: str(r.summary.get("batchnorm", "?"))),
+        "Tested": _common(group, lambda r: TESTED[r.summary.get("evaluated", "global")]),
+        "Weights of the average": _common(group, _weights),
+    }
+
+
+def _training(run: Result) -> str:
+    c = run.config
+    return (
+        f"protocol {c.protocol}: {c.rounds} rounds × {c.epochs} epochs, batch {c.batch}, "
+        f"lr {c.lr:g}"
+    )
+
+
+def _model(run: Result) -> str:
+    norm = f", norm {run.config.norm}" if run.config.norm else ""
+    return " and ".join(run.config.models) + norm
+
+
+def _weights(run: Result) -> str:
+    # runs of earlier versions do not record their weights
+    rule = str(run.summary.get("weights", f"{run.config.average} unless the method has its own"))
+    return WEIGHTS.get(rule, rule)
+
+
+def _client_sizes(group: Group) -> str:
+    by_seed: dict[int, set[str]] = {}
+    for run in group.results:
+        text = _sizes(run)
+        by_seed.setdefault(run.config.seed, set()).add(text)
+    if len(set.union(*by_seed.values())) > 1 and all(len(texts) == 1 for texts in by_seed.values()):
+        return "drawn by each seed"
+    return _common(group, _sizes)
+
+
+def _sizes(run: Result) -> str:
+    split = run.summary["split"]
+    return client_sizes(split["clients"], split["samples"])
+
+
+def _common(group: Group, describe: Callable[[Result], str]) -> str:
+    """One text for all runs, or which methods differ."""
+    found: dict[str, list[str]] = {}
+    for method, runs in group.methods.items():
+        for run in runs:
+            names = found.setdefault(describe(run), [])
+            if method not in names:
+                names.append(method)
+    most, *others = sorted(found, key=lambda text: -len(found[text]))
+    if not others:
+        return most
+    if len(group.methods) > MANY and len(others) > 2:
+        return "differs between the methods: see the table and the configuration"
+    named = "; ".join(f"{', '.join(found[text])}: {text}" for text in others)
+    if 2 * len(found[most]) > len(group.methods):
+        return f"{most} ({named})"
+    return f"{', '.join(found[most])}: {most}; {named}"
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Who held which samples; a long table has a ``summary`` to fold it under."""
+
+    table: PageTable
+    seed: int
+    unseen: str | None
+    summary: str
+
+
+def clients(group: Group) -> Clients | None:
+    """The clients of the first run; None if it does not record them."""
+    first = group.results[0]
+    found = [row for row in first.summary.get("clients", []) if isinstance(row, Mapping)]
+    if not found:
+        return None
+    header = ["client", "domain", "samples", "classes"]
+    header += ["note"] * any("note" in row for row in found)
+    table = PageTable.of(
+        header, [[str(row.get(c, "")) for c in header] for row in found], (0, 1, 4), "narrow"
+    )
+    count = Counter(str(row.get("domain")) for row in found)
+    each = ", ".join(f"{domain} {n}" for domain, n in count.items())
+    summary = f"{len(found)} clients: {each}" if len(found) > MANY else ""
+    return Clients(table, first.config.seed, first.config.leave_out, summary)
+
+
+def run_table(group: Group) -> PageTable:
+    """Every run with its result, its costs and its folder."""
+    unseen = group.results[0].config.leave_out
+    main = f"{unseen} (unseen)" if unseen is not None else "average"
+    header = ("method", "seed", f"{main}, %", "rounds", "MB", "s", "engine", "folder")
+    rows = []
+    for label, runs in group.methods.items():
+        for run in runs:
+            megabytes = (run.summary["bytes_up"] + run.summary["bytes_down"]) / 1e6
+            rows.append((
+                label, str(run.config.seed), f"{run.accuracy[unseen or 'average']:.2f}",
+                str(len(run.rounds)), f"{megabytes:.1f}", f"{run.summary['seconds']:.0f}",
+                str(run.summary.get("engine", "")), run.folder.name if run.folder else "",
+            ))  # fmt: skip
+    return PageTable.of(header, rows, (0, 6, 7))
+
+
+def settings(group: Group) -> dict[str, str]:
+    """The settings that all labels share, and those of each label, as TOML."""
+    configs = {label: _sections(runs[0].config.toml()) for label, runs in group.methods.items()}
+    every = list(configs.values())
+    shared = {
+        section: [line for line in lines if all(line in c.get(section, ()) for c in every)]
+        for section, lines in every[0].items()
+    }
+    texts = {"Shared by all methods": _toml(shared)}
+    if len(configs) > 1:
+        for label, sections in configs.items():
+            own = {
+                section: [line for line in lines if line not in shared.get(section, ())]
+                for section, lines in sections.items()
+            }
+            texts[label] = _toml(own)
+    return texts
+
+
+def _sections(toml: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {"": []}
+    for line in toml.splitlines():
+        if line.startswith("["):
+            found[line] = []
+        elif line:
+            found[list(found)[-1]].append(line)
+    return found
+
+
+def _toml(sections: Mapping[str, Sequence[str]]) -> str:
+    blocks = [
+        "\n".join([*filter(None, [name]), *lines]) for name, lines in sections.items() if lines
+    ]
+    return "\n\n".join(blocks)
