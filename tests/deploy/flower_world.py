@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from PIL import Image
 
 from protofed.config import Config, make_config
 from protofed.data import Share, load_task
-from protofed.deploy.client_app import reply_to
+from protofed.deploy.client_app import handle
 from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import Member, Members
 from protofed.deploy.spec import pack, unpack
@@ -49,6 +50,12 @@ def images(folder: Path, classes: tuple[str, ...], n: int = 12, split: bool = Fa
             pixels[:, :, CLASSES.index(name)] //= 3
             Image.fromarray(pixels).save(path)
     return folder
+
+
+def write_site(home: Path, data: Path) -> None:
+    """Let the site of this folder train on the CPU on images in ``data``."""
+    about = {"site": home.name, "data": str(data), "device": "cpu"}
+    (home / "site.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in about.items()))
 
 
 def pictures(folder: Path, n: int) -> Path:
@@ -133,7 +140,7 @@ class FakeGrid(Grid):
                 state=RecordDict(),
                 run_config={"spec": self.spec},
             )
-            reply: Message | None = reply_to(there, context)
+            reply: Message | None = handle(there, context)
             assert reply is not None
             reply = self.spoil(name, reply)
             sent.append(message.object_id)
@@ -231,6 +238,14 @@ def grid() -> Callable[..., Coordinator]:
     return make
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of decoded images for a module's tests, apart from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROTOFED_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def through() -> Callable[[Message], Message]:
     return through_wire
@@ -241,6 +256,7 @@ def world(tmp_path: Path, single_thread: None) -> Callable[..., World]:
     count = iter(range(100))
 
     def make(method: str = "fpl", options: Any = None, **more: Any) -> World:
-        return World(tmp_path / f"world{next(count)}", method, options, **more)
+        folder = tmp_path / f"world{next(count)}"
+        return World(folder, method, options, **{"model": "cnn2", "width": 2, **more})
 
     return make

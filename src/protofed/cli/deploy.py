@@ -99,7 +99,7 @@ def init(
 ) -> None:
     """Write certificates, keys, settings and a page that says which command runs where."""
     _need_flower()
-    from protofed.deploy.operator import init as write
+    from protofed.deploy.setup import init as write
 
     try:
         pairs = dict(p.split("=", 1) for p in _words(domains))
@@ -121,7 +121,7 @@ def init(
         domains=pairs,
         task=task,
         minimum=minimum,
-        times=times,
+        **times,
     )
     if task is None and not classes:
         _say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
@@ -137,8 +137,8 @@ def server(
 ) -> None:
     """Run the server (Flower's SuperLink) until Ctrl-C or SIGTERM."""
     _need_flower()
-    from protofed.deploy.operator import server_folder
     from protofed.deploy.programs import serve
+    from protofed.deploy.setup import server_folder
 
     serve(server_folder(folder), host, _say)
 
@@ -165,13 +165,13 @@ def site(
 ) -> None:
     """Run a site (Flower's SuperNode) until Ctrl-C or SIGTERM."""
     _need_flower()
-    from protofed.deploy.operator import site_folder
     from protofed.deploy.programs import join
-    from protofed.deploy.site import check_public, folder_images, open_home
+    from protofed.deploy.setup import site_folder
+    from protofed.deploy.site import check_public, folder_images, read_site_config
 
     found = site_folder(folder, name)
     given = (str(path.expanduser().resolve()) if path else None for path in (data, public))
-    home = open_home(found, *given)
+    home = read_site_config(found, *given)
     if name is not None and home.name != name:
         raise ProtofedError(f"'{found}' is the folder of site '{home.name}', not of '{name}'")
     if home.members.task is None:  # what is wrong with the images is said now, not in round 1
@@ -227,7 +227,9 @@ def start(
     _need_flower()
     from protofed.cli.parse import assignments, per_domain
     from protofed.deploy import operator as deploy
-    from protofed.deploy.members import FILE, read_members
+    from protofed.deploy.members import FEDERATION_FILE, read_members
+    from protofed.deploy.run_log import log_path
+    from protofed.deploy.setup import server_folder
     from protofed.federation.public_images import told
 
     given: dict[str, Any] = {
@@ -238,15 +240,15 @@ def start(
         "checkpoint_every": checkpoint_every, "skip_bad": skip_bad,
         "samples": per_domain("samples", samples) if samples else None,
     }  # fmt: skip
-    home = deploy.server_folder(folder)
-    members = read_members(home / FILE)
+    home = server_folder(folder)
+    members = read_members(home / FEDERATION_FILE)
     settings = {k: v for k, v in given.items() if v is not None}
     options = assignments(set_)
     complete, task = deploy.run_config(members, config, method, options, settings, public)
     if complete.public_digest is not None:
         _say(f"public: {told(complete.public_digest)}")
     out = deploy.run_folder(home, complete)
-    log = out.parent / f"{out.name}.log"
+    log = log_path(out)
     number = deploy.start(home, complete, task, resume, overwrite)
     _say(f"run {number} is started; results: {out}, log: {log}")
     if wait:
@@ -264,13 +266,15 @@ def status(folder: DirOption = Path()) -> None:
     """Show which sites are connected, and the runs."""
     _need_flower()
     from protofed.deploy import operator as deploy
-    from protofed.deploy.members import FILE, read_members
+    from protofed.deploy.members import FEDERATION_FILE, read_members
+    from protofed.deploy.run_log import last_line
+    from protofed.deploy.setup import server_folder
     from protofed.observers.progress import accuracies
     from protofed.runs.records import read_records
 
-    home = deploy.server_folder(folder)
-    members = read_members(home / FILE)
-    seen = deploy.connected(home)
+    home = server_folder(folder)
+    members = read_members(home / FEDERATION_FILE)
+    seen = deploy.site_status(home)
     for name, member in members.sites.items():
         _say(f"site {name} (domain {member.domain}): {seen.get(name, 'not registered')}")
     found = deploy.runs(home)
@@ -282,7 +286,7 @@ def status(folder: DirOption = Path()) -> None:
         records = read_records(rounds)
         last = f": {accuracies(records[-1])}" if records else ""
         _say(f"{rounds.parent.name}: {len(records)} rounds{last}")
-    if any(not deploy.ended(run) for run in found) and (said := deploy.last_words(home)):
+    if any(not deploy.has_ended(run) for run in found) and (said := last_line(home / "runs")):
         _say(f"last in the log: {said}")
 
 
@@ -296,5 +300,6 @@ def stop(
     """Stop a run; deploy start --resume goes on with it."""
     _need_flower()
     from protofed.deploy import operator as deploy
+    from protofed.deploy.setup import server_folder
 
-    _say(f"run {deploy.stop(deploy.server_folder(folder), run)} is stopped")
+    _say(f"run {deploy.stop(server_folder(folder), run)} is stopped")
