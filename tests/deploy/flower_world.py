@@ -77,18 +77,14 @@ def in_file_order(monkeypatch: pytest.MonkeyPatch, clients: Sequence[Any]) -> No
     monkeypatch.setattr(federation, "split", lambda *args, **more: shares)
 
 
-def serialized(message: Message) -> int:
-    """Bytes of all that Flower makes of a message."""
-    return sum(len(o.deflate()) for o in get_all_nested_objects(message).values())
-
-
-def through_wire(message: Message) -> Message:
-    """The message as the other side has it: serialized by Flower, and read again."""
+def through_wire(message: Message) -> tuple[Message, int]:
+    """The message as the other side reads it after Flower serialized it, and its bytes."""
     parts = {i: o.deflate() for i, o in get_all_nested_objects(message).items()}
-    again = inflate_object_from_contents(message.object_id, parts)
-    assert isinstance(again, Message)
-    again.metadata.__dict__["_message_id"] = message.object_id
-    return again
+    number, size = message.object_id, sum(map(len, parts.values()))
+    received = inflate_object_from_contents(number, parts)
+    assert isinstance(received, Message)
+    received.metadata.__dict__["_message_id"] = number
+    return received, size
 
 
 class FakeGrid(Grid):
@@ -101,10 +97,8 @@ class FakeGrid(Grid):
         self.replies: dict[str, Message] = {}
         self.seen: list[tuple[str, RecordDict]] = []
         self.passed: list[tuple[str, int, int]] = []
-        """Of each message the site, and the bytes down and up as they were serialized."""
+        """For each message the site, and the bytes that went down and up."""
         self.spoil: Callable[[str, Message], Message | None] = lambda name, reply: reply
-        self.polls = 0
-        self.at_poll: Callable[[int], None] = lambda n: None
 
     def set_run(self, run: Any) -> None: ...
 
@@ -121,8 +115,6 @@ class FakeGrid(Grid):
         return [self.ids[n] for n in self.online]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        self.polls += 1
-        self.at_poll(self.polls)
         return [NodeInfo(node_id=self.ids[n], public_key=self.keys[n]) for n in self.online]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -130,8 +122,9 @@ class FakeGrid(Grid):
         sent = []
         for message in messages:
             name = names[message.metadata.dst_node_id]
-            message.metadata.__dict__["_message_id"] = message.object_id
-            there = through_wire(message)
+            number = message.object_id
+            message.metadata.__dict__["_message_id"] = number
+            there, down = through_wire(message)
             self.seen.append((name, there.content))
             context = Context(
                 run_id=1,
@@ -143,10 +136,11 @@ class FakeGrid(Grid):
             reply: Message | None = handle(there, context)
             assert reply is not None
             reply = self.spoil(name, reply)
-            sent.append(message.object_id)
+            sent.append(number)
+            up = 0
             if reply is not None:
-                self.replies[message.object_id] = through_wire(reply)
-            self.passed.append((name, serialized(message), serialized(reply) if reply else 0))
+                self.replies[number], up = through_wire(reply)
+            self.passed.append((name, down, up))
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -244,11 +238,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROTOFED_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
-
-
-@pytest.fixture
-def through() -> Callable[[Message], Message]:
-    return through_wire
 
 
 @pytest.fixture

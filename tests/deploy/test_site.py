@@ -18,7 +18,6 @@ from tests.deploy.flower_world import CLASSES, images, write_site
 from protofed.config import Config, make_config
 from protofed.data import Task
 from protofed.deploy import programs, server_app
-from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import read_members
 from protofed.deploy.messages import Request, write
 from protofed.deploy.operator import run_config
@@ -27,10 +26,10 @@ from protofed.deploy.site import PrivateStates, answer, folder_images, read_site
 from protofed.deploy.spec import pack, unpack
 from protofed.deploy.wire import Refused, add_tree
 from protofed.errors import ProtofedError
+from protofed.federation.simulation import initial_network
 from protofed.runs.records import read_records
 from protofed.runs.result import load_run
 
-pytestmark = pytest.mark.usefixtures("own_cache")
 BAD = "print-0"
 SMALL: dict[str, Any] = {"model": "cnn2", "width": 4, "rounds": 1, "epochs": 1, "batch": 4}
 
@@ -39,7 +38,13 @@ OUTSIDE = "a/../../../../outside"
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def folder_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for the images of folders (the built-in task's stay in the user's cache)."""
+    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def home(tmp_path: Path, folder_cache: None) -> Path:
     """The folder of a site with its own images."""
     init(tmp_path / "own", ["here"], classes=CLASSES, image_size=16, minimum=1)
     folder = tmp_path / "own" / "sites" / "here"
@@ -55,18 +60,16 @@ def made(home: Path, **more: Any) -> tuple[Config, str]:
     return config, pack(config, task)
 
 
-def last_message(home: Path, config: Config, spec: str) -> RecordDict:
-    """The message that closes a run: the site keeps the model under the run's name."""
-    folder = read_members(home / "federation.toml")
-    coordinator = Coordinator(None, folder, config, folder.skeleton(), home)  # type: ignore[arg-type]
-    asked = Request("here", config.hash, 1, train=False, evaluate=True, accepted="", kept="")
-    content = add_tree(write(asked), coordinator.server.broadcast())
-    return answer(read_site_config(home), spec, content)
+def last_request(config: Config) -> RecordDict:
+    """The message that closes a run: the site saves the model under the run's name."""
+    return write(Request("here", config.hash, 1, train=False, evaluate=True, accepted="", kept=""))
 
 
-def test_the_federations_own_run_leaves_its_model(home: Path, tmp_path: Path) -> None:
+def test_the_federations_own_run_leaves_its_model(home: Path) -> None:
     config, spec = made(home)
-    last_message(home, config, spec)
+    network = initial_network(config, unpack(spec).task)
+    content = add_tree(last_request(config), {"model": network.state_dict()})
+    answer(read_site_config(home), spec, content)
     assert (home / "models" / f"{config.label}.safetensors").is_file()
 
 
@@ -78,7 +81,7 @@ def test_a_run_about_something_else_is_refused_by_a_site(
     config, spec = made(home, name=name)
     before = set(tmp_path.rglob("*"))
     with pytest.raises(Refused, match=r"the run is for task .*this federation for 'folder:own'"):
-        last_message(home, config, spec)
+        answer(read_site_config(home), spec, last_request(config))
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -121,6 +124,7 @@ def test_the_names_of_states_are_no_paths(tmp_path: Path) -> None:
         PrivateStates(tmp_path / "states").load("../../secret")
 
 
+@pytest.mark.usefixtures("folder_cache")
 def test_a_sites_folder_is_labeled_as_the_federation_has_its_classes(tmp_path: Path) -> None:
     init(tmp_path / "f", ["a", "b"], classes=list(CLASSES), image_size=16)
     home = tmp_path / "f" / "sites" / "a"
@@ -136,6 +140,7 @@ def test_a_sites_folder_is_labeled_as_the_federation_has_its_classes(tmp_path: P
         folder_images(read_site_config(home, str(tmp_path / "nowhere")), CLASSES, 16)
 
 
+@pytest.mark.usefixtures("folder_cache")
 def test_sites_with_own_folders_train_a_model(
     tmp_path: Path, grid: Callable[..., Any], single_thread: None
 ) -> None:

@@ -157,8 +157,8 @@ class Coordinator:
         nodes = self._wait(self.members.minimum, self.members.wait_seconds)
         if len(nodes) < self.members.minimum:
             raise ProtofedError(
-                f"{len(nodes)} sites are connected after {self.members.wait_seconds:g} s, and a round "
-                f"needs {self.members.minimum}",
+                f"{len(nodes)} sites are connected after {self.members.wait_seconds:g} s, "
+                f"and a round needs {self.members.minimum}",
                 "start more sites, then: protofed deploy start ... --resume",
             )
         return nodes
