@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +23,10 @@ from PIL import Image
 
 from protofed.config import Config, make_config
 from protofed.data import Share, load_task
-from protofed.deploy.client_app import reply_to
+from protofed.deploy.client_app import handle
 from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import Member, Members
-from protofed.deploy.spec import pack, unpack
+from protofed.deploy.spec import make_spec, pack, unpack
 from protofed.federation import simulation as federation
 
 SITES = ("scan-0", "print-0", "photo-0")
@@ -51,6 +52,12 @@ def images(folder: Path, classes: tuple[str, ...], n: int = 12, split: bool = Fa
     return folder
 
 
+def write_site(home: Path, data: Path) -> None:
+    """Let the site of this folder train on the CPU on images in ``data``."""
+    about = {"site": home.name, "data": str(data), "device": "cpu"}
+    (home / "site.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in about.items()))
+
+
 def pictures(folder: Path, n: int) -> Path:
     """Images of no class, in some tree."""
     rng = np.random.default_rng(1)
@@ -70,18 +77,14 @@ def in_file_order(monkeypatch: pytest.MonkeyPatch, clients: Sequence[Any]) -> No
     monkeypatch.setattr(federation, "split", lambda *args, **more: shares)
 
 
-def serialized(message: Message) -> int:
-    """Bytes of all that Flower makes of a message."""
-    return sum(len(o.deflate()) for o in get_all_nested_objects(message).values())
-
-
-def through_wire(message: Message) -> Message:
-    """The message as the other side has it: serialized by Flower, and read again."""
+def through_wire(message: Message) -> tuple[Message, int]:
+    """The message as the other side reads it after Flower serialized it, and its bytes."""
     parts = {i: o.deflate() for i, o in get_all_nested_objects(message).items()}
-    again = inflate_object_from_contents(message.object_id, parts)
-    assert isinstance(again, Message)
-    again.metadata.__dict__["_message_id"] = message.object_id
-    return again
+    number, size = message.object_id, sum(map(len, parts.values()))
+    received = inflate_object_from_contents(number, parts)
+    assert isinstance(received, Message)
+    received.metadata.__dict__["_message_id"] = number
+    return received, size
 
 
 class FakeGrid(Grid):
@@ -94,10 +97,8 @@ class FakeGrid(Grid):
         self.replies: dict[str, Message] = {}
         self.seen: list[tuple[str, RecordDict]] = []
         self.passed: list[tuple[str, int, int]] = []
-        """Of each message the site, and the bytes down and up as they were serialized."""
+        """For each message the site, and the bytes that went down and up."""
         self.spoil: Callable[[str, Message], Message | None] = lambda name, reply: reply
-        self.polls = 0
-        self.at_poll: Callable[[int], None] = lambda n: None
 
     def set_run(self, run: Any) -> None: ...
 
@@ -114,8 +115,6 @@ class FakeGrid(Grid):
         return [self.ids[n] for n in self.online]
 
     def get_nodes(self) -> Iterable[NodeInfo]:
-        self.polls += 1
-        self.at_poll(self.polls)
         return [NodeInfo(node_id=self.ids[n], public_key=self.keys[n]) for n in self.online]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
@@ -123,8 +122,9 @@ class FakeGrid(Grid):
         sent = []
         for message in messages:
             name = names[message.metadata.dst_node_id]
-            message.metadata.__dict__["_message_id"] = message.object_id
-            there = through_wire(message)
+            number = message.object_id
+            message.metadata.__dict__["_message_id"] = number
+            there, down = through_wire(message)
             self.seen.append((name, there.content))
             context = Context(
                 run_id=1,
@@ -133,13 +133,14 @@ class FakeGrid(Grid):
                 state=RecordDict(),
                 run_config={"spec": self.spec},
             )
-            reply: Message | None = reply_to(there, context)
+            reply: Message | None = handle(there, context)
             assert reply is not None
             reply = self.spoil(name, reply)
-            sent.append(message.object_id)
+            sent.append(number)
+            up = 0
             if reply is not None:
-                self.replies[message.object_id] = through_wire(reply)
-            self.passed.append((name, serialized(message), serialized(reply) if reply else 0))
+                self.replies[number], up = through_wire(reply)
+            self.passed.append((name, down, up))
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -202,14 +203,14 @@ class World:
         self.config: Config = make_config(
             "glyphs", method, options, **{**TINY, "seed": 3, **settings}
         )
-        self.spec = pack(self.config, load_task("glyphs"))
+        self.run = make_spec(self.config, load_task("glyphs"))
+        self.spec = pack(self.run)
         self.grid = FakeGrid(self.members, keys, folder / "homes", self.spec)
         self.out = folder / "run"
 
     def coordinator(self) -> Coordinator:
-        config, task, public = unpack(self.spec)
         return Coordinator(
-            self.grid, self.members, config, task, self.out, public=public, poll=0.005
+            self.grid, self.members, unpack(self.spec), self.out, poll=0.005
         )
 
 
@@ -224,16 +225,18 @@ def grid() -> Callable[..., Coordinator]:
             )
             for name, m in members.sites.items()
         }
-        config, task, public = unpack(spec)
         fake = FakeGrid(members, keys, homes, spec)
-        return Coordinator(fake, members, config, task, out, public=public, poll=0.005)
+        return Coordinator(fake, members, unpack(spec), out, poll=0.005)
 
     return make
 
 
-@pytest.fixture
-def through() -> Callable[[Message], Message]:
-    return through_wire
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of decoded images for a module's tests, apart from the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROTOFED_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture
@@ -241,6 +244,7 @@ def world(tmp_path: Path, single_thread: None) -> Callable[..., World]:
     count = iter(range(100))
 
     def make(method: str = "fpl", options: Any = None, **more: Any) -> World:
-        return World(tmp_path / f"world{next(count)}", method, options, **more)
+        folder = tmp_path / f"world{next(count)}"
+        return World(folder, method, options, **{"model": "cnn2", "width": 2, **more})
 
     return make

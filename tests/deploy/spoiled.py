@@ -1,4 +1,4 @@
-"""Replies that are not what they have to be: spoiled in one process and by a real site."""
+"""Ways to spoil a reply, used in one process and by a real site (``rogue``)."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "dtype": (lambda c: _model(c, lambda t: t.double()), "is torch.float64, not torch.float32"),
     "counter": (_counter_as_float, "is torch.float32, not torch.int64"),
     "missing": (_drop, "lacks entry"),
-    "unasked": (_add, "has, unasked, entry 'x' of slot 'surprise'"),
+    "unexpected": (_add, "has an unexpected entry 'x' of slot 'surprise'"),
     "giant": (_giant, "more than the"),
     "no tensors": (lambda c: c.pop("tree.model") and c.pop("tree.prototypes"), "is empty"),
     "empty": (lambda c: c.clear(), "is empty"),
-    "other method": (_other_method, "of method 'fedavg', not 'fpl'"),
-    "other run": (lambda c: set_values(c, run="0123456789"), "of run '0123456789'"),
-    "stale": (lambda c: set_values(c, round=0), "of round 0, not "),
-    "other site": (lambda c: set_values(c, site="scan-0"), "of site 'scan-0', not 'print-0'"),
+    "other method": (_other_method, "for method 'fedavg', not 'fpl'"),
+    "other run": (lambda c: set_values(c, run="0123456789"), "for run '0123456789'"),
+    "stale": (lambda c: set_values(c, round=0), "for round 0, not "),
+    "other site": (lambda c: set_values(c, site="scan-0"), "for site 'scan-0', not 'print-0'"),
     "samples": (lambda c: set_values(c, samples=-5), "has -5 samples"),
     "many samples": (lambda c: set_values(c, samples=10**12), "samples"),
-    "odd type": (lambda c: set_values(c, samples="many"), "'samples' of the message is not int"),
-    "losses": (lambda c: set_values(c, loss_totals=[1.0]), "do not belong together"),
+    "wrong type": (lambda c: set_values(c, samples="many"), "'samples' of the message is not int"),
+    "losses": (lambda c: set_values(c, loss_totals=[1.0]), "do not match each other"),
     "loss": (lambda c: set_values(c, loss_totals=[float("inf")] * 3), "is not finite"),
     "scores": (lambda c: set_values(c, right=10**6), "test images right"),
 }

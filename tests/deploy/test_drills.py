@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import time
@@ -16,7 +17,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from cryptography.hazmat.primitives.serialization import Encoding
-from tests.deploy.flower_world import images, in_file_order, pictures
+from tests.deploy.flower_world import images, in_file_order, pictures, write_site
 from tests.deploy.loopback_world import PROTOFED, SAMPLES, SITES, TINY, Deployment
 from tests.deploy.spoiled import SPOILED
 
@@ -108,8 +109,10 @@ def test_bad_replies_of_a_real_site(deployment: Deployment) -> None:
     )  # fmt: skip
     deployment.server()
     deployment.site("scan-0")
+    paths = [str(HERE / "rogue"), str(HERE.parents[1])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     rogue = {"ROGUE": json.dumps(plan), "ROGUE_LATE": str(limit + 5)}
-    deployment.site("print-0", PYTHONPATH=f"{HERE / 'rogue'}:{HERE}", **rogue)
+    deployment.site("print-0", PYTHONPATH=os.pathsep.join(paths), **rogue)
     words = ("--method", "fpl", "--rounds", str(rounds), *TINY, "--samples", "scan=30,print=24")
     done = deployment.start(*words, "--wait", seconds=900)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -186,7 +189,7 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     assert "finished:stopped" in deployment.status()
     done = deployment.start(*words, "--resume", "--wait")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the run ends: stopped" in deployment.log()
+    assert "the run ended: stopped" in deployment.log()
     records = read_records(out / "rounds.jsonl")
     assert [r["clients"] for r in records] == [3] * 6
     assert set(records[-1]["accuracy"]) == {"inland", "coast"}
@@ -196,9 +199,7 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
         home = tmp_path / "homes" / site
         home.mkdir(parents=True)
         shutil.copy(deployment.home / "server" / "federation.toml", home)
-        (home / "site.toml").write_text(
-            f'site = "{site}"\ndata = "{tmp_path / "data" / site}"\ndevice = "cpu"\n'
-        )
+        write_site(home, tmp_path / "data" / site)
     (app,) = (deployment.home / "server" / "apps").rglob("pyproject.toml")
     spec = tomllib.loads(app.read_text("utf-8"))["tool"]["flwr"]["app"]["config"]["spec"]
     grid(members, tmp_path / "homes", spec, tmp_path / "oracle").run()
@@ -252,7 +253,7 @@ def test_public_images_are_compared_and_the_models_are_the_simulators(
     records = read_records(out / "rounds.jsonl")
     assert [r["clients"] for r in records] == [2, 2]
     for record in records:
-        assert "site 'north-0' are not those of the run: 29 images (" in str(record["problems"])
+        assert "site 'north-0' differ from the run's: 29 images (" in str(record["problems"])
         assert "copy the folder again" in record["problems"]["north-0"]
     # copied again, the running site takes part: it compares for every message
     shutil.copy(tmp_path / "forgotten.png", tmp_path / "copy-north-0" / "new name.png")

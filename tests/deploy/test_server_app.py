@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from protofed.deploy.server_app import _told_when_stopped
+from protofed.deploy.server_app import log_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -27,10 +27,10 @@ def test_a_stop_is_logged_before_flower_ends_the_process(
 
     before = signal.signal(number, flowers)
     try:
-        with pytest.raises(SystemExit), _told_when_stopped():
+        with pytest.raises(SystemExit), log_signals():
             os.kill(os.getpid(), number)
             time.sleep(5)
-        assert len(told) == 1 and "the run ends: stopped" in told[0]
+        assert len(told) == 1 and "the run ended: stopped" in told[0]
         assert signal.getsignal(number) is flowers
     finally:
         signal.signal(number, before)
@@ -40,7 +40,7 @@ def test_outside_the_main_thread_there_are_no_signals() -> None:
     worked: list[bool] = []
 
     def work() -> None:
-        with _told_when_stopped():
+        with log_signals():
             worked.append(True)
 
     thread = threading.Thread(target=work)

@@ -79,7 +79,7 @@ def init(
 ) -> None:
     """Write certificates, keys, settings and a page that says which command runs where."""
     _need_flower()
-    from protofed.deploy.operator import init as write
+    from protofed.deploy.setup import init as write
 
     try:
         pairs = dict(p.split("=", 1) for p in words(domains))
@@ -101,7 +101,7 @@ def init(
         domains=pairs,
         task=task,
         minimum=minimum,
-        times=times,
+        **times,
     )
     if task is None and not classes:
         say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
@@ -117,8 +117,8 @@ def server(
 ) -> None:
     """Run the server (Flower's SuperLink) until Ctrl-C or SIGTERM."""
     _need_flower()
-    from protofed.deploy.operator import server_folder
     from protofed.deploy.programs import serve
+    from protofed.deploy.setup import server_folder
 
     serve(server_folder(folder), host, say)
 
@@ -145,13 +145,13 @@ def site(
 ) -> None:
     """Run a site (Flower's SuperNode) until Ctrl-C or SIGTERM."""
     _need_flower()
-    from protofed.deploy.operator import site_folder
     from protofed.deploy.programs import join
-    from protofed.deploy.site import check_public, folder_images, open_home
+    from protofed.deploy.setup import site_folder
+    from protofed.deploy.site import check_public, folder_images, read_site_config
 
     found = site_folder(folder, name)
     given = (str(path.expanduser().resolve()) if path else None for path in (data, public))
-    home = open_home(found, *given)
+    home = read_site_config(found, *given)
     if name is not None and home.name != name:
         raise ProtofedError(f"'{found}' is the folder of site '{home.name}', not of '{name}'")
     if home.members.task is None:  # what is wrong with the images is said now, not in round 1
@@ -188,16 +188,18 @@ def start(
     """Start a run on the server; sites take part as they are connected."""
     _need_flower()
     from protofed.deploy import operator
-    from protofed.deploy.members import FILE, read_members
+    from protofed.deploy.members import FEDERATION_FILE, read_members
+    from protofed.deploy.run_log import log_path
+    from protofed.deploy.setup import server_folder
     from protofed.federation.public_images import describe_digest
 
-    home = operator.server_folder(folder)
-    members = read_members(home / FILE)
+    home = server_folder(folder)
+    members = read_members(home / FEDERATION_FILE)
     run = operator.plan_run(members, config, method, assignments(set_), settings, public)
     if run.facts.public_digest is not None:
         say(f"public: {describe_digest(run.facts.public_digest)}")
     out = operator.run_folder(home, run)
-    log = out.parent / f"{out.name}.log"
+    log = log_path(out)
     number = operator.start(home, run, resume, overwrite)
     say(f"run {number} is started; results: {out}, log: {log}")
     if wait:
@@ -215,13 +217,15 @@ def status(folder: DirOption = Path()) -> None:
     """Show which sites are connected, and the runs."""
     _need_flower()
     from protofed.deploy import operator as deploy
-    from protofed.deploy.members import FILE, read_members
+    from protofed.deploy.members import FEDERATION_FILE, read_members
+    from protofed.deploy.run_log import last_line
+    from protofed.deploy.setup import server_folder
     from protofed.observers.progress import accuracies
     from protofed.runs.folder import find_runs
 
-    home = deploy.server_folder(folder)
-    members = read_members(home / FILE)
-    seen = deploy.connected(home)
+    home = server_folder(folder)
+    members = read_members(home / FEDERATION_FILE)
+    seen = deploy.site_status(home)
     for name, member in members.sites.items():
         say(f"site {name} (domain {member.domain}): {seen.get(name, 'not registered')}")
     found = deploy.runs(home)
@@ -233,7 +237,7 @@ def status(folder: DirOption = Path()) -> None:
         records = written.records()
         last = f": {accuracies(records[-1])}" if records else ""
         say(f"{written.path.name}: {len(records)} rounds{last}")
-    if any(not deploy.ended(run) for run in found) and (said := deploy.last_words(home)):
+    if any(not deploy.has_ended(run) for run in found) and (said := last_line(home / "runs")):
         say(f"last in the log: {said}")
 
 
@@ -244,8 +248,9 @@ def stop(
     ),
     folder: DirOption = Path(),
 ) -> None:
-    """Stop a run; deploy start --resume goes on with it."""
+    """Stop a run; deploy start --resume continues it."""
     _need_flower()
     from protofed.deploy import operator as deploy
+    from protofed.deploy.setup import server_folder
 
-    say(f"run {deploy.stop(deploy.server_folder(folder), run)} is stopped")
+    say(f"run {deploy.stop(server_folder(folder), run)} is stopped")

@@ -1,4 +1,13 @@
-"""The methods between real machines, on Flower: same local training, same server, other wire.
+"""A federation across real machines, on Flower: the same local training and the same server.
 
-Only the modules of this package import ``flwr``, which comes with the extra ``flower``.
+- ``setup`` makes a federation's folders, with ``certificates`` and ``templating``
+- ``members``: ``federation.toml``, the sites and the rules of a round
+- ``operator`` starts and stops runs; ``run_log``: what a run tells the operator
+- ``programs`` runs Flower's programs for the server, a site and the operator
+- ``server_app``, ``coordinator``: the rounds as the server runs them
+- ``client_app``, ``site``: a round as a site runs it
+- ``spec``, ``messages``, ``wire``: what travels (a run, a message, its tensors)
+- ``checks``: what a reply must look like before it counts
+
+Only this package imports ``flwr``, which comes with the extra ``flower``.
 """

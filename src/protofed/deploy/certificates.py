@@ -1,7 +1,7 @@
-"""Certificates and keys for trying a federation out; a consortium brings its own.
+"""Certificates and keys for trying out a federation; a consortium brings its own.
 
-The server has a TLS certificate that sites check against ``ca.crt``; each site has a key of its
-own (ECDSA on P-384, as ``ssh-keygen -t ecdsa -b 384`` makes them) by which the server knows it.
+The server has a TLS certificate that sites check against ``ca.crt``. Each site has its own key
+(ECDSA on P-384, as ``ssh-keygen -t ecdsa -b 384`` makes it), by which the server recognizes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DAYS = 365
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read; it never is readable to others."""
+    """Write a new file that only its owner can read, at no time anyone else."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -44,8 +44,13 @@ class Authority:
             .sign(self.key, hashes.SHA384())
         )
 
+    @property
+    def pem(self) -> bytes:
+        """The authority's own certificate."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
     def server(self, hosts: Iterable[str]) -> tuple[bytes, bytes]:
-        """A server's certificate for these names and addresses, and its key, as PEM."""
+        """A server certificate for these host names and addresses, and its key, as PEM."""
         key = ec.generate_private_key(ec.SECP384R1())
         names = [_alternative(h) for h in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
@@ -62,7 +67,7 @@ class Authority:
 
 
 def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as PEM."""
+    """A private key as unencrypted PEM."""
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -71,7 +76,7 @@ def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def node_key() -> tuple[bytes, str]:
-    """A site's private key as OpenSSH keeps it, and its public one as one line."""
+    """A new site key: the private part in OpenSSH's format, the public part as one line."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM,

@@ -1,8 +1,8 @@
-"""A site's reply is looked at before it counts: who sent it, what for, and what is in it.
+"""A site's reply is checked before it counts: who sent it, what for, and what it contains.
 
-What a reply must look like is not written down for any method: the server trains a client of its
-own on a few noise images (and a few stand for the public ones, where a method has some) and
-compares with what that client would send.
+No method has to declare what its replies look like. The server trains two clients of its own on a
+few noise images (noise also stands in for public images, if the method has some) and compares each
+reply with what those two would send.
 """
 
 from __future__ import annotations
@@ -30,38 +30,40 @@ from protofed.keys import generator
 from protofed.method import Sizes
 from protofed.tree import Tree
 
-MOST_SAMPLES = 10**9
-MOST_TERMS = 100
-"""Terms of a loss, and characters of a term's name or a state's: they are written down."""
-ROOM = 64 << 20
-"""Bytes a reply may have beyond four times what is expected."""
+MAX_SAMPLES = 10**9
+MAX_TERMS = 100
+"""Loss terms in a reply, and characters in the name of a term or of a state."""
+SLACK_BYTES = 64 << 20
+"""Bytes that a reply may have beyond four times the expected size."""
 
-PUBLIC = (13, 17)
-"""How many noise images stand for a round's public ones: for the first of two clients, and for the
-second. A size of the message that changes in just this way is the number of public images."""
+NOISE_PUBLIC = (13, 17)
+"""How many noise images stand in for a round's public ones, for the first and the second client.
+
+A size in their messages that changes in exactly this way is the number of public images.
+"""
 
 Shape = tuple[int | str, ...]
-"""Sizes; a name stands for one that the site's data decide, the same wherever the name is."""
+"""Sizes. A string stands for a size that the site's data decide; equal strings are equal sizes."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Slots, names, dtypes and shapes of a reply, and its most bytes."""
+class ExpectedReply:
+    """The entries of a reply (slot and name → dtype and shape), and its maximal size in bytes."""
 
     entries: Mapping[tuple[str, str], tuple[torch.dtype, Shape]]
     limit: int
 
 
-def expect(
+def expected_reply(
     config: Config, task: Task, server: Server, public: Mapping[str, int] | None = None
-) -> Expected:
-    """What a client sends, found out by training two on noise: 12 images and 3 of each class.
+) -> ExpectedReply:
+    """What a client of this run sends, found by training two clients on noise.
 
-    ``public``: how many public images a round has, by where they are from.
+    ``public``: how many public images a round has, by where they come from.
     """
     network = initial_network(config, task)
     setup = make_setup(config, task, network)
-    # a step so small that noise cannot make it diverge, and one epoch: only shapes matter
+    # only shapes matter: one epoch, with steps too small for noise to make them diverge
     quiet = dataclasses.replace(setup.training, epochs=1, lr=1e-8, batch=max(2, config.batch))
     setup = dataclasses.replace(setup, training=quiet)
     mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
@@ -71,68 +73,72 @@ def expect(
         train_client(
             dataclasses.replace(setup, public=_noise_public(task, seen)) if public else setup,
             network,
-            _noise(setup, task, n),
+            _noise_site(setup, task, n),
             server.broadcast(),
             mine,
             0,
         ).message
-        for n, seen in zip(numbers, PUBLIC, strict=True)
+        for n, seen in zip(numbers, NOISE_PUBLIC, strict=True)
     )
     model = {name: tuple(t.shape) for name, t in few.get("model", {}).items()}
     total = sum(public.values()) if public else None
     entries: dict[tuple[str, str], tuple[torch.dtype, Shape]] = {}
-    most = 0
+    largest = 0
     for slot, slots in few.items():
         for name, t in slots.items():
             own, other = tuple(t.shape), tuple(many[slot][name].shape)
             exact = slot == "model" or model.get(name) == own
             shape = own if exact else _shape(slot, own, other, setup.sizes, total)
             entries[slot, name] = (t.dtype, shape)
-            most += t.dtype.itemsize * math.prod(
+            largest += t.dtype.itemsize * math.prod(
                 max(x, y) if isinstance(size, str) else size
                 for size, x, y in zip(shape, own, other, strict=True)
             )
-    return Expected(entries, 4 * most + ROOM)
+    return ExpectedReply(entries, 4 * largest + SLACK_BYTES)
 
 
 def _shape(
     slot: str, a: tuple[int, ...], b: tuple[int, ...], sizes: Sizes, public: int | None
 ) -> Shape:
-    """Classes come first and features last; how many prototypes are between is the data's.
+    """The shape of an entry that has shape ``a`` at one noise client and ``b`` at the other.
 
-    What is said of each public image has the same sizes at all sites.
+    Classes come first and features last; the data decide how many prototypes lie between. What is
+    said of each public image has the same sizes at all sites.
     """
     pairs = list(zip(a, b, strict=True))
     shape: list[int | str] = []
     for i, (x, y) in enumerate(pairs):
         ends = (x == sizes.classes and i == 0) or (x == sizes.features and i == len(a) - 1)
-        if public is not None and (x, y) == PUBLIC:
+        if public is not None and (x, y) == NOISE_PUBLIC:
             shape.append(public)
-        elif x == y and (ends or (public is not None and PUBLIC in pairs)):
+        elif x == y and (ends or (public is not None and NOISE_PUBLIC in pairs)):
             shape.append(x)
         else:
             shape.append(f"{slot}.{i}: {x} or {y}")
     return tuple(shape)
 
 
-def _noise(setup: Setup, task: Task, n: int) -> ClientData:
-    own = Images(_pixels(task, n), torch.arange(n) % setup.sizes.classes)
+def _noise_site(setup: Setup, task: Task, n: int) -> ClientData:
+    own = Images(_noise(task, n), torch.arange(n) % setup.sizes.classes)
     return ClientData("template", "none", own)
 
 
 def _noise_public(task: Task, n: int) -> PublicSampler:
-    return PublicSampler({"noise": ImagePool(_pixels(task, n), torch.arange(n), n)}, seed=0)
+    return PublicSampler({"noise": ImagePool(_noise(task, n), torch.arange(n), n)}, seed=0)
 
 
-def _pixels(task: Task, n: int) -> Tensor:
+def _noise(task: Task, n: int) -> Tensor:
     rng, size = generator("template", n), task.image_size
     return torch.from_numpy(rng.integers(0, 256, (n, 3, size, size), dtype="uint8"))
 
 
 def check_answer(
-    content: RecordDict, request: Request, method: str, expected: Expected
+    content: RecordDict, request: Request, method: str, expected: ExpectedReply
 ) -> tuple[Answer, Reply | None]:
-    """The answer, and the reply it carries if training was asked for; else ``Refused``."""
+    """The answer in a message, and the reply it carries if training was requested.
+
+    Raises ``Refused`` for anything that does not fit the request.
+    """
     answer = read_answer(content)
     for what, got, want in (
         ("site", answer.site, request.site),
@@ -142,53 +148,55 @@ def check_answer(
         ("training", answer.trained, request.train),
     ):
         if got != want:
-            raise Refused(f"the reply is of {what} {got!r}, not {want!r}")
-    if not 0 <= answer.right <= answer.tested <= MOST_SAMPLES:
+            raise Refused(f"the reply is for {what} {got!r}, not {want!r}")
+    if not 0 <= answer.right <= answer.tested <= MAX_SAMPLES:
         raise Refused(f"the reply has {answer.right} of {answer.tested} test images right")
     if request.evaluate and not answer.tested:
-        raise Refused("the reply has no evaluation, which was asked for")
+        raise Refused("the reply lacks the requested evaluation")
     message = read_tree(content, expected.limit)
     if not request.train:
         if message:
-            raise Refused("the reply carries tensors, which were not asked for")
+            raise Refused("the reply carries tensors that were not requested")
         return answer, None
-    if not (0 < answer.samples <= MOST_SAMPLES and answer.steps > 0 and answer.lr >= 0):
+    if not (0 < answer.samples <= MAX_SAMPLES and answer.steps > 0 and answer.lr >= 0):
         raise Refused(
             f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}"
         )
     if not all(map(math.isfinite, (answer.lr, *answer.loss_totals))):
-        raise Refused("a loss of the reply is not finite")
-    words = (answer.state, *answer.loss_terms)
-    long = len(words) > MOST_TERMS or any(len(word) > MOST_TERMS for word in words)
-    if long or any(n < 1 for n in answer.loss_steps):
-        raise Refused("the reply's report is odd")
+        raise Refused("a loss in the reply is not finite")
+    names = (answer.state, *answer.loss_terms)
+    if len(names) > MAX_TERMS or any(len(name) > MAX_TERMS for name in names):
+        raise Refused("the reply has too many loss terms or too long names")
+    if any(n < 1 for n in answer.loss_steps):
+        raise Refused("a loss in the reply has no steps")
     _check_tree(message, expected)
     losses = {term: (float(total), n) for term, (total, n) in answer.losses.items()}
     return answer, Reply(message, {}, answer.samples, answer.steps, float(answer.lr), losses)
 
 
-def _check_tree(message: Tree, expected: Expected) -> None:
+def _check_tree(message: Tree, expected: ExpectedReply) -> None:
     got = {(slot, name): t for slot, entries in message.items() for name, t in entries.items()}
     if not got and expected.entries:
         raise Refused("the reply is empty: it carries no tensor")
-    missing, strange = expected.entries.keys() - got.keys(), got.keys() - expected.entries.keys()
-    for odd, words in ((missing, "lacks"), (strange, "has, unasked,")):
-        if odd:
-            slot, name = sorted(odd)[0]
+    missing, extra = expected.entries.keys() - got.keys(), got.keys() - expected.entries.keys()
+    for wrong, words in ((missing, "lacks"), (extra, "has an unexpected")):
+        if wrong:
+            slot, name = sorted(wrong)[0]
             raise Refused(f"the reply {words} entry '{name}' of slot '{slot}'")
-    open_sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    """The sizes that the site's data decided, by what stands for them in a shape."""
     for (slot, name), (dtype, shape) in expected.entries.items():
         t = got[slot, name]
         where = f"entry '{name}' of slot '{slot}'"
         if t.dtype != dtype:
             raise Refused(f"{where} is {t.dtype}, not {dtype}")
         fits = len(t.shape) == len(shape) and all(
-            n == (open_sizes.setdefault(want, n) if isinstance(want, str) else want)
+            n == (sizes.setdefault(want, n) if isinstance(want, str) else want)
             for n, want in zip(t.shape, shape, strict=True)
         )
         if not fits:
-            sizes = (open_sizes.get(n, "any") if isinstance(n, str) else n for n in shape)
-            words = "×".join(map(str, sizes)) or "a number"
+            wanted = (sizes.get(n, "any") if isinstance(n, str) else n for n in shape)
+            words = "×".join(map(str, wanted)) or "a scalar"
             raise Refused(f"{where} has the shape {tuple(t.shape)}, not {words}")
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise Refused(f"{where} is not finite")

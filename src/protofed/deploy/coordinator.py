@@ -1,18 +1,17 @@
-"""The server's side of a deployment: the same ``Server``, over Flower's grid instead of an engine.
+"""The server's side of a deployment: the simulator's ``Server`` over Flower's grid.
 
 A round is one message to each site and one back. The message carries what the server broadcasts;
-sites of the round train on it, and all of them evaluate it on their own test images, which gives
-the accuracy of the round *before*: the server has no images. After the last round one more
-message, without training, closes the run.
+the sites of the round train on it, and all sites evaluate it on their own test images. That gives
+the accuracy of the round *before*, since the server has no images. After the last round, one more
+message without training closes the run.
 
-A site that is lost, late or sends something odd is named in the log and in the round's record, and
-the round goes on with the others. With fewer than the minimum nothing is averaged: the round is
-tried again.
+A site that is lost, late or sends an invalid reply is named in the log and in the round's record,
+and the round continues with the others. With fewer than the minimum nothing is averaged: the round
+is tried again.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,41 +23,40 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from protofed import tree
-from protofed.config import Config
-from protofed.data import Task
 from protofed.deploy import wire
-from protofed.deploy.checks import check_answer, expect
+from protofed.deploy.checks import check_answer, expected_reply
 from protofed.deploy.ledger import Ledger, Progress
 from protofed.deploy.members import Members
 from protofed.deploy.messages import RECORD, Answer, Request, write
+from protofed.deploy.run_log import COMPLETE, log
+from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
 from protofed.federation.server import Server
-from protofed.federation.simulation import initial_network, make_setup, round_to
+from protofed.federation.simulation import initial_network, make_setup, mean_losses, round_to
 from protofed.models.mixed import client_models
 from protofed.observers.progress import accuracies
 from protofed.runs.records import Record
 from protofed.tree import Tree
 
-log = logging.getLogger("protofed.deploy")
 ATTEMPTS = 3
-"""How often a round with too few replies is tried before the run ends."""
-UNREADABLE = 3
-"""How often a reply that cannot be fetched is tried."""
-MOST_WORDS = 500
-"""Characters that are kept of what is wrong with a reply: some of them are the site's own."""
+"""Attempts at a round with too few replies before the run ends."""
+FETCH_ATTEMPTS = 3
+"""Attempts at fetching a reply that Flower cannot read."""
+MAX_PROBLEM_LENGTH = 500
+"""Characters to record of what is wrong with a reply: some of them are the site's own."""
 
 
 @dataclass
 class Exchange:
-    """What came of a round's messages."""
+    """The outcome of a round's messages."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     losses: dict[str, Mapping[str, tuple[float, int]]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     up: int = 0
-    """Bytes of tensor data, as every run counts them."""
+    """Bytes of tensor data, counted as in every run."""
     down: int = 0
     wire: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes of each site's messages as Flower serializes them."""
@@ -72,15 +70,14 @@ class Coordinator:
         self,
         grid: Grid,
         members: Members,
-        config: Config,
-        task: Task,
+        spec: RunSpec,
         folder: Path,
         *,
-        public: Mapping[str, int] | None = None,
         poll: float = 1.0,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.grid, self.members, self.config, self.task = grid, members, config, task
+        config, task = spec.config, spec.task
+        self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll, self.sleep = poll, sleep
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())))
@@ -95,16 +92,16 @@ class Coordinator:
             participation=config.participation,
             average=config.average,
         )
-        self.ledger = Ledger(folder, config, members, task, network, public)
+        self.ledger = Ledger(folder, spec, members, network)
         self.accepted: dict[str, str] = {}
-        """Of each site the private state that belongs to its last accepted reply."""
+        """For each site, the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
-        """The record of the last round, which lacks its accuracy."""
-        self.expected = expect(config, task, self.server, public)
+        """The record of the last round, which still lacks its accuracy."""
+        self.expected = expected_reply(config, task, self.server, spec.public)
         self.failures = 0
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
-        """All rounds that are left, and the last evaluation; returns the summary."""
+        """Run the remaining rounds and the last evaluation; returns the summary."""
         with self.ledger.opened(resume, overwrite) as kept:
             return self._run(kept)
 
@@ -115,7 +112,7 @@ class Coordinator:
             log.info("resumed after round %d", self.server.round)
         done = self._done()
         try:
-            self._gather()
+            self._wait_for_all()
             while self.server.round < self.config.rounds:
                 if self._round():
                     done = self._done()
@@ -123,67 +120,66 @@ class Coordinator:
                         self.ledger.checkpoint(done)
             self._last_evaluation()
         except BaseException:
-            self.ledger.checkpoint(done)  # what is complete is kept, and only that
+            self.ledger.checkpoint(done)  # complete rounds, and nothing else
             raise
         summary = self.ledger.finish(self._done())
         for name, count in summary["wire"].items():
             up, down = (f"{count[way] / 1000:,.1f} kB {way}" for way in ("up", "down"))
             log.info("site %s: %s, %s", name, up, down)
-        log.info("the run is complete: %s", self.ledger.folder.path)
+        log.info("%s: %s", COMPLETE, self.ledger.folder.path)
         return summary
 
     def _done(self) -> Progress:
         return Progress(self.server.round, self.server.state, dict(self.accepted), self.pending)
 
-    # ---- who is there --------------------------------------------------------------------------
+    # ---- who is connected ----------------------------------------------------------------------
 
-    def _nodes(self) -> dict[str, int]:
-        """Flower's node of each site that is there, in the federation's order.
+    def _connected(self) -> dict[str, int]:
+        """Flower's node of each connected site, in the federation's order.
 
-        A site is known by its key, which Flower has checked; not by what it says of itself.
+        A site is identified by its key, which Flower has checked, not by what it claims to be.
         """
         found: dict[str, int] = {}
         for node in self.grid.get_nodes():
-            name = self.members.name_of(node.public_key)
+            name = self.members.site_with_key(node.public_key)
             if name is not None:
                 found[name] = node.node_id
         return {name: found[name] for name in self.members.sites if name in found}
 
-    def _gather(self) -> None:
-        """Before the first round: wait a while for all, then make do with the minimum."""
-        everyone = len(self.members.sites)
-        self._wait(everyone, self.members.gather_seconds)
+    def _wait_for_all(self) -> None:
+        """Before the first round: wait a while for all sites, then settle for the minimum."""
+        self._wait(len(self.members.sites), self.members.gather_seconds)
 
-    def _enough(self) -> dict[str, int]:
-        """The sites that are there, once they are the minimum; an error after the limit."""
+    def _wait_for_minimum(self) -> dict[str, int]:
+        """The connected sites, once there are enough of them; an error after the time limit."""
         nodes = self._wait(self.members.minimum, self.members.wait_seconds)
         if len(nodes) < self.members.minimum:
             raise ProtofedError(
-                f"after {self.members.wait_seconds:g} s {len(nodes)} sites are there, and a round "
-                f"needs {self.members.minimum}",
-                "start the others, then: protofed deploy start ... --resume",
+                f"{len(nodes)} sites are connected after {self.members.wait_seconds:g} s, "
+                f"and a round needs {self.members.minimum}",
+                "start more sites, then: protofed deploy start ... --resume",
             )
         return nodes
 
     def _wait(self, count: int, limit: float) -> dict[str, int]:
-        end, said = time.monotonic() + limit, ""
+        end, logged = time.monotonic() + limit, ""
         while True:
-            nodes = self._nodes()
+            nodes = self._connected()
             left = end - time.monotonic()
             if len(nodes) >= count or left <= 0:
                 return nodes
             missing = ", ".join(n for n in self.members.sites if n not in nodes)
-            text = f"waiting for sites: {len(nodes)} of {count} are there; not yet: {missing}"
-            if text != said:
-                log.warning("%s (at most %.0f s more)", text, left)
-                said = text
+            text = f"waiting for sites: {len(nodes)} of {count} are connected; missing: {missing}"
+            if text != logged:
+                log.warning("%s (for at most %.0f s more)", text, left)
+                logged = text
             self.sleep(min(self.poll, max(0.0, left)))
 
     # ---- a round -------------------------------------------------------------------------------
 
     def _round(self) -> bool:
-        """One round; False if too few sites replied and it has to be tried again."""
-        server, nodes = self.server, self._enough()
+        """Run one round; False if it failed and must be tried again."""
+        server, nodes = self.server, self._wait_for_minimum()
         round, sampled = server.round, server.sample()
         evaluate = self.pending is not None
         asked = {
@@ -191,7 +187,7 @@ class Coordinator:
             for name in nodes
             if name in sampled or evaluate
         }
-        log.info("round %d: asked %s", round + 1, ", ".join(asked))
+        log.info("round %d: sent to %s", round + 1, ", ".join(asked))
         got = self._exchange(asked, nodes, server.broadcast())
         trained = [n for n in sampled if n in got.losses]
         for name in sampled:
@@ -199,9 +195,9 @@ class Coordinator:
                 got.problems[name] = "not connected"
         needed = min(self.members.minimum, len(sampled))
         if len(trained) < needed:
-            problem = f"{len(trained)} of the {needed} replies that are needed"
+            problem = f"only {len(trained)} of {needed} required replies"
         else:
-            problem = self._average()
+            problem = self._aggregate()
         if problem:
             return self._failed(problem, got)
         self.failures = 0
@@ -217,18 +213,18 @@ class Coordinator:
         )  # fmt: skip
         return True
 
-    def _average(self) -> str:
-        """Close the round with the replies that came; if that cannot be, say why.
+    def _aggregate(self) -> str:
+        """Close the round with the accepted replies; returns what went wrong, if anything did.
 
-        Replies that are fine each by each may not be so together. The state is then as before.
+        Replies that are each valid may not be so together. The state is then as before.
         """
         server = self.server
         state, round = server.state, server.round
         try:
             server.finish()
         except Exception as error:
-            log.exception("round %d", round + 1)
-            return f"the replies could not be averaged: {error}"
+            log.exception("round %d: aggregation failed", round + 1)
+            return f"the replies could not be aggregated: {error}"
         for slot, entries in server.state.items():
             for name, t in entries.items():
                 if t.is_floating_point() and not bool(torch.isfinite(t).all()):
@@ -241,20 +237,20 @@ class Coordinator:
         self.ledger.artifacts.abandon()
         self.failures += 1
         log.warning(
-            "round %d is not counted: %s (attempt %d of %d)",
+            "round %d failed: %s (attempt %d of %d)",
             self.server.round + 1, problem, self.failures, ATTEMPTS,
         )  # fmt: skip
         if self.failures >= ATTEMPTS:
             raise ProtofedError(
-                f"round {self.server.round + 1} failed {ATTEMPTS} times: {problem}{_odd(got)}",
-                "mend the sites, then: protofed deploy start ... --resume",
+                f"round {self.server.round + 1} failed {ATTEMPTS} times: {problem}{_listed(got)}",
+                "fix the sites, then: protofed deploy start ... --resume",
             )
         return False
 
     def _request(self, name: str, train: bool, evaluate: bool) -> Request:
         return Request(
             site=name,
-            run=self.config.hash,
+            run=self.spec.hash,
             round=self.server.round,
             train=train,
             evaluate=evaluate,
@@ -263,27 +259,29 @@ class Coordinator:
         )
 
     def _last_evaluation(self) -> None:
-        """The accuracy after the last round: a message without training."""
+        """Measure the accuracy after the last round, with a message without training."""
         for _ in range(ATTEMPTS):
-            nodes = self._enough()
+            nodes = self._wait_for_minimum()
             asked = {name: self._request(name, train=False, evaluate=True) for name in nodes}
-            log.info("last evaluation: asked %s", ", ".join(asked))
+            log.info("last evaluation: sent to %s", ", ".join(asked))
             got = self._exchange(asked, nodes, self.server.broadcast())
             if got.answers:
                 self._measure(got)
                 self.pending = None
                 return
-        raise ProtofedError(f"no site evaluated the last model{_odd(got)}", "go on with --resume")
+        raise ProtofedError(
+            f"no site evaluated the last model{_listed(got)}", "try again with --resume"
+        )
 
     def _measure(self, got: Exchange) -> None:
-        """Complete the record of the round before with what the sites measured."""
+        """Complete the previous round's record with what the sites measured."""
         assert self.pending is not None
         right, tested = (dict.fromkeys(self.members.clients(), 0) for _ in range(2))
         for name, answer in got.answers.items():
             domain = self.members.domain(name)
             right[domain] += answer.right
             tested[domain] += answer.tested
-        # over all test images of the domain's sites: a large test set says more than a small one
+        # over all test images of a domain's sites: large test sets weigh more than small ones
         scores = {d: 100 * right[d] / n if n else float("nan") for d, n in tested.items()}
         known = [s for d, s in scores.items() if tested[d]]
         self.pending["accuracy"] = {d: round_to(s, 4) for d, s in scores.items()}
@@ -293,16 +291,11 @@ class Coordinator:
         log.info("after round %d: %s", self.pending["round"] + 1, accuracies(self.pending))
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
-        losses: dict[str, tuple[float, int]] = {}
-        for name in trained:  # in the federation's order: sums must not depend on arrival
-            for term, (total, count) in got.losses[name].items():
-                before, counted = losses.get(term, (0.0, 0))
-                losses[term] = (before + total, counted + count)
         record: Record = {
             "round": round,
             "accuracy": {},
             "average": float("nan"),
-            "loss": {term: total / count for term, (total, count) in losses.items()},
+            "loss": mean_losses([got.losses[name] for name in trained]),
             "bytes_up": got.up,
             "bytes_down": got.down,
             "clients": len(trained),
@@ -319,15 +312,15 @@ class Coordinator:
     def _exchange(
         self, asked: Mapping[str, Request], nodes: Mapping[str, int], received: Tree
     ) -> Exchange:
-        """Send a message to each site and take the replies as they come, until the limit."""
+        """Send a message to each site and take the replies as they arrive, until the time limit."""
         began, limit = time.monotonic(), self.members.round_seconds
         got, records = Exchange(), wire.add_tree(RecordDict(), received)
         messages = {}
         for name, request in asked.items():
             content = RecordDict({**records, RECORD: write(request)[RECORD]})
             kind = MessageType.TRAIN if request.train else MessageType.EVALUATE
-            # its life ends with the round: a site that comes back is not sent an old one. A little
-            # later, so that a late reply is called late, and not a message that cannot be found
+            # Expires with the round: a site that comes back does not get an old message. A little
+            # later, so that a late reply counts as late and not as one to an unknown message.
             group, life = str(request.round + 1), limit + 5
             messages[name] = Message(content, nodes[name], kind, ttl=life, group_id=group)
             got.down += tree.nbytes(received)
@@ -344,9 +337,9 @@ class Coordinator:
             for message_id, name in list(waiting.items()):
                 try:
                     pulled = list(self.grid.pull_messages([message_id]))
-                except Exception as error:  # a reply that breaks Flower's own reading
+                except Exception as error:  # a reply that Flower itself cannot read
                     unreadable[name] = unreadable.get(name, 0) + 1
-                    if unreadable[name] >= UNREADABLE:
+                    if unreadable[name] >= FETCH_ATTEMPTS:
                         del waiting[message_id]
                         self._problem(got, name, f"refused: unreadable ({type(error).__name__})")
                     continue
@@ -367,14 +360,14 @@ class Coordinator:
     def _take(
         self, got: Exchange, name: str, node: int, request: Request, message: Message
     ) -> None:
-        """Look at a reply, and let it count if it is what it has to be."""
+        """Check a reply, and accept it if it is valid."""
         if message.has_error():
             error = message.error
             self._problem(got, name, f"error {error.code}: {error.reason or ''}")
             return
         try:
             if message.metadata.src_node_id != node:
-                raise Refused("the reply comes from another node")
+                raise Refused("the reply came from another node")
             got.wire[name]["up"] = wire.message_bytes(message)
             answer, reply = check_answer(
                 message.content, request, self.config.method.name, self.expected
@@ -391,19 +384,19 @@ class Coordinator:
 
     def _accept(self, got: Exchange, name: str, reply: Reply) -> None:
         self.server.accept(name, reply)
-        self.ledger.artifacts.receive(self.server.round, name, reply.message)
+        self.ledger.artifacts.reply(self.server.round, name, reply.message)
         got.losses[name] = reply.losses
         got.up += tree.nbytes(reply.message)
-        log.info("round %d: site %s has replied", self.server.round + 1, name)
+        log.info("round %d: site %s replied", self.server.round + 1, name)
 
     def _problem(self, got: Exchange, name: str, why: str) -> None:
-        why = why[:MOST_WORDS]
-        # one line, in the log too: a site's words must not look like the server's
+        why = why[:MAX_PROBLEM_LENGTH]
+        # one line, also in the log: a site's text must not look like the server's
         why = "".join(c if c.isprintable() else " " for c in why)
         got.problems[name] = why
         log.warning("round %d: site %s: %s", self.server.round + 1, name, why)
 
 
-def _odd(got: Exchange) -> str:
-    """What was wrong at which site, to stand behind an error's words."""
+def _listed(got: Exchange) -> str:
+    """The problems by site, to follow an error's text."""
     return "".join(f"; {name}: {why}" for name, why in got.problems.items())

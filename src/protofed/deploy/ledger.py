@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from protofed import tree
-from protofed.config import Config
-from protofed.data import Task
 from protofed.deploy.members import Members
+from protofed.deploy.spec import RunSpec
 from protofed.federation.simulation import batchnorm_policy, weights_policy
 from protofed.models import Network
 from protofed.models.mixed import client_models
@@ -43,15 +42,12 @@ class Ledger:
     def __init__(
         self,
         path: Path,
-        config: Config,
+        spec: RunSpec,
         members: Members,
-        task: Task,
         network: Network,
-        public: Mapping[str, int] | None = None,
     ) -> None:
         self.folder = RunFolder(path)
-        self.config, self.members, self.task = config, members, task
-        self.public = dict(public or {})
+        self.spec, self.config, self.members = spec, spec.config, members
         self.records = Records()
         self.accepted: dict[str, str] = {}
         """Each site's private state as of the last checkpoint."""
@@ -59,16 +55,20 @@ class Ledger:
         self.tested: dict[str, int] = {}
         self.wire: dict[str, dict[str, int]] = {}
         """Bytes of each site's messages, of failed rounds and the last evaluation too."""
-        self.batchnorm = batchnorm_policy(network, config.method)
-        self.weights = weights_policy(network, config.method, config.average)
+        self.batchnorm = batchnorm_policy(network, spec.config.method)
+        self.weights = weights_policy(network, spec.config.method, spec.config.average)
         domains = {name: members.domain(name) for name in members.sites}
-        self.artifacts = ArtifactWriter(self.folder, config, config.hash, task.classes, domains)
+        self.artifacts = ArtifactWriter(
+            self.folder, spec.config, spec.hash, spec.task.classes, domains
+        )
 
     @contextmanager
     def opened(self, resume: bool, overwrite: bool) -> Iterator[Progress | None]:
         """Hold the folder for this run alone; yields what to resume from, if anything."""
+        spec = self.spec
+        facts = {**spec.facts.to_dict(), "run": spec.hash, "config": spec.config.hash}
         opened = self.folder.open(
-            self.config, self.config.hash, resume=resume, overwrite=overwrite, deployed=True
+            spec.config, spec.hash, facts, resume=resume, overwrite=overwrite, deployed=True
         )
         with opened as found:
             if found is None:
@@ -89,7 +89,7 @@ class Ledger:
         extra = {"accepted": progress.accepted, "samples": self.samples, "wire": self.wire}
         round, state, pending = progress.round, progress.state, progress.pending
         self.folder.save_checkpoint(
-            Checkpoint(self.config.hash, round, state, pending=pending, extra=extra)
+            Checkpoint(self.spec.hash, round, state, pending=pending, extra=extra)
         )
         self.accepted = dict(progress.accepted)
 
@@ -107,7 +107,7 @@ class Ledger:
         if self.config.method.evaluates != "global":
             holds = "what all sites share (model/...); their own entries stay with them"
         model = tree.copy({"model": progress.state.get("model", {})})
-        self.folder.save_model(self.config.hash, holds, model.get("model", {}))
+        self.folder.save_model(self.spec.hash, holds, model.get("model", {}))
         summary = self._summary()
         self.folder.save_clients(summary["clients"])
         self.folder.finish(summary)
@@ -116,18 +116,21 @@ class Ledger:
     def _summary(self) -> dict[str, Any]:
         sites = self.members.sites.values()
         models = client_models(self.config.model, list(self.members.sites))
-        public: dict[str, Any] = {"public": self.public} if self.public else {}
+        facts = self.spec.facts
+        public: dict[str, Any] = {"public": dict(self.spec.public)} if self.spec.public else {}
         return summarize(
-            self.config,
+            facts.applied(self.config),
             self.records,
+            hash=self.spec.hash,
+            versions=facts.versions,
             data=f"Images of the {len(sites)} sites of {self.members.name}.",
             batchnorm=self.batchnorm,
             weights=self.weights,
-            engine="flower (sites of a deployment)",
+            engine=f"{facts.engine} ({facts.engine_reason})",
             # a site has only its own test images: nobody is tested on another's
             evaluated="global" if self.config.method.evaluates == "global" else "clients",
             tested=self.tested,
-            classes=list(self.task.classes),
+            classes=list(self.spec.task.classes),
             **public,
             wire={name: self.wire[name] for name in self.members.sites if name in self.wire},
             clients=[

@@ -1,4 +1,4 @@
-"""``federation.toml``: what server and sites have agreed on; nothing in it is secret."""
+"""``federation.toml``: what the server and the sites have agreed on. Nothing in it is secret."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from protofed.data.info import FOLDER
 from protofed.deploy.spec import folder_skeleton
 from protofed.errors import ProtofedError, unknown
 
-FILE = "federation.toml"
+FEDERATION_FILE = "federation.toml"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Member:
 
     @property
     def point(self) -> bytes:
-        """The key's point on its curve, compressed: the same for every way to write the key."""
+        """The key's point on its curve, compressed: the same however the key is written."""
         from cryptography.hazmat.primitives import serialization
 
         return _compressed(serialization.load_ssh_public_key(self.key.encode()))
@@ -34,29 +34,30 @@ class Member:
 
 @dataclass(frozen=True)
 class Members:
-    """A federation: its sites and the rules of its rounds. Times are seconds."""
+    """A federation: its sites and the rules of its rounds. Times are in seconds."""
 
     name: str
     address: str
     sites: Mapping[str, Member]
     minimum: int
+    """Sites that must reply before anything is averaged."""
     classes: tuple[str, ...] = ()
     image_size: int = 32
     task: str | None = None
-    """A built-in task whose clients the sites are: for trying things out, without own images."""
+    """A built-in task whose clients the sites are: for trying things out without own images."""
     gather_seconds: float = 120.0
-    """How long the first round waits for all sites before it makes do with the minimum."""
+    """How long the first round waits for all sites before it settles for the minimum."""
     wait_seconds: float = 3600.0
     """How long a round waits for the minimum of sites before the run ends with an error."""
     round_seconds: float = 3600.0
-    """How long a round waits for replies before it goes on without those that lack."""
+    """How long a round waits for replies before it continues without the missing ones."""
 
     def domain(self, site: str) -> str:
-        """A site's domain."""
+        """The domain of a site."""
         return self.sites[site].domain
 
     def clients(self) -> dict[str, int]:
-        """The number of sites of each domain."""
+        """The number of sites in each domain."""
         counts: dict[str, int] = {}
         for site in self.sites.values():
             counts[site.domain] = counts.get(site.domain, 0) + 1
@@ -67,28 +68,31 @@ class Members:
         if len(self.classes) < 2:
             raise ProtofedError(
                 f"federation '{self.name}' names no classes",
-                f'add classes = ["...", "..."] to {FILE}, the same for server and sites',
+                f'add classes = ["...", "..."] to {FEDERATION_FILE}, the same on server and sites',
             )
         return folder_skeleton(
             self.name, self.classes, self.image_size, self.clients(), augment, flip
         )
 
-    def foreign(self, task: Task) -> str:
-        """Why a run about this task is not one of this federation's; empty if it is.
+    def mismatch(self, task: Task) -> str:
+        """Why a run on this task does not belong to this federation; empty if it does.
 
-        Whoever submits a run writes its task's name, from which files get theirs.
+        Whoever submits a run chooses its task's name, which becomes part of file names.
         """
-        mine = self.task or f"{FOLDER}{self.name}"
-        if task.name != mine:
-            return f"the run is about {task.name[:100]!r}, this federation about {mine!r}"
+        own = self.task or f"{FOLDER}{self.name}"
+        if task.name != own:
+            return f"the run is for task {task.name[:100]!r}, this federation for {own!r}"
         if self.task is None and task.classes != self.classes:
-            return f"the run's classes are not those of {FILE} here"
+            return f"the run's classes differ from those in {FEDERATION_FILE} here"
         if self.task is None and task.image_size != self.image_size:
-            return f"the run's images have {task.image_size} pixels, in {FILE} {self.image_size}"
+            return (
+                f"the run's images have {task.image_size} pixels, "
+                f"those of {FEDERATION_FILE} {self.image_size}"
+            )
         return ""
 
-    def name_of(self, public_key: bytes) -> str | None:
-        """The site with that key, as Flower gives it."""
+    def site_with_key(self, public_key: bytes) -> str | None:
+        """The site that has this public key (PEM, as Flower gives it)."""
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
 
@@ -110,12 +114,21 @@ def _compressed(key: Any) -> bytes:
 def read_members(path: Path) -> Members:
     """Read and check ``federation.toml``."""
     try:
-        raw = tomllib.loads(path.read_text("utf-8"))
+        text = path.read_text("utf-8")
     except OSError as error:
         raise ProtofedError(
             f"cannot read '{path}': {error.strerror}", "protofed deploy init writes it"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
+    return parse_members(text, path)
+
+
+def parse_members(text: str, path: Path) -> Members:
+    """The federation that a ``federation.toml`` describes; ``path`` is for error messages."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
     valid = {f.name for f in fields(Members)}
     for key in raw:
@@ -130,7 +143,7 @@ def read_members(path: Path) -> Members:
         raw["classes"] = tuple(raw.get("classes", ()))
         result = Members(sites=members, **raw)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ProtofedError(f"'{path}' is not complete: {error}") from None
+        raise ProtofedError(f"'{path}' is incomplete: {error}") from None
     _check(path, result)
     return result
 
@@ -140,40 +153,40 @@ def _check(path: Path, found: Members) -> None:
 
     if not found.sites:
         raise ProtofedError(f"'{path}' names no sites")
-    for word in ("gather_seconds", "wait_seconds", "round_seconds"):
-        value = getattr(found, word)
+    for name in ("gather_seconds", "wait_seconds", "round_seconds"):
+        value = getattr(found, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e7:
-            raise ProtofedError(f"{word} in '{path}' must be a number of seconds, got {value!r}")
+            raise ProtofedError(f"{name} in '{path}' must be a number of seconds, got {value!r}")
     if type(found.minimum) is not int or not 1 <= found.minimum <= len(found.sites):
         raise ProtofedError(
-            f"minimum in '{path}' must be from 1 to the number of sites, got {found.minimum!r}"
+            f"minimum in '{path}' must be between 1 and the number of sites, got {found.minimum!r}"
         )
     if not all(isinstance(c, str) for c in found.classes):
         raise ProtofedError(f"classes in '{path}' must be names")
     if len(set(found.classes)) != len(found.classes):
-        raise ProtofedError(f"classes in '{path}' are not all different")
+        raise ProtofedError(f"classes in '{path}' contains a name twice")
     points = set()
     for member in found.sites.values():
         try:
             points.add(member.point)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise ProtofedError(f"the key of site '{member.name}' in '{path}' is no key") from None
+            raise ProtofedError(f"the key of site '{member.name}' in '{path}' is invalid") from None
     if len(points) != len(found.sites):
         raise ProtofedError(f"two sites in '{path}' have the same key")
 
 
-def task_of(members: Members, **options: Any) -> Task:
-    """The task that a run of this federation is about; without images where sites have them."""
+def federation_task(members: Members, **options: Any) -> Task:
+    """The task of this federation's runs; without images if the sites bring their own."""
     if members.task is None:
         return members.skeleton(options.get("augment") or "crop", options.get("flip"))
     return load_task(members.task, **options)
 
 
-def share_domain(site: str) -> str:
-    """The domain of a client of a built-in task: ``scan-0`` is of scan."""
+def client_domain(site: str) -> str:
+    """The domain of a client of a built-in task: ``scan-0`` belongs to ``scan``."""
     domain, dash, number = site.rpartition("-")
     if not dash or not number.isdecimal():
         raise ProtofedError(
-            f"'{site}' is no client of a task", "with --task, sites are named scan-0, print-0, ..."
+            f"'{site}' is not a client of a task", "with --task, name sites scan-0, print-0, ..."
         )
     return domain

@@ -1,8 +1,8 @@
-"""What stands in a message beside the Tree: who, which run and round, and what is asked."""
+"""What a message says beside its Tree: the site, the run and round, the request or the answer."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from flwr.app import ConfigRecord, RecordDict
@@ -10,27 +10,29 @@ from flwr.app import ConfigRecord, RecordDict
 from protofed.deploy.wire import Refused
 
 RECORD = "protofed"
+MAX_ITEMS = 1000
+"""The longest list that a message may hold."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The server's side of a round, to one site."""
+    """What the server asks of one site in a round."""
 
     site: str
     run: str
-    """The configuration's hash."""
+    """The hash of the run's configuration."""
     round: int
     train: bool
     evaluate: bool
     accepted: str
-    """The private state the site goes on from: that of its last accepted reply ("" = none yet)."""
+    """The private state to continue from: that of the site's last accepted reply ("" = none)."""
     kept: str
-    """The same at the server's last checkpoint: the site must be able to go back to it."""
+    """The same as of the server's last checkpoint: the site must be able to return to it."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A site's side of a round."""
+    """What a site reports of a round."""
 
     site: str
     run: str
@@ -38,12 +40,12 @@ class Answer:
     round: int
     trained: bool
     state: str = ""
-    """What the server is to name when the site shall go on from here."""
+    """The name of the private state after this round."""
     samples: int = 0
     steps: int = 0
     lr: float = 0.0
     right: int = 0
-    """Test images that the received model gets right, of ``tested``."""
+    """Test images that the received model classified correctly, of ``tested``."""
     tested: int = 0
     loss_terms: list[str] = field(default_factory=list)
     loss_totals: list[float] = field(default_factory=list)
@@ -52,32 +54,32 @@ class Answer:
 
     @property
     def losses(self) -> dict[str, tuple[float, int]]:
-        """Of each loss term the sum over the steps that have it, and how many these are."""
+        """For each loss term its sum over the steps that have it, and the number of those steps."""
         pairs = zip(self.loss_totals, self.loss_steps, strict=True)
         return dict(zip(self.loss_terms, pairs, strict=True))
 
 
-def write(what: Request | Answer) -> RecordDict:
+def write(said: Request | Answer) -> RecordDict:
     """A message's content with this in it, and no Tree yet."""
-    values = {k: v for k, v in asdict(what).items() if v != []}  # a list of nothing has no type
+    values = {k: v for k, v in asdict(said).items() if v != []}  # an empty list has no type
     return RecordDict({RECORD: ConfigRecord(values)})
 
 
 def read_request(content: RecordDict) -> Request:
-    """What the server asks."""
+    """The request in a message; refused unless every field has its type."""
     return Request(**_values(content, Request))
 
 
 def read_answer(content: RecordDict) -> Answer:
-    """What the site answers."""
+    """The answer in a message; refused unless every field has its type."""
     answer = Answer(**_values(content, Answer))
     lengths = {len(answer.loss_terms), len(answer.loss_totals), len(answer.loss_steps)}
     if len(lengths) != 1:
-        raise Refused("the message's losses do not belong together")
+        raise Refused("the message's losses do not match each other")
     return answer
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
+_ITEM_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
     "bool": (bool,),
@@ -89,20 +91,22 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _values(content: RecordDict, cls: type[Request] | type[Answer]) -> dict[str, Any]:
-    """The record's values, of the right types and no others."""
+    """The record's values: all required fields, no others, each of its type."""
     record = content.config_records.get(RECORD)
     if record is None:
         raise Refused("the message is empty: it has no record 'protofed'")
     values = dict(record.items())
-    kinds = {f.name: str(f.type) for f in fields(cls)}
-    needed = {f.name for f in fields(Request)} if cls is Request else {"site", "run", "round"}
-    odd = sorted(needed - values.keys()) or sorted(values.keys() - kinds.keys())
-    if odd or (cls is Answer and not {"method", "trained"} <= values.keys()):
-        raise Refused(f"the message is not one of protofed's: {', '.join(odd) or 'method'}")
+    types = {f.name: str(f.type) for f in fields(cls)}
+    optional = {
+        f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING
+    }
+    if missing := sorted(types.keys() - optional - values.keys()):
+        raise Refused(f"the message lacks {', '.join(missing)}")
+    if unexpected := sorted(values.keys() - types.keys()):
+        raise Refused(f"the message has unexpected fields: {', '.join(unexpected)}")
     for name, value in values.items():
-        kind = kinds[name]
-        parts: Any = value if kind.startswith("list") else [value]
-        right = isinstance(parts, list) and all(type(p) in _KINDS[kind] for p in parts)
-        if not right or len(parts) > 1000:
-            raise Refused(f"'{name}' of the message is not {kind}")
+        items: Any = value if types[name].startswith("list") else [value]
+        fits = isinstance(items, list) and all(type(i) in _ITEM_TYPES[types[name]] for i in items)
+        if not fits or len(items) > MAX_ITEMS:
+            raise Refused(f"'{name}' of the message is not {types[name]}")
     return values

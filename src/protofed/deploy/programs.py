@@ -1,4 +1,7 @@
-"""Flower's own programs, started and stopped: nothing here listens on a network itself."""
+"""Runs Flower's programs: the server's SuperLink, a site's SuperNode, and ``flwr``.
+
+Nothing of protofed itself listens on a network.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,38 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from protofed.deploy.members import FILE, Member, Members, read_members
-from protofed.deploy.site import Home
+from protofed.deploy.members import FEDERATION_FILE, Member, Members, read_members
+from protofed.deploy.site import SiteConfig
+from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 
 CONNECTION = "federation"
-"""The name under which Flower's command line knows the server."""
-SWITCHES = {
+"""The name of the server on Flower's command line."""
+FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Flower asks its vendor's servers for nothing, tells them nothing and installs nothing."""
-NODES = Path("flower") / "nodes.json"
-"""In the server's folder: Flower's number of each site."""
+"""With these, Flower neither contacts its vendor's servers nor installs anything."""
+NODES_FILE = Path("flower") / "nodes.json"
+"""In the server's folder: the number that each site has in Flower."""
+FOLDER_VARIABLE = "PROTOFED_SERVER"
+"""The environment variable that tells the server's processes which folder is theirs."""
 STOP_SECONDS = 15.0
-QUICK_SECONDS = 30.0
-"""A SuperNode that ends sooner has not been able to connect."""
-AGAIN_SECONDS = 5.0
+"""How long a program has to end after a signal."""
+CONNECTED_SECONDS = 30.0
+"""A SuperNode that ends sooner was never connected."""
+RETRY_SECONDS = 5.0
 
 
 def environment(flower_home: Path, **more: str) -> dict[str, str]:
-    """The environment of Flower's programs: its own folder, and the switches."""
-    programs = str(Path(sys.executable).parent)  # Flower starts further programs of its own
+    """The environment of Flower's programs: a home of their own, and the switches."""
+    programs = str(Path(sys.executable).parent)  # Flower starts more of its programs
     path = os.pathsep.join([programs, os.environ.get("PATH", "")])
     flower_home.mkdir(parents=True, exist_ok=True)
-    return {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
+    return {**os.environ, **FLOWER_SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
 
 
 def program(name: str) -> str:
@@ -57,7 +64,7 @@ def program(name: str) -> str:
 
 
 def host_port(address: str) -> tuple[str, int]:
-    """The two parts of host:port."""
+    """Split host:port."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ProtofedError(f"'{address}' is not host:port")
@@ -65,23 +72,23 @@ def host_port(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port, with the brackets that IPv6 needs."""
+    """Join host and port, with the brackets that IPv6 needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _die_with_parent() -> None:
-    """In the child: end with the process that started it, however that ends (Linux only)."""
+    """In the child: end with the parent process, however that ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 class Stop(Exception):
-    """Someone asked this process to end."""
+    """This process was asked to end."""
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A program with all it starts, which ends with this block."""
+    """A program that ends with this block, and whatever it started with it."""
     process = subprocess.Popen(
         command, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent
     )
@@ -92,7 +99,7 @@ def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subproce
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a program and what it started: first asked, then killed."""
+    """End a program and whatever it started: first ask, then kill."""
     for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, sign)
@@ -127,18 +134,18 @@ def stoppable() -> Iterator[None]:
             signal.signal(sign, handler)
 
 
-# ---- the server ---------------------------------------------------------------------------------
+# ---- the server: SuperLink ----------------------------------------------------------------------
 
 
 def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = print) -> None:
-    """Run the SuperLink with the sites' keys registered, until it is stopped."""
-    members = read_members(folder / FILE)
+    """Run the SuperLink, with the sites' keys registered, until SIGTERM or Ctrl-C."""
+    members = read_members(folder / FEDERATION_FILE)
     own, port = host_port(members.address)
     host = host or own
     files = {name: folder / name for name in ("ca.crt", "server.crt", "server.key")}
     for name, path in files.items():
         if not path.is_file():
-            raise ProtofedError(f"there is no '{path}'", f"{name} belongs into the server's folder")
+            raise ProtofedError(f"there is no '{path}'", f"{name} belongs in the server's folder")
     check_free(host, port)
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     write_connection(folder, join_address(reachable, port))
@@ -151,19 +158,19 @@ def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = p
         "--disable-runtime-dependency-installation",
         "--host", host, "--port", str(port),
     ]  # fmt: skip
-    env = environment(folder / "flower", PROTOFED_SERVER=str(folder.resolve()))
+    env = environment(folder / "flower", **{FOLDER_VARIABLE: str(folder.resolve())})
     with stoppable(), running(command, env) as link:
         _until_listening(link, reachable, port)
-        tell(f"making the keys of {len(members.sites)} sites known")
+        tell(f"registering the keys of {len(members.sites)} sites")
         _register(folder, members)
         where = "" if host == own else f", listening on {join_address(host, port)}"
         tell(f"the server of {members.name} is ready at {members.address}{where}")
         code = link.wait()
-        raise ProtofedError(f"the SuperLink has ended by itself, with code {code}")
+        raise ProtofedError(f"the SuperLink ended unexpectedly with exit code {code}")
 
 
 def check_free(host: str, port: int) -> None:
-    """An error that says what to do, where Flower's own would be a trace of calls."""
+    """Raise an error with advice if the address is taken; Flower would print a traceback."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -171,7 +178,7 @@ def check_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 advice = "is another server running?"
-            else:  # a name of a router or a proxy in front, or none that is known here
+            else:  # the address of a router or proxy in front, or an unknown name
                 advice = "--host 0.0.0.0 listens on all addresses of this machine"
             raise ProtofedError(
                 f"cannot listen on {join_address(host, port)}: {error.strerror}", advice
@@ -184,11 +191,11 @@ def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> Non
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
             return
         time.sleep(0.2)
-    raise ProtofedError(f"the SuperLink does not listen on {host}:{port}")
+    raise ProtofedError(f"the SuperLink is not listening on {host}:{port}")
 
 
 def _register(folder: Path, members: Members) -> None:
-    """Make the sites' keys known; the SuperLink keeps them in memory only."""
+    """Register the sites' keys, which the SuperLink keeps in memory only."""
 
     def register(member: Member) -> str:
         path = folder / "flower" / f"{member.name}.pub"
@@ -197,85 +204,80 @@ def _register(folder: Path, members: Members) -> None:
         path.unlink()
         return str(answer.get("node-id"))
 
-    with ThreadPoolExecutor(4) as pool:  # each call takes seconds, and there may be many sites
+    with ThreadPoolExecutor(4) as pool:  # each call takes seconds
         numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
-    write_atomic(folder / NODES, json.dumps(numbers))
+    write_atomic(folder / NODES_FILE, json.dumps(numbers))
 
 
-# ---- a site -------------------------------------------------------------------------------------
+# ---- a site: SuperNode --------------------------------------------------------------------------
 
 
-def join(home: Home, patience: float = 300.0, tell: Callable[[str], None] = print) -> None:
-    """Run the site's SuperNode until it is stopped; where the server comes back, so does it.
+def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] = print) -> None:
+    """Run the site's SuperNode until SIGTERM or Ctrl-C; reconnect when the server comes back.
 
-    A site that cannot connect for ``patience`` seconds gives up.
+    Gives up after ``patience`` seconds without a connection.
     """
-    key, ca = home.folder / "node.key", home.folder / "ca.crt"
+    key, ca = site.folder / "node.key", site.folder / "ca.crt"
     for path in (key, ca):
         if not path.is_file():
             raise ProtofedError(f"there is no '{path}'", "protofed deploy init writes it")
     config = {
-        "site-folder": str(home.folder.resolve()),
-        "data": home.data or "",
-        "public": home.public or "",
+        "site-folder": str(site.folder.resolve()),
+        "data": site.data or "",
+        "public": site.public or "",
     }
     for value in config.values():
         if "'" in value or "\n" in value:
-            raise ProtofedError(f"Flower cannot be told the path {value!r}", "rename the folder")
-    env = environment(home.folder / "flower")
-    tell(f"site {home.name} joins {home.members.address}; Ctrl-C ends it")
-    fine = time.monotonic()
+            raise ProtofedError(f"Flower does not accept the path {value!r}", "rename the folder")
+    env = environment(site.folder / "flower")
+    tell(f"site {site.name} is joining {site.members.address}; Ctrl-C stops it")
+    connected = time.monotonic()
     with stoppable():
         while True:
             command = [
                 program("flower-supernode"),
-                "--superlink", home.members.address,
+                "--superlink", site.members.address,
                 "--root-certificates", str(ca),
                 "--auth-supernode-private-key", str(key),
-                "--host", "127.0.0.1", "--port", str(_any_port()),
+                "--host", "127.0.0.1", "--port", str(_free_port()),
                 "--node-config", " ".join(f"{k}='{v}'" for k, v in config.items()),
             ]  # fmt: skip
             began = time.monotonic()
             with running(command, env) as node:
                 code = node.wait()
             ended = time.monotonic()
-            if ended - began > QUICK_SECONDS:
-                fine = ended
-            if ended - fine > patience:
+            if ended - began > CONNECTED_SECONDS:
+                connected = ended
+            if ended - connected > patience:
                 raise ProtofedError(
-                    f"site '{home.name}' cannot join {home.members.address} (code {code}; the "
-                    "lines above say why)",
+                    f"site '{site.name}' cannot join {site.members.address} (exit code {code}, "
+                    "explained above)",
                     "compare ca.crt, node.key and the address with the server's",
                 )
-            tell(f"not connected (code {code}): tried again in {AGAIN_SECONDS:g} s")
-            time.sleep(AGAIN_SECONDS)
+            tell(f"not connected (exit code {code}); retrying in {RETRY_SECONDS:g} s")
+            time.sleep(RETRY_SECONDS)
 
 
-def _any_port() -> int:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-# ---- the operator -------------------------------------------------------------------------------
+# ---- the operator: flwr -------------------------------------------------------------------------
 
 
 def write_connection(folder: Path, address: str) -> None:
-    """Tell Flower's command line where the server is, and nothing else."""
-    home = folder / "operator"
-    home.mkdir(parents=True, exist_ok=True)
-    ca = json.dumps(str((folder / "ca.crt").resolve()))
-    text = (
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'
-        f"address = {json.dumps(address)}\nroot-certificates = {ca}\n"
-    )
-    (home / "config.toml").write_text(text, "utf-8")
+    """Write the configuration of Flower's command line: where the server is, nothing else."""
+    ca = str((folder / "ca.crt").resolve())
+    text = render("connection.toml", connection=CONNECTION, address=address, ca=ca)
+    write_atomic(folder / "operator" / "config.toml", text)
 
 
 def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any]:
-    """Call Flower's command line and return what it says, as JSON."""
+    """Run Flower's command line and return the JSON object it prints."""
     if not (folder / "operator" / "config.toml").is_file():
-        write_connection(folder, read_members(folder / FILE).address)
+        write_connection(folder, read_members(folder / FEDERATION_FILE).address)
     command = [program("flwr"), *arguments, "--format", "json"]
     try:
         done = subprocess.run(
@@ -288,11 +290,11 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ProtofedError(f"flwr {arguments[0]} did not answer within {seconds:g} s") from None
+        raise ProtofedError(f"flwr {arguments[0]} did not finish within {seconds:g} s") from None
     if "SuperLink is unavailable" in done.stdout + done.stderr:
-        address = read_members(folder / FILE).address
+        address = read_members(folder / FEDERATION_FILE).address
         raise ProtofedError(
-            f"no server answers at {address}",
+            f"no server responds at {address}",
             f"start one: protofed deploy server --dir {folder}",
         )
     start = done.stdout.find("{")
@@ -303,7 +305,7 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
         text = " ".join(s.strip() for s in said[-6:])[:600]
         raise ProtofedError(
             f"flwr {' '.join(arguments[:2])} failed: {text}",
-            "does `protofed deploy server` run here?",
+            "is `protofed deploy server` running here?",
         ) from None
     if not found.get("success", True):
         text = " ".join(str(found.get("error-message", found)).split())

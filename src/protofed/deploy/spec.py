@@ -1,11 +1,11 @@
-"""What a run is, as text: its configuration and the outline of its task, without images.
+"""What of a run travels: its configuration and its task without images, as text.
 
-Of public images there is how many a round has, and the digest that stands in the configuration;
-of a folder that every machine has its own copy of, neither a path nor a name.
+Of public images only their number a round and a digest travel; of a folder that every machine has a
+copy of, neither a path nor a name.
 
-The text travels with the run (in Flower's run configuration) to the server and to every site. A
-site builds the same ``Config`` from it, and its hash must be the one the server names: another
-version of protofed that would compute something else is found out before it trains.
+The text goes with the run (in Flower's run configuration) to the server and to every site. A site
+builds the same ``Config`` from it, and the hash must be the one the server names: a version of
+protofed that would compute something else is detected before it trains.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
-from protofed.config import Config, make_config
+from protofed.config import SETTINGS, Config, make_config
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
+from protofed.federation.facts import Facts, discover
 from protofed.federation.public_images import (
     FOLDER_POOL,
     digest_count,
@@ -32,62 +33,84 @@ from protofed.federation.public_images import (
 from protofed.federation.simulation import make_shares
 from protofed.methods import METHODS, reference
 
-_OF_TASK = ("name", "classes", "leftover", "repair", "digest", "test_split")
+_TASK_FIELDS = ("name", "classes", "leftover", "repair", "digest", "test_split")
 
 
-class Outline(NamedTuple):
+@dataclass(frozen=True)
+class RunSpec:
     """A run as server and sites know it before they look at any image."""
 
     config: Config
+    """Complete: the clients of every domain, and the precision."""
     task: Task
     """Without its images."""
-    public: dict[str, int]
-    """Public images a round has, by where they are from; empty where a method needs none."""
+    facts: Facts
+    """Of the machine that started the run; the digests are of the images that sites must have."""
+    public: Mapping[str, int]
+    """How many public images a round has, by where they come from; empty if it needs none."""
+
+    @property
+    def hash(self) -> str:
+        """Stands for the run, as in every run's folder."""
+        return self.facts.run_hash(self.config)
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self.facts.run_name(self.config)
 
 
-def pack(config: Config, task: Task) -> str:
-    """Configuration and outline of a task as text."""
+def make_spec(config: Config, task: Task) -> RunSpec:
+    """The run of this config, on a task whose images may be elsewhere."""
     name = reference(config.method)
     if name not in METHODS:
         raise ProtofedError(
-            f"method '{config.method.name}' comes from a file, which sites do not have",
-            "only methods of the installed package can be deployed",
+            f"method '{config.method.name}' comes from a file that the sites do not have",
+            "only methods that the package includes can be deployed",
         )
-    wanted, method = config.method.public_images, config.method
+    complete = config.for_task(task.info)
+    found = discover(complete, task)
+    facts = replace(found, engine="flower", engine_reason="sites of a deployment")
+    public = _public(complete, task, facts.public_digest)
+    return RunSpec(replace(complete, precision=facts.precision), task, facts, public)
+
+
+def pack(spec: RunSpec) -> str:
+    """A run as text; ``unpack`` reads it."""
+    config, task, method = spec.config, spec.task, spec.config.method
+    wanted = method.public_images
     if wanted is not None and wanted.source.startswith(FOLDER):
-        method = method.with_public(FOLDER)  # where it lies here is nobody's business
-    settings = {f.name: getattr(config, f.name) for f in fields(Config)}
-    for field in ("task", "method", "data"):
-        del settings[field]
+        method = method.with_public(FOLDER)  # its path on this machine stays here
     about = {
-        **{k: getattr(task, k) for k in _OF_TASK},
+        **{k: getattr(task, k) for k in _TASK_FIELDS},
         "image_size": task.image_size,
         "domains": list(task.domains),
         "augment": asdict(task.augment),
     }
     parts = {
-        "hash": config.hash,
-        "method": {"name": name, "options": method.options()},
-        "public": _public(config, task),
-        "settings": settings,
+        "hash": spec.hash,
+        "method": {"name": reference(method), "options": method.options()},
+        "public": dict(spec.public),
+        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
+        "facts": spec.facts.to_dict(),
         "task": about,
     }
     return json.dumps(parts, sort_keys=True)
 
 
-def _public(config: Config, task: Task) -> dict[str, int]:
-    """Public images of a round, by where they are from."""
+def _public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
+    """How many public images a round has, by where they come from."""
     wanted = config.method.public_images
     if wanted is None:
         return {}
     if wanted.source.startswith(FOLDER):
-        assert config.public_digest is not None  # deploy start has read the folder
-        return {FOLDER_POOL: min(wanted.images, digest_count(config.public_digest))}
+        assert digest is not None
+        return {FOLDER_POOL: min(wanted.images, digest_count(digest))}
     if is_from_task(wanted, task) and not task.has_images:
         raise ProtofedError(
             f"method '{config.method.name}' needs public images, and the sites' own are not public",
-            "give every site the same folder of images without labels, and name it to each "
-            "(deploy site --public PATH) and here: deploy start --public PATH",
+            "copy the same folder of unlabeled images to every site and to this machine, and use "
+            "deploy site --public PATH there and deploy start --public PATH here",
         )
     shares = make_shares(config, task) if task.has_images else []
     made = make_public_sampler(
@@ -97,22 +120,23 @@ def _public(config: Config, task: Task) -> dict[str, int]:
     return made.counts
 
 
-def unpack(text: str) -> Outline:
-    """What ``pack`` has written."""
+def unpack(text: str) -> RunSpec:
+    """The run that ``pack`` wrote."""
     try:
         parts = json.loads(text)
         about, method = parts["task"], parts["method"]
-        lists: dict[str, Any] = {
+        augment: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in about["augment"].items()
         }
         settings = {k: v for k, v in parts["settings"].items() if v is not None}
         public = {str(name): int(n) for name, n in parts["public"].items()}
+        facts = Facts.from_dict(parts["facts"])
         task = skeleton(
             about["name"],
             about["classes"],
             about["image_size"],
             {d: settings["clients"].get(d, 0) for d in about["domains"]},
-            Augment(**lists),
+            Augment(**augment),
             **{k: about[k] for k in ("leftover", "repair", "digest", "test_split")},
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -120,12 +144,13 @@ def unpack(text: str) -> Outline:
     if method["name"] not in METHODS:
         raise ProtofedError(f"this installation has no method {method['name']!r}")
     config = make_config(task, method["name"], method["options"], **settings)
-    if config.hash != parts["hash"]:
+    spec = RunSpec(config, task, facts, public)
+    if spec.hash != parts["hash"]:
         raise ProtofedError(
-            f"this installation understands run {parts['hash']} as {config.hash}",
+            f"run {parts['hash']} has hash {spec.hash} on this machine",
             "server and sites need the same version of protofed",
         )
-    return Outline(config, task, public)
+    return spec
 
 
 def skeleton(
@@ -136,7 +161,7 @@ def skeleton(
     augment: Augment,
     **more: Any,
 ) -> Task:
-    """A task whose images are elsewhere."""
+    """A task without its images."""
     none = Images(
         torch.empty(0, 3, image_size, image_size, dtype=torch.uint8), torch.empty(0).long()
     )
@@ -159,10 +184,10 @@ def folder_skeleton(
     augment: str = "crop",
     flip: bool | None = None,
 ) -> Task:
-    """The task of a federation whose sites have image folders of their own."""
+    """The task of a federation whose sites bring their own image folders."""
     if augment not in AUGMENTS:
         raise ProtofedError(f"unknown augmentation '{augment}'", f"valid: {', '.join(AUGMENTS)}")
-    # stands in the configuration's hash for what the sites must agree on
+    # the configuration's hash covers the digest, and so what all sites must agree on
     text = json.dumps([name, classes, image_size])
     digest = hashlib.sha256(text.encode()).hexdigest()
     kind = AUGMENTS[augment](True if flip is None else flip)

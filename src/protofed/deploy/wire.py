@@ -1,10 +1,9 @@
-"""A Tree as Flower's records, and back, to the bit.
+"""A Tree as Flower's records and back, bit for bit.
 
-Each slot is an ``ArrayRecord`` named ``tree.<slot>``; each tensor an ``Array`` with its raw bytes
-in row-major, little-endian order. No ``.npy`` header and no pickle: what arrives is checked
-(a known dtype, the length that the shape asks for) before a byte of it is looked at, and every
-dtype of torch that has a fixed size travels as it is, BatchNorm's int64 counters and bfloat16
-included.
+Each slot is an ``ArrayRecord`` named ``tree.<slot>``, each tensor an ``Array`` with its raw bytes
+in row-major, little-endian order. There is no ``.npy`` header and no pickle: what arrives is
+checked (a known dtype, the length that the shape requires) before any of its bytes are read. Every
+dtype below travels unchanged, BatchNorm's int64 counters and bfloat16 included.
 """
 
 from __future__ import annotations
@@ -39,40 +38,40 @@ DTYPES = {
 
 
 class Refused(ProtofedError):
-    """A message that is not taken; its text names nothing of a site but what the site sent."""
+    """A message that is not accepted. Its text may travel: it names no file of a site."""
 
 
 def to_array(t: Tensor) -> Array:
-    """A tensor as Flower's Array."""
+    """The Array that carries a tensor, wherever and however that is stored."""
     name = str(t.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ProtofedError(f"a tensor of {t.dtype} cannot travel", f"use {', '.join(DTYPES)}")
     if sys.byteorder != "little":
-        raise ProtofedError("this machine is big-endian, which the wire does not know")
+        raise ProtofedError("big-endian machines are not supported")
     flat = t.detach().cpu().contiguous().reshape(-1)
     data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     return Array(dtype=name, shape=tuple(t.shape), stype=RAW, data=data)
 
 
 def from_array(array: Array, where: str) -> Tensor:
-    """The tensor of an Array; one that is not what it says it is, is refused."""
+    """The tensor of an Array; refused if its bytes do not match what it claims to be."""
     if array.stype != RAW or array.dtype not in DTYPES:
-        raise Refused(f"{where} is {array.dtype!r} in {array.stype!r}, which is not known")
+        raise Refused(f"{where} has an unknown format: {array.dtype!r} in {array.stype!r}")
     dtype, shape = DTYPES[array.dtype], tuple(array.shape)
     if len(shape) > 8 or not all(type(n) is int and n >= 0 for n in shape):
-        raise Refused(f"{where} has the shape {shape}")
+        raise Refused(f"{where} has an invalid shape {shape}")
     if len(array.data) != math.prod(shape) * dtype.itemsize:
-        raise Refused(f"{where} has {len(array.data)} bytes, which do not fit its shape {shape}")
+        raise Refused(f"{where} has {len(array.data)} bytes, which do not match its shape {shape}")
     if not array.data:
         return torch.empty(shape, dtype=dtype)
     if dtype is torch.bool and array.data.strip(b"\0\1"):
-        raise Refused(f"{where} is bool but has other bytes than 0 and 1")
-    # the clone is aligned, as a tensor of one's own: sums must not round differently
+        raise Refused(f"{where} is bool but has bytes other than 0 and 1")
+    # the clone is aligned like any other tensor: sums must not round differently
     return torch.frombuffer(bytearray(array.data), dtype=dtype).clone().reshape(shape)
 
 
 def add_tree(content: RecordDict, tree: Tree) -> RecordDict:
-    """Put the Tree's slots into a message's content."""
+    """Add the Tree's slots to a message's content."""
     for slot, entries in tree.items():
         if entries:
             content[PREFIX + slot] = ArrayRecord({n: to_array(t) for n, t in entries.items()})
@@ -83,11 +82,11 @@ def read_tree(content: RecordDict, limit: int | None = None) -> Tree:
     """The Tree in a message's content; more than ``limit`` bytes are refused unread."""
     size = data_bytes(content)
     if limit is not None and size > limit:
-        raise Refused(f"the message has {size} bytes, more than the {limit} that are expected")
+        raise Refused(f"the message has {size} bytes, more than the {limit} allowed")
     tree: Tree = {}
     for key, record in content.array_records.items():
         if not key.startswith(PREFIX):
-            raise Refused(f"the message has a record {key!r}, which is not known")
+            raise Refused(f"the message has an unknown record {key!r}")
         slot: Slot = {}
         for name, array in record.items():
             slot[name] = from_array(array, f"entry {name!r} of slot {key.removeprefix(PREFIX)!r}")
@@ -101,10 +100,7 @@ def data_bytes(content: RecordDict) -> int:
 
 
 def message_bytes(message: Message) -> int:
-    """Bytes of a message as Flower serializes it: every object it is made of, once.
-
-    What TLS and HTTP add to them is not in it.
-    """
+    """Size of a message as Flower serializes it, without what TLS and HTTP add."""
     from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
     return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())

@@ -217,7 +217,7 @@ class Federation:
             "accuracy": _rounded(accuracy),
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
-            "loss": _mean_losses([told[name] for name in names]),
+            "loss": mean_losses([told[name] for name in names]),
             "bytes_up": up,
             "bytes_down": down,
             "clients": len(names),
@@ -411,7 +411,7 @@ def weights_policy(network: Network, method: Method, average: str) -> str:
     return method.weighing or average
 
 
-def _mean_losses(told: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+def mean_losses(told: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
     """The mean over all steps of each loss term, summed in the clients' order."""
     losses: dict[str, tuple[float, int]] = {}
     for one in told:

@@ -1,7 +1,8 @@
-"""A site that misbehaves. Python reads this file at its start when the folder is on PYTHONPATH.
+"""A site that misbehaves. Python runs this file at startup if its folder is on PYTHONPATH.
 
-``ROGUE`` is a JSON table: in which round (from 0) it does what. Beside the kinds of ``spoiled``,
-a reply may be ``late`` (by so many seconds as ``ROGUE_LATE`` says), and a process may ``die``.
+The repository's root must be there, too. ``ROGUE`` is a JSON table: what the site does in which
+round (from 0). Besides the kinds of ``spoiled``, a reply may be ``late`` (by ``ROGUE_LATE``
+seconds), and the process may ``die``.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ NAME = "protofed.deploy.site"
 
 
 def spoil(module: Any) -> None:
-    """Put a rogue's answer in the place of the site's."""
+    """Replace the site's answer with a rogue's."""
     from protofed.deploy.messages import read_request
 
     honest, plan = module.answer, json.loads(os.environ["ROGUE"])
 
-    def answer(home: Any, spec: str, content: Any) -> Any:
+    def answer(site: Any, spec: str, content: Any) -> Any:
         request = read_request(content)
         kind = plan.get(str(request.round)) if request.train else None
         if kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        reply = honest(home, spec, content)
+        reply = honest(site, spec, content)
         if kind == "late":
             time.sleep(float(os.environ["ROGUE_LATE"]))
         elif kind is not None:
-            from spoiled import SPOILED
+            from tests.deploy.spoiled import SPOILED
 
             SPOILED[kind][0](reply)
         return reply
@@ -42,7 +43,7 @@ def spoil(module: Any) -> None:
 
 
 class Hook(importlib.abc.MetaPathFinder):
-    """Changes the site's module when it is imported; importing it here would cost every start."""
+    """Changes the site's module when it is imported; importing it here would slow every start."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != NAME:

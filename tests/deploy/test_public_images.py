@@ -12,9 +12,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-import torch
-from flwr.app import Message
-from tests.deploy.flower_world import CLASSES, images, in_file_order, pictures
+from tests.deploy.flower_world import CLASSES, images, in_file_order, pictures, write_site
 from typer.testing import CliRunner
 
 from protofed import tree
@@ -23,21 +21,18 @@ from protofed.config import make_config
 from protofed.deploy import operator as deploy
 from protofed.deploy import programs
 from protofed.deploy.members import read_members
-from protofed.deploy.site import open_home
+from protofed.deploy.setup import init
+from protofed.deploy.site import read_site_config
 from protofed.deploy.spec import pack, unpack
-from protofed.deploy.wire import read_tree, to_array
+from protofed.deploy.wire import read_tree
 from protofed.errors import ProtofedError
 from protofed.federation.public_images import describe_digest
 from protofed.runs.records import read_records
 from protofed.runs.run import run
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 BAD = "print-0"
-SMALL: dict[str, Any] = {"epochs": 1, "batch": 4, "model": "cnn3,cnn2", "width": 4, "seed": 3}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "cache"))
+SMALL: dict[str, Any] = {"epochs": 1, "batch": 4, "model": "cnn3,cnn2", "width": 2, "seed": 3}
 
 
 @pytest.fixture
@@ -77,7 +72,7 @@ def test_wherever_they_come_from_the_models_are_the_simulators(
     world: Callable[..., Any], tmp_path: Path, public: Path, source: str
 ) -> None:
     named = f"folder:{public}" if source == "folder" else source
-    w = world("fedmd", {"public": named, "images": 24}, rounds=3)
+    w = world("fedmd", {"public": named, "images": 24}, rounds=2)
     if source == "folder":
         copies(public, homes(w))
     summary = w.coordinator().run()
@@ -90,7 +85,7 @@ def test_wherever_they_come_from_the_models_are_the_simulators(
         assert mine["loss"] == other["loss"]
         assert mine["bytes_up"] == other["bytes_up"]
         assert mine["bytes_down"] == other["bytes_down"]
-    assert records[1]["loss"]["digest"] > 0 and records[2]["loss"]["digest"] > 0
+    assert records[1]["loss"]["digest"] > 0
     assert summary["public"] == oracle.summary["public"]
     assert sum(summary["public"].values()) == 24
 
@@ -126,7 +121,7 @@ def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_go_on(
     for record in records:
         problem = record["problems"][BAD]
         assert f"site '{BAD}' has no public images, which fedmd needs" in problem
-        assert "--public PATH" in problem and 'public = "PATH" into site.toml' in problem
+        assert "--public PATH" in problem and 'public = "PATH" in site.toml' in problem
         assert record["clients"] == 2 and list(record["problems"]) == [BAD]
         assert record["accuracy"][BAD[:-2]] != record["accuracy"][BAD[:-2]]  # not measured
     # an image is missing there
@@ -138,56 +133,15 @@ def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_go_on(
     theirs = make_config(
         "glyphs", "fedmd", {"public": f"folder:{public.parent / 'old-copy'}"}
     ).public_digest
-    assert f"the public images of site '{BAD}' are not those of the run" in problem
+    assert f"the public images of site '{BAD}' differ from the run's" in problem
     assert f"{describe_digest(theirs)}, not {describe_digest(w.config.public_digest)}" in problem
     assert "29 images (" in problem and "not 30 images (" in problem
     assert problem.endswith("(copy the folder again)") and "/" not in problem
-    # a folder that is not there: the log of the site says which, the server is told nothing
+    # a missing folder: the site's log names it, the server learns nothing of it
     shutil.rmtree(public.parent / "old-copy")
     w.coordinator().run(overwrite=True)
     problem = read_records(w.out / "rounds.jsonl")[0]["problems"][BAD]
-    assert problem == "error 100: DataMissing; the log of the site says more"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t[:-1], "has the shape (23, 10), not 24×10"),
-        (lambda t: t[:, :-1], "has the shape (24, 9), not 24×10"),
-        (lambda t: t.repeat(2, 1), "has the shape (48, 10), not 24×10"),
-        (lambda t: t.double(), "is torch.float64, not torch.float32"),
-        (lambda t: t * float("nan"), "is not finite"),
-    ],
-)
-def test_logits_of_other_shapes_are_refused(
-    world: Callable[..., Any], change: Callable[[torch.Tensor], torch.Tensor], words: str
-) -> None:
-    """What is right the server finds out with noise in the place of images it does not have."""
-    w = world("fedmd", {"images": 24}, rounds=1)
-
-    def spoil(name: str, reply: Message) -> Message:
-        if name == BAD and "tree.logits" in reply.content:
-            logits = read_tree(reply.content)["logits"]["public"]
-            reply.content["tree.logits"]["public"] = to_array(change(logits))
-        return reply
-
-    w.grid.spoil = spoil
-    w.coordinator().run()
-    (record,) = read_records(w.out / "rounds.jsonl")
-    assert record["problems"][BAD] == f"refused: entry 'public' of slot 'logits' {words}"
-    assert record["clients"] == 2
-
-
-def test_very_many_logits_are_not_too_many(world: Callable[..., Any]) -> None:
-    """The most bytes of a reply follow from how many images there are, not from the noise."""
-    w = world("fedmd", {"images": 24}, rounds=1)
-    config, task, public = unpack(w.spec)
-    assert public == {"scan": 8, "print": 8, "photo": 8}
-    from protofed.deploy.checks import ROOM, expect
-
-    server = w.coordinator().server
-    assert expect(config, task, server, {"x": 10**7}).limit == 4 * 10**7 * 10 * 4 + ROOM
-    assert expect(config, task, server, public).limit == 4 * 24 * 10 * 4 + ROOM
+    assert problem == "error 100: DataMissing; see the site's log"
 
 
 # ---- sites with folders of their own ------------------------------------------------------------
@@ -198,14 +152,13 @@ def founded(tmp_path: Path) -> Any:
     """Three sites with folders, each the only one of its domain; none has public images yet."""
     sites = {"coast-0": CLASSES, "north-0": CLASSES, "south-0": CLASSES[:2]}
     domains = {site: site[:-2] for site in sites}
-    deploy.init(
+    init(
         tmp_path / "f", list(sites), classes=list(CLASSES), image_size=16, domains=domains,
         name="pets",
     )  # fmt: skip
     for site, classes in sites.items():
         data = images(tmp_path / "data" / site[:-2], classes, split=site == "coast-0")
-        file = tmp_path / "f" / "sites" / site / "site.toml"
-        file.write_text(f'site = "{site}"\ndata = "{data}"\ndevice = "cpu"\n')
+        write_site(tmp_path / "f" / "sites" / site, data)
     return read_members(tmp_path / "f" / "server" / "federation.toml")
 
 
@@ -216,17 +169,17 @@ def test_sites_with_folders_train_as_the_simulator_does(
     homes = {site: tmp_path / "f" / "sites" / site for site in founded.sites}
     copies(public, homes)
     config, task = deploy.run_config(
-        founded, None, "fedmd", {"images": 20}, {"rounds": 3, **SMALL}, public
+        founded, None, "fedmd", {"images": 20}, {"rounds": 2, **SMALL}, public
     )
     out = tmp_path / "f" / "server" / "runs" / config.label
     summary = grid(founded, tmp_path / "f" / "sites", pack(config, task), out).run()
     records = read_records(out / "rounds.jsonl")
-    assert [r["clients"] for r in records] == [3, 3, 3] and summary["public"] == {"folder": 20}
+    assert [r["clients"] for r in records] == [3, 3] and summary["public"] == {"folder": 20}
     assert (out / "config.toml").read_text().count('public = "folder:"') == 1
     in_file_order(monkeypatch, summary["clients"])
     options = {"images": 20, "public": f"folder:{public}"}
     oracle = run(
-        f"folder:{tmp_path / 'data'}", "fedmd", options=options, image_size=16, rounds=3,
+        f"folder:{tmp_path / 'data'}", "fedmd", options=options, image_size=16, rounds=2,
         device="cpu", engine="loop", out=tmp_path / "oracle", **SMALL,
     )  # fmt: skip
     assert oracle.config.public_digest == config.public_digest
@@ -241,11 +194,10 @@ def test_glyphs_can_be_the_public_images_of_folders(
     tmp_path: Path, grid: Callable[..., Any], single_thread: None
 ) -> None:
     """Another task needs no copies where all sites can make or have it."""
-    deploy.init(tmp_path / "f", ["a", "b"], classes=list(CLASSES))
+    init(tmp_path / "f", ["a", "b"], classes=list(CLASSES))
     for site in "ab":
         data = images(tmp_path / "data" / site, CLASSES)
-        file = tmp_path / "f" / "sites" / site / "site.toml"
-        file.write_text(f'site = "{site}"\ndata = "{data}"\ndevice = "cpu"\n')
+        write_site(tmp_path / "f" / "sites" / site, data)
     members = read_members(tmp_path / "f" / "server" / "federation.toml")
     options = {"public": "glyphs", "images": 10}
     config, task = deploy.run_config(members, None, "fedmd", options, {"rounds": 2, **SMALL})
@@ -266,8 +218,8 @@ def test_what_an_operator_can_get_wrong_is_said(tmp_path: Path, founded: Any, pu
             pack(complete, task)
         assert "deploy site --public PATH" in error.value.hint
     for given, words in (
-        ({"method": "fpl", "folder": public}, "'fpl' takes no public images"),
-        ({"options": {"public": "glyphs"}, "folder": public}, "say two things"),
+        ({"method": "fpl", "folder": public}, "'fpl' uses no public images"),
+        ({"options": {"public": "glyphs"}, "folder": public}, "contradicts --set public"),
         ({"options": {"public": "folder:"}}, "which folder"),
         ({"options": {"public": "nowhere"}}, "unknown source of public images"),
         ({"folder": tmp_path / "nowhere"}, "there is no folder"),
@@ -277,7 +229,7 @@ def test_what_an_operator_can_get_wrong_is_said(tmp_path: Path, founded: Any, pu
             config(**given)
     complete, _ = config(folder=public)
     assert complete.hash == config(options={"public": f"folder:{public}"})[0].hash
-    # what a run has written goes on where the folder is the same, and needs none
+    # the configuration that a run wrote is accepted with the same folder, and without one
     file = tmp_path / "again.toml"
     file.write_text(unpack(pack(complete, task)).config.toml())
     assert config(None, file=file)[0].hash == complete.hash
@@ -321,10 +273,10 @@ def test_a_sites_settings_name_the_folder_and_the_option_wins(
     tmp_path: Path, founded: Any, public: Path
 ) -> None:
     home = tmp_path / "f" / "sites" / "coast-0"
-    assert open_home(home).public is None
+    assert read_site_config(home).public is None
     name_public(home, public)
-    assert open_home(home).public == str(public)
-    assert open_home(home, None, "other").public == "other"
+    assert read_site_config(home).public == str(public)
+    assert read_site_config(home, None, "other").public == "other"
     (home / "site.toml").write_text('site = "coast-0"\npublic = 5\n')
     with pytest.raises(ProtofedError, match=r"public in '.*' must be a folder, got 5"):
-        open_home(home)
+        read_site_config(home)

@@ -1,0 +1,96 @@
+"""``deploy init``: what it writes, and what it refuses to write."""
+
+from __future__ import annotations
+
+import stat
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from typer.testing import CliRunner
+
+from protofed.cli.app import app
+from protofed.deploy.members import read_members
+from protofed.deploy.setup import init
+from protofed.deploy.site import read_site_config
+from protofed.errors import ProtofedError
+
+
+def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
+    out = tmp_path / "pets"
+    words = ["deploy", "init", str(out), "--sites", "a,b,c", "--classes", "cat,dog"]
+    done = CliRunner().invoke(app, [*words, "--domains", "a=north,b=north"])
+    assert done.exit_code == 0, done.output
+    members = read_members(out / "server" / "federation.toml")
+    assert [m.domain for m in members.sites.values()] == ["north", "north", "c"]
+    assert members.clients() == {"north": 2, "c": 1}
+    assert members.minimum == 2 and members.classes == ("cat", "dog")
+    for secret in ("server/server.key", "ca/ca.key", "sites/a/node.key"):
+        assert stat.S_IMODE((out / secret).stat().st_mode) == 0o600
+    for site in "abc":
+        home = out / "sites" / site
+        assert (home / "federation.toml").read_text() == (
+            out / "server" / "federation.toml"
+        ).read_text()
+        assert (home / "node.key.pub").read_text().split()[0] == "ecdsa-sha2-nistp384"
+        assert not (home / "ca.key").exists()
+        assert read_site_config(home).name == site
+        assert "# public = " in (home / "site.toml").read_text()
+        unit = (home / "protofed-site.service").read_text()
+        assert f"protofed deploy site --dir /srv/protofed/site --site {site} --data" in unit
+        assert "EnvironmentFile=/srv/protofed/site/protofed.env" in unit
+    env = (out / "server" / "protofed.env").read_text()
+    assert "FLWR_TELEMETRY_ENABLED=0" in env and "FLWR_DISABLE_UPDATE_CHECK=1" in env
+    assert "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1" in env
+    page = (out / "README.md").read_text()
+    for site in "abc":
+        assert f"protofed deploy site --dir sites/{site} --site {site} --data" in page
+    assert "`--public /path/to/public`" in page and "Without `--public`" not in page
+    again = CliRunner().invoke(app, words)
+    assert isinstance(again.exception, ProtofedError) and "already exists" in str(again.exception)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"sites": ["a", "a"]}, "a different name"),
+        ({"sites": ["../a"]}, "cannot be a site's name"),
+        ({"sites": ["a b"]}, "cannot be a site's name"),
+        ({"sites": ["scan-1"], "task": "glyphs"}, "numbered from 0"),
+        ({"sites": ["scan"], "task": "glyphs"}, "not a client of a task"),
+        ({"sites": ["moon-0"], "task": "glyphs"}, "unknown domain"),
+        ({"sites": ["a"], "address": "here"}, "not host:port"),
+        ({"sites": ["a"], "minimum": 2}, "minimum"),
+        ({"sites": ["a"], "domains": {"b": "x"}}, "unknown site"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+    sites = more.pop("sites")
+    with pytest.raises(ProtofedError, match=words):
+        init(tmp_path / "new", sites, **more)
+    assert not (tmp_path / "new").exists()
+
+
+def test_names_with_special_characters_survive(tmp_path: Path) -> None:
+    name, domain, classes = 'größe "1" \\ \x7f \U0001f600', "north\n[sites]", ["a'b", 'c"d', "é"]
+    init(
+        tmp_path / "f", ["a.b"], name=name, classes=classes, domains={"a.b": domain}, minimum=1,
+        round_seconds=1234567.5,
+    )  # fmt: skip
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    assert (members.name, members.classes) == (name, tuple(classes))
+    assert members.domain("a.b") == domain and members.round_seconds == 1234567.5
+
+
+def test_sites_of_a_task_are_in_the_simulators_order(tmp_path: Path) -> None:
+    sites = ["photo-0", "scan-1", "print-0", "scan-0"]
+    init(tmp_path / "f", sites, task="glyphs")
+    raw = tomllib.loads((tmp_path / "f" / "sites" / "scan-1" / "federation.toml").read_text())
+    assert list(raw["sites"]) == ["scan-0", "scan-1", "print-0", "photo-0"]
+    assert raw["task"] == "glyphs" and "classes" not in raw
+    page = (tmp_path / "f" / "README.md").read_text()
+    assert "--data" not in page and "Without `--public`, the task's own" in page

@@ -1,0 +1,163 @@
+"""A site: its folder of images, and the runs it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Context, RecordDict
+from tests.deploy.flower_world import CLASSES, images, write_site
+
+from protofed.config import Config, make_config
+from protofed.data import Task
+from protofed.deploy import programs, server_app
+from protofed.deploy.members import read_members
+from protofed.deploy.messages import Request, write
+from protofed.deploy.operator import run_config
+from protofed.deploy.setup import init
+from protofed.deploy.site import PrivateStates, answer, folder_images, read_site_config
+from protofed.deploy.spec import pack, unpack
+from protofed.deploy.wire import Refused, add_tree
+from protofed.errors import ProtofedError
+from protofed.federation.simulation import initial_network
+from protofed.runs.records import read_records
+from protofed.runs.result import load_run
+
+BAD = "print-0"
+SMALL: dict[str, Any] = {"model": "cnn2", "width": 4, "rounds": 1, "epochs": 1, "batch": 4}
+
+
+OUTSIDE = "a/../../../../outside"
+
+
+@pytest.fixture
+def folder_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache for the images of folders (the built-in task's stay in the user's cache)."""
+    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def home(tmp_path: Path, folder_cache: None) -> Path:
+    """The folder of a site with its own images."""
+    init(tmp_path / "own", ["here"], classes=CLASSES, image_size=16, minimum=1)
+    folder = tmp_path / "own" / "sites" / "here"
+    write_site(folder, images(tmp_path / "images", CLASSES))
+    return folder
+
+
+def made(home: Path, **more: Any) -> tuple[Config, str]:
+    """A run's configuration and text as an operator makes them, or as somebody else does."""
+    members = read_members(home / "federation.toml")
+    task: Task = replace(members.skeleton(), **more)
+    config = make_config(task, "fedavg", **SMALL, device="cpu", engine="loop")
+    return config, pack(config, task)
+
+
+def last_request(config: Config) -> RecordDict:
+    """The message that closes a run: the site saves the model under the run's name."""
+    return write(Request("here", config.hash, 1, train=False, evaluate=True, accepted="", kept=""))
+
+
+def test_the_federations_own_run_leaves_its_model(home: Path) -> None:
+    config, spec = made(home)
+    network = initial_network(config, unpack(spec).task)
+    content = add_tree(last_request(config), {"model": network.state_dict()})
+    answer(read_site_config(home), spec, content)
+    assert (home / "models" / f"{config.label}.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", [OUTSIDE, f"{OUTSIDE}:x", "glyphs", "folder:/etc", "folder:other"])
+def test_a_run_about_something_else_is_refused_by_a_site(
+    home: Path, tmp_path: Path, name: str
+) -> None:
+    """Its name would be part of a path: a file could be written anywhere."""
+    config, spec = made(home, name=name)
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(Refused, match=r"the run is for task .*this federation for 'folder:own'"):
+        answer(read_site_config(home), spec, last_request(config))
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_sites_of_a_task_read_no_other_folder(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(rounds=1)
+    parts = json.loads(w.spec)
+    parts["task"]["name"] = "folder:/etc"
+    parts["hash"] = replace(w.config, task="folder:/etc").hash
+    home = read_site_config(w.folder / "homes" / BAD)
+    asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="", kept="")
+    monkeypatch.setattr("protofed.deploy.site.load_task", lambda *a, **b: pytest.fail("it looked"))
+    with pytest.raises(Refused, match="the run is for task 'folder:/etc', this federation for 'gl"):
+        answer(home, json.dumps(parts), write(asked))
+
+
+def test_the_server_writes_no_run_of_another_name(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, spec = made(home, name=OUTSIDE)
+    monkeypatch.setenv(programs.FOLDER_VARIABLE, str(home))
+    context = Context(1, 1, {}, RecordDict(), {"spec": spec, "overwrite": True})
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(ProtofedError, match="the run is for task"):
+        server_app.main(None, context)  # type: ignore[arg-type]
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_run_of_another_version_is_refused(home: Path) -> None:
+    config, spec = made(home)
+    with pytest.raises(ProtofedError, match="need the same version"):
+        unpack(spec.replace(config.hash, "0000000000"))
+    with pytest.raises(ProtofedError, match="cannot be read"):
+        unpack("{}")
+
+
+def test_the_names_of_states_are_no_paths(tmp_path: Path) -> None:
+    with pytest.raises(ProtofedError, match="is not the name of a private state"):
+        PrivateStates(tmp_path / "states").load("../../secret")
+
+
+@pytest.mark.usefixtures("folder_cache")
+def test_a_sites_folder_is_labeled_as_the_federation_has_its_classes(tmp_path: Path) -> None:
+    init(tmp_path / "f", ["a", "b"], classes=list(CLASSES), image_size=16)
+    home = tmp_path / "f" / "sites" / "a"
+    data = images(tmp_path / "a", ("dog", "eel"), split=True)
+    train, test = folder_images(read_site_config(home, str(data)), CLASSES, 16)
+    assert sorted(set(train.y.tolist())) == [1, 2] and len(train) == 18 and len(test) == 6
+    images(tmp_path / "a", ("cat",), split=True)
+    with pytest.raises(ProtofedError, match="unknown class of the federation"):
+        folder_images(read_site_config(home, str(data)), ("dog", "eel"), 16)
+    with pytest.raises(ProtofedError, match="has no images"):
+        folder_images(read_site_config(home), CLASSES, 16)
+    with pytest.raises(ProtofedError, match="no folder"):
+        folder_images(read_site_config(home, str(tmp_path / "nowhere")), CLASSES, 16)
+
+
+@pytest.mark.usefixtures("folder_cache")
+def test_sites_with_own_folders_train_a_model(
+    tmp_path: Path, grid: Callable[..., Any], single_thread: None
+) -> None:
+    init(tmp_path / "f", ["a", "b"], classes=list(CLASSES), image_size=16)
+    for site, classes in (("a", CLASSES), ("b", CLASSES[:2])):
+        data = images(tmp_path / "data" / site, classes)
+        write_site(tmp_path / "f" / "sites" / site, data)
+    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    settings = {"rounds": 2, "epochs": 1, "batch": 4, "model": "cnn2", "width": 4}
+    config, task = run_config(members, None, "fpl", {"tau": 0.05}, settings)
+    assert config.hash != run_config(members, None, "fpl", {}, settings)[0].hash
+    out = tmp_path / "f" / "server" / "runs" / config.label
+    grid(members, tmp_path / "f" / "sites", pack(config, task), out).run()
+    records = read_records(out / "rounds.jsonl")
+    assert [r["clients"] for r in records] == [2, 2]
+    assert set(records[1]["accuracy"]) == {"a", "b"}
+    result = load_run(out)
+    about = {"client": "b", "domain": "b", "model": "cnn2", "samples": 20}
+    assert result.summary["clients"][1] == about
+    assert result.summary["classes"] == list(CLASSES)
