@@ -219,8 +219,8 @@ class Deployment:
             assert mine["loss"] == other["loss"]
             assert mine["bytes_up"] == other["bytes_up"]
             assert mine["bytes_down"] == other["bytes_down"]
-            for domain in ("scan", "print", "photo"):
-                assert mine["accuracy"][domain] == other["accuracy"][domain]
+            for domain, accuracy in mine["accuracy"].items():
+                assert accuracy == other["accuracy"][domain]
         return list(records)
 
 

@@ -35,7 +35,7 @@ def spoil_each_round(world: Any, spoils: Sequence[Spoil | None]) -> None:
     world.grid.spoil = change
 
 
-def test_bad_replies_are_refused_by_name_and_the_rounds_go_on(
+def test_bad_replies_are_refused_by_name_and_the_rounds_continue(
     world: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One kind after the other, a round for each; the first round is fine."""

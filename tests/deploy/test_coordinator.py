@@ -37,7 +37,7 @@ def _numbers(records: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("method", "models"), CASES)
-def test_the_model_is_the_simulators_to_the_bit(
+def test_the_model_equals_the_simulators_bit_for_bit(
     world: Callable[..., Any], tmp_path: Path, method: str, models: str
 ) -> None:
     options = {"images": 24} if METHODS[method]().public_images else {}
@@ -166,7 +166,7 @@ def test_a_sites_error_is_one_line(
     assert problem.startswith("error 7: oh 2025") and len(problem) == 500
 
 
-def test_what_a_site_tells_of_its_troubles_names_no_file(world: Callable[..., Any]) -> None:
+def test_a_sites_error_names_no_file(world: Callable[..., Any]) -> None:
     w = world(rounds=1)
     (w.folder / "homes" / BAD / "site.toml").write_text("= broken")
     w.coordinator().run()
@@ -181,7 +181,7 @@ def test_a_node_with_an_unknown_key_is_no_site(world: Callable[..., Any]) -> Non
     assert read_records(w.out / "rounds.jsonl")[0]["clients"] == 2
 
 
-def test_less_than_the_minimum_waits_with_words_and_ends(
+def test_with_too_few_sites_the_run_waits_and_ends(
     world: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     w = world(minimum=2, wait_seconds=0.3)

@@ -68,7 +68,7 @@ def homes(w: Any) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("source", ["photo", "glyphs", "folder"])
-def test_wherever_they_come_from_the_models_are_the_simulators(
+def test_from_any_source_the_models_equal_the_simulators(
     world: Callable[..., Any], tmp_path: Path, public: Path, source: str
 ) -> None:
     named = f"folder:{public}" if source == "folder" else source
@@ -110,7 +110,7 @@ def test_neither_images_nor_names_travel(
     assert read_records(w.out / "rounds.jsonl")[0]["bytes_up"] == 3 * 24 * 10 * 4
 
 
-def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_go_on(
+def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_continue(
     world: Callable[..., Any], public: Path
 ) -> None:
     w = world("fedmd", {"public": f"folder:{public}", "images": 24}, rounds=2)
@@ -206,7 +206,7 @@ def test_glyphs_can_be_the_public_images_of_folders(
     assert [r["clients"] for r in read_records(out / "rounds.jsonl")] == [2, 2]
 
 
-def test_what_an_operator_can_get_wrong_is_said(tmp_path: Path, founded: Any, public: Path) -> None:
+def test_operator_mistakes_are_errors(tmp_path: Path, founded: Any, public: Path) -> None:
     def config(method: str = "fedmd", options: Any = None, folder: Any = None, file: Any = None,
                **more: Any) -> Any:  # fmt: skip
         settings = {"rounds": 1, **more}

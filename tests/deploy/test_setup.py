@@ -68,7 +68,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
         ({"sites": ["a"], "domains": {"b": "x"}}, "unknown site"),
     ],
 )
-def test_what_cannot_be_is_said(tmp_path: Path, more: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_errors(tmp_path: Path, more: dict[str, Any], words: str) -> None:
     sites = more.pop("sites")
     with pytest.raises(ProtofedError, match=words):
         init(tmp_path / "new", sites, **more)

@@ -13,7 +13,7 @@ is tried again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,11 +74,10 @@ class Coordinator:
         folder: Path,
         *,
         poll: float = 1.0,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         config, task = spec.config, spec.task
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
-        self.poll, self.sleep = poll, sleep
+        self.poll = poll
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())))
         self.sizes = make_setup(config, task, network).sizes
@@ -173,7 +172,7 @@ class Coordinator:
             if text != logged:
                 log.warning("%s (for at most %.0f s more)", text, left)
                 logged = text
-            self.sleep(min(self.poll, max(0.0, left)))
+            time.sleep(min(self.poll, max(0.0, left)))
 
     # ---- a round -------------------------------------------------------------------------------
 
@@ -352,7 +351,7 @@ class Coordinator:
                     self._problem(got, name, f"no reply within {limit:g} s")
                 break
             if waiting:
-                self.sleep(min(self.poll, left))
+                time.sleep(min(self.poll, left))
         got.seconds = time.monotonic() - began
         self.ledger.bill(got.wire)
         return got
