@@ -14,7 +14,7 @@ from protofed.data.augment import AUGMENTS, Choices, cropped
 from protofed.data.task import Augment
 
 SIDE = 20
-N = 40
+N = 24
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from protofed.data import decode, load, load_task
+from protofed.data.cache import cache_folder
 
 NAMES = [f"{d}/{c}/{i}.png" for d in "ab" for c in "cd" for i in range(10)]
 
@@ -23,6 +23,10 @@ def name(tmp_path: Path, pictures: Any, own_cache: Path) -> str:
 
 def no_decoding(*_: Any) -> None:
     raise AssertionError("decoded again")
+
+
+def digest(name: str) -> str:
+    return load_task(name).digest
 
 
 def files(cache: Path) -> list[Path]:
@@ -102,10 +106,10 @@ def test_a_damaged_cache_is_rebuilt(name: str, own_cache: Path, damage: str) -> 
 
 
 def test_two_processes_at_once(name: str, own_cache: Path) -> None:
-    code = f"from protofed.data import load_task; print(load_task({name!r}).digest)"
-    command = [sys.executable, "-c", code]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    digests = {p.communicate(timeout=120)[0].strip() for p in both}
+    if "fork" not in multiprocessing.get_all_start_methods():
+        pytest.skip("processes would import everything again")
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        digests = set(pool.map(digest, [name, name], chunksize=1))
     assert digests == {load_task(name).digest}
     assert [p.suffix for p in files(own_cache)] == [".json", ".npy"]
     assert not list((own_cache / "decoded").glob(".*"))  # nothing temporary is left
@@ -139,3 +143,18 @@ def test_a_long_build_says_so(
     monkeypatch.setattr(decode, "PATIENCE_SECONDS", -1.0)
     load_task(name, image_size=16)
     assert "decoding 40 images of folder" in capsys.readouterr().err
+
+
+def test_the_cache_folder_follows_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("PROTOFED_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "protofed"
+    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"

@@ -42,6 +42,16 @@ def test_show(name: str, tmp_path: Path) -> None:
         assert len(set(page.convert("L").tobytes())) > 100
 
 
+def test_show_writes_nothing_unless_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    result = invoke("data", "show", name)
+    assert result.exit_code == 0 and "16 + 4" in result.output
+    assert list((tmp_path / "here").iterdir()) == []
+
+
 def test_show_lists_what_it_skips(name: str, tmp_path: Path) -> None:
     (tmp_path / "pets" / "b" / "cat" / "3.png").write_bytes(b"")
     out = str(tmp_path / "s.png")
@@ -75,7 +85,8 @@ def test_verify_glyphs() -> None:
     assert result.exit_code == 0 and "in training and test: none" in result.output
 
 
-def test_tasks_needs_no_data(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_needs_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOFED_DATA", str(tmp_path))
     monkeypatch.setattr(cli.console, "width", 200, raising=False)
     result = invoke("tasks")
     assert result.exit_code == 0, result.output

@@ -14,13 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 import protofed
-from protofed.data.cache import cache_folder
-from protofed.data.glyphs import glyphs, make, sources
+from protofed.data import glyphs as module
+from protofed.data import load_task
+from protofed.data.glyphs import load_glyphs, make, sources
 from protofed.data.task import Task
-from protofed.files import write_atomic
+from protofed.errors import ProtofedError
 
-# By name: in the package, glyphs is the function of the module.
-module = sys.modules["protofed.data.glyphs"]
 Arrays = dict[str, NDArray[Any]]
 PER_CLASS = {
     ("scan", "train"): 50,
@@ -81,11 +80,7 @@ def test_rows_are_not_sorted_by_class(arrays: Arrays) -> None:
         assert np.mean(y[1:] == y[:-1]) < 0.2
 
 
-def test_the_same_seed_makes_the_same_bytes(arrays: Arrays) -> None:
-    again = make(0)
-    assert all(np.array_equal(again[name], array) for name, array in arrays.items())
-
-
+@pytest.mark.slow
 def test_another_process_makes_the_same_bytes(arrays: Arrays) -> None:
     here = hashlib.sha256(b"".join(a.tobytes() for _, a in sorted(arrays.items()))).hexdigest()
     source = Path(next(iter(protofed.__path__))).parent
@@ -99,13 +94,12 @@ def test_another_process_makes_the_same_bytes(arrays: Arrays) -> None:
     assert there.stdout.strip() == here
 
 
-def test_global_generators_are_neither_read_nor_moved() -> None:
+def test_the_same_seed_makes_the_same_bytes_without_global_generators(arrays: Arrays) -> None:
     np.random.seed(3)
     torch.manual_seed(3)
     state, torch_state = np.random.get_state()[1].copy(), torch.get_rng_state()
-    sources(0)
-    scans, _ = module._scans()
-    module._photo(scans[:5], np.random.default_rng(0))
+    again = make(0)
+    assert all(np.array_equal(again[name], array) for name, array in arrays.items())
     assert np.array_equal(np.random.get_state()[1], state)
     assert torch.equal(torch.get_rng_state(), torch_state)
 
@@ -161,8 +155,8 @@ def test_the_domains_really_differ(arrays: Arrays) -> None:
     assert paper["scan"] == paper["print"] == 0 < 2 < paper["inverse"] < paper["photo"]
 
 
-def test_the_task_is_what_make_made(arrays: Arrays, ready: list[int], tmp_path: Path) -> None:
-    task = glyphs(cache=tmp_path)
+def test_the_task_is_what_make_made(arrays: Arrays, ready: list[int], own_cache: Path) -> None:
+    task = load_glyphs()
     assert_equal(task, arrays)
     assert task.name == "glyphs"
     assert task.classes == tuple("0123456789")
@@ -175,97 +169,45 @@ def test_the_task_is_what_make_made(arrays: Arrays, ready: list[int], tmp_path: 
         assert task.clients[name] * task.samples[name] <= len(domain.train)
 
 
-def test_the_cache_returns_what_was_made(arrays: Arrays, ready: list[int], tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "folder"
-    glyphs(cache=folder)
-    task = glyphs(cache=folder)
+def test_the_cache_returns_what_was_made(arrays: Arrays, ready: list[int], own_cache: Path) -> None:
+    load_glyphs()
+    task = load_glyphs()
     assert ready == [0]
     assert_equal(task, arrays)
-    (file,) = folder.iterdir()
-    assert file.suffix == ".safetensors"
-    assert all(part in file.name for part in ("v1", "seed0", "pillow", "scikit-learn"))
     for domain in task.domains.values():
         for tensor in (domain.train.x, domain.train.y, domain.test.x, domain.test.y):
             assert tensor.data_ptr() % 16 == 0
             assert tensor.is_contiguous()
 
 
-def test_every_seed_has_its_own_cache(ready: list[int], tmp_path: Path) -> None:
-    glyphs(0, cache=tmp_path)
-    glyphs(1, cache=tmp_path)
+def test_every_seed_has_its_own_entry(ready: list[int], own_cache: Path) -> None:
+    load_glyphs(0)
+    load_glyphs(1)
     assert ready == [0, 1]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list((own_cache / "decoded").glob("*.npy"))) == 2
 
 
-@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "zeroed", "another"])
-def test_a_damaged_cache_is_rebuilt(
-    damage: str, arrays: Arrays, ready: list[int], tmp_path: Path
-) -> None:
-    glyphs(cache=tmp_path)
-    (file,) = tmp_path.iterdir()
+def test_a_damaged_entry_is_made_again(arrays: Arrays, ready: list[int], own_cache: Path) -> None:
+    load_glyphs()
+    (file,) = (own_cache / "decoded").glob("*.npy")
     whole = file.read_bytes()
     middle = len(whole) // 2
-    file.write_bytes(
-        {
-            "empty": b"",
-            "truncated": whole[:middle],
-            "garbage": b"not safetensors at all",
-            "zeroed": whole[:middle] + bytes(4096) + whole[middle + 4096 :],
-            "another": module.save({"x": torch.zeros(1)}),
-        }[damage]
-    )
-    assert_equal(glyphs(cache=tmp_path), arrays)
-    assert ready == [0, 0]
-    # And this time from the rebuilt file.
-    assert_equal(glyphs(cache=tmp_path), arrays)
+    file.write_bytes(whole[:middle] + bytes(4096) + whole[middle + 4096 :])
+    assert_equal(load_glyphs(), arrays)
+    assert_equal(load_glyphs(), arrays)  # from the new entry
     assert ready == [0, 0]
 
 
-def test_an_unwritable_cache_folder_does_not_matter(
-    arrays: Arrays, ready: list[int], tmp_path: Path
+def test_a_cache_folder_that_cannot_be_written_does_not_matter(
+    arrays: Arrays, ready: list[int], own_cache: Path
 ) -> None:
-    # Not chmod, which does not stop root.
-    (tmp_path / "file").write_text("in the way")
-    assert_equal(glyphs(cache=tmp_path / "file" / "folder"), arrays)
-    assert_equal(glyphs(cache=tmp_path / "file"), arrays)
+    own_cache.write_text("in the way")  # not chmod, which does not stop root
+    assert_equal(load_glyphs(), arrays)
 
 
-def test_a_folder_in_the_place_of_the_file_does_not_matter(
-    arrays: Arrays, ready: list[int], tmp_path: Path
-) -> None:
-    (tmp_path / module._file_name(0)).mkdir()
-    assert_equal(glyphs(cache=tmp_path), arrays)
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_failed_write_leaves_the_old_file_and_no_rubbish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "file"
-    write_atomic(file, b"old")
-
-    def full(*_: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="no space"):
-        write_atomic(file, b"new")
-    assert file.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [file]
-
-
-def test_the_cache_folder_follows_the_environment(
-    tmp_path: Path, ready: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("PROTOFED_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "protofed"
-    monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-    glyphs()
-    assert len(list((tmp_path / "own").iterdir())) == 1
+def test_a_flip_is_the_only_option(ready: list[int], own_cache: Path) -> None:
+    assert not load_task("glyphs").augment.flip
+    assert load_task("glyphs", flip=True).augment.flip
+    for options in ({"image_size": 64}, {"test_split": "mod10"}, {"augment": "large"}):
+        with pytest.raises(ProtofedError, match="glyphs have"):
+            load_task("glyphs", **options)  # type: ignore[arg-type]

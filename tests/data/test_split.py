@@ -176,7 +176,7 @@ def test_the_fourth_sketch_client_gets_what_is_left(pool: int, wanted: list[int]
 
 def test_what_is_left_is_never_nothing() -> None:
     task = made({"a": [0] * 20}, leftover=True)
-    with pytest.raises(ProtofedError, match="3 clients with 10 each, nothing is left for a-2"):
+    with pytest.raises(ProtofedError, match="3 clients with 10 each; nothing is left for a-2"):
         split(task, {"a": 3}, {"a": 10}, 0)
 
 
@@ -316,7 +316,7 @@ def test_quantity_skew_of_single_samples_and_of_what_is_left() -> None:
     assert sizes(split(task, {"a": 3}, {"a": 1}, 0, quantity=0.1)) == [1, 1, 1]
     shares = split(task, {"a": 3}, {"a": 8}, 0, quantity=0.5)
     assert sum(sizes(shares)) == 20
-    assert shares[-1].note == "a's clients share 20 samples: what there is"
+    assert shares[-1].note == "a's clients share 20 samples: all there are"
 
 
 def test_both_skews_together() -> None:

@@ -1,7 +1,7 @@
-"""Images to network input: batched augmentation and normalization, no per-image Python.
+"""From images to network input: augmentation and normalization of whole batches.
 
 The random choices of an epoch are drawn at once on the host (``Choices``), and one gather applies
-crop and flip to any set of rows. So chunks of any size, on any device, give the same pixels.
+crop and flip to any set of rows. So batches of any size, on any device, give the same pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protofed.data.task import Augment
 
 Ints = NDArray[np.int64]
 
-# Attempts at a part of the image that lies in it, and its width to height, as torchvision has it.
+# Attempts to draw a part that lies in the image, and its aspect ratio, as in torchvision.
 _TRIES = 10
 _RATIO = (3 / 4, 4 / 3)
 _CACHE_BYTES = 1 << 19
@@ -31,15 +31,16 @@ AUGMENTS: dict[str, Callable[[bool], Augment]] = {
         padding=0, flip=flip, resized_crop=(0.7, 1.0), jitter=(0.4, 0.4, 0.4, 0.4), grayscale=0.1
     ),
 }
-"""``crop``: the papers' at 32 pixels. ``large``: the usual one of domain generalization."""
+"""``crop``: as in the papers at 32 pixels. ``large``: as usual in domain generalization."""
 
 
 class Choices(NamedTuple):
     """For every image of an epoch: the crop's corner in the padded image, and whether to flip.
 
-    ``size`` [N, 2] is the height and width of a part that is enlarged, ``jitter`` [N, 4] the
-    factors of brightness, contrast and saturation and the shift of the hue, ``order`` [N, 4] the
-    order in which they act, ``gray`` [N] whether the colors go. None: the task does not do so.
+    ``size`` [N, 2] is the height and width of a part to enlarge, ``jitter`` [N, 4] the factors of
+    brightness, contrast and saturation and the shift of the hue, ``order`` [N, 4] the order in
+    which they are applied, ``gray`` [N] whether to remove the colors. None if the task's
+    augmentation has no such step.
     """
 
     top: Tensor
@@ -54,7 +55,7 @@ class Choices(NamedTuple):
     def draw(
         cls, rng: np.random.Generator, n: int, augment: Augment, side: int | None = None
     ) -> Choices:
-        """Random choices for n images; a resized crop has to know their ``side``."""
+        """Random choices for n images; ``side`` is needed for a resized crop."""
         corner = rng.integers(0, 2 * augment.padding + 1, size=(2, n))
         flip = rng.random(n) < 0.5 if augment.flip else np.zeros(n, dtype=bool)
         size = jitter = order = gray = None
@@ -86,17 +87,17 @@ class Choices(NamedTuple):
 
 
 def cropped(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
-    """uint8 images [N, C, H, W] after all of the augmentation, as uint8."""
+    """uint8 images [N, C, H, W] with the whole augmentation applied, still uint8."""
     if choices.size is not None or choices.jitter is not None or choices.gray is not None:
         return _colored(x, choices, augment)
     return _padded_crop(x, choices, augment)
 
 
 def padded(x: Tensor, augment: Augment) -> Tensor:
-    """What ``crops`` takes its crops from; to be made once for many epochs of the same images.
+    """The images that ``crops`` takes its crops from; made once for many epochs.
 
-    [2, N, H, W, C] with the padding in H and W: the images, and the images flipped (only the
-    former, [1, ...], where nothing is flipped). A crop's row is then one run of bytes.
+    [2, N, H, W, C] with the padding in H and W: the images, and the images flipped (or [1, ...]
+    without flips). A row of a crop is then contiguous in memory.
     """
     n, channels, height, width = x.shape
     p = augment.padding
@@ -109,10 +110,7 @@ def padded(x: Tensor, augment: Augment) -> Tensor:
 
 
 def crops(ready: Tensor, index: Tensor, choices: Choices, augment: Augment) -> Tensor:
-    """Random crops of the images ``index`` of ``padded``, flipped or not; ``choices`` are theirs.
-
-    Laid out with channels last, as ``normalized`` wants it.
-    """
+    """Crops of the images ``index`` of ``padded`` by their ``choices``, in channels-last layout."""
     _, n, height, width, channels = ready.shape
     p = augment.padding
     rows, columns = height - 2 * p, width - 2 * p
@@ -122,7 +120,7 @@ def crops(ready: Tensor, index: Tensor, choices: Choices, augment: Augment) -> T
         left = torch.where(choices.flip, 2 * p - left, left)
     start = (index * height + choices.top) * width + left
     start = start[:, None] + width * torch.arange(rows, device=ready.device)
-    # Every run of a row's length, one from each pixel on: they overlap and cost no memory.
+    # All runs with the length of a row, one from each pixel: overlapping views without a copy.
     count = max(0, ready.numel() // channels - columns + 1)
     runs = ready.as_strided((count, columns * channels), (channels, 1))
     taken = runs.index_select(0, start.view(-1))
@@ -138,7 +136,7 @@ def _padded_crop(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
 def _parts(
     rng: np.random.Generator, n: int, scale: tuple[float, float], side: int
 ) -> tuple[Ints, Ints]:
-    """Corners [2, n] and sizes [n, 2] of random parts: the first try that fits, else all."""
+    """Corners [2, n] and sizes [n, 2] of random parts: the first attempt that fits, else all."""
     area = side * side * rng.uniform(*scale, (_TRIES, n))
     ratio = np.exp(rng.uniform(math.log(_RATIO[0]), math.log(_RATIO[1]), (_TRIES, n)))
     heights_widths = np.sqrt(np.stack([area / ratio, area * ratio]))
@@ -151,14 +149,14 @@ def _parts(
 
 
 def _colored(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
-    """Crop, flip and colors, rounded to bytes only at the end."""
+    """Crop, flip and color changes, rounded to bytes only at the end."""
     if choices.size is not None:
         values = _resized(x, choices, choices.size)
     else:
         values = _padded_crop(x, choices, augment).contiguous().to(torch.float32) / 255
     if choices.jitter is not None and choices.order is not None:
-        # every change of every image, of which one is taken: a selection of rows would have a
-        # size that depends on the values, and could not be recorded as a CUDA graph
+        # All changes of all images, then one of them is chosen: a selection of rows would have a
+        # data-dependent size, which a CUDA graph cannot capture.
         for step in range(4):
             turn = choices.order[:, step][:, None, None, None]
             changed = values
@@ -172,7 +170,7 @@ def _colored(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
 
 
 def _resized(x: Tensor, choices: Choices, size: Tensor) -> Tensor:
-    """The chosen part of each image, enlarged (bilinear) and perhaps flipped; in [0, 1]."""
+    """The chosen part of each image, enlarged (bilinear) and perhaps flipped, in [0, 1]."""
     height, width = x.shape[2:]
     values = x.to(torch.float32) / 255
     for axis, (start, part, length) in enumerate(
@@ -193,12 +191,12 @@ def _resized(x: Tensor, choices: Choices, size: Tensor) -> Tensor:
 
 
 def _along(t: Tensor, axis: int) -> Tensor:
-    """[N, length] as a tensor that broadcasts along one axis of images."""
+    """[N, length], reshaped to broadcast along one axis of images."""
     return t[:, None, :, None] if axis == 2 else t[:, None, None, :]
 
 
 def _take(values: Tensor, axis: int, index: Tensor) -> Tensor:
-    """Rows (axis 2) or columns (axis 3) of images, others for each image."""
+    """Rows (axis 2) or columns (axis 3) of images, chosen for each image."""
     return values.gather(axis, _along(index, axis).expand_as(values))
 
 
@@ -222,7 +220,7 @@ def _saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _hue(x: Tensor, shift: Tensor) -> Tensor:
-    """The hue moved by ``shift`` of a full turn, saturation and value kept (HSV)."""
+    """The hue shifted by ``shift`` of a full turn; saturation and value (HSV) stay."""
     high, low = x.max(1).values, x.min(1).values
     span = high - low
     divisor = span.masked_fill(span <= 0, 1)
@@ -232,7 +230,7 @@ def _hue(x: Tensor, shift: Tensor) -> Tensor:
         (g - b) / divisor,
         torch.where(high == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor),
     )
-    # A channel lies on a trapezium over the hue, displaced by a third of a turn for each:
+    # A channel is a trapezoid over the hue, displaced by a third of a turn for each channel:
     # value - span * max(0, min(k, 4 - k, 1)), with k in sixths of a turn.
     turned = hue[:, None] + 6 * shift
     offset = _channels((5.0, 3.0, 1.0), x.dtype, x.device)
@@ -243,7 +241,7 @@ def _hue(x: Tensor, shift: Tensor) -> Tensor:
 
 @functools.cache
 def _channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A constant for each channel. Made once: a copy from the host cannot be in a CUDA graph."""
+    """A constant per channel, made once: a CUDA graph cannot capture a copy from the host."""
     return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
 
@@ -253,15 +251,15 @@ _CHANGES = (_brightness, _contrast, _saturation, _hue)
 def normalized(x: Tensor, augment: Augment, dtype: torch.dtype) -> Tensor:
     """uint8 images as (x / 255 - mean) / std, per channel.
 
-    Laid out with channels last: convolutions of small networks are 1.5 times faster so on a CPU.
+    In channels-last layout: convolutions of small networks are 1.5 times as fast with it on a CPU.
     """
     n, channels, height, width = x.shape
-    # As rows of pixels, so that the constants lie along the memory: four times as fast.
+    # As rows of pixels, so that the constants are contiguous: four times as fast.
     rows = x.permute(0, 2, 3, 1).reshape(n * height, width * channels)
     mean = _channels(augment.mean, dtype, x.device).flatten().repeat(width)
     std = _channels(augment.std, dtype, x.device).flatten().repeat(width)
     result = torch.empty(rows.shape, dtype=dtype, device=x.device)
-    # On a CPU in parts that stay in its cache between the four steps.
+    # On a CPU, in parts that stay in its cache for all four steps.
     part = max(1, _CACHE_BYTES // (rows.shape[1] * dtype.itemsize))
     if x.device.type != "cpu":
         part = max(1, len(rows))

@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 class Share:
     """A client's part of the data: rows of its domain's training images.
 
-    ``note`` says in words where it is not what was asked for, but what a rule made of it.
+    ``note`` says how a rule changed the part from what was asked for.
     """
 
     name: str
@@ -45,22 +45,23 @@ def split(
 
     ``samples`` is, per domain, a count (int) or a fraction of the training images (float). A
     domain without clients is only tested on. Clients are named ``domain-0``, ``domain-1``, ...
-    More than a domain has is an error, unless a rule is on (``None``: as the task has it):
+    Asking for more than a domain has is an error, unless a rule allows it. Rules that are None
+    are as the task has them:
 
-    - ``leftover``: where a domain has too few, its last client gets what the others left.
-    - ``repair``: every client gets each class of its domain. For a class it misses, a sample
-      drawn from the whole training split (so perhaps another client's too) replaces one of a
-      class it has twice. Off unless asked for where there is label skew.
+    - ``leftover``: if a domain has too few samples, its last client gets what the others left.
+    - ``repair``: every client gets each class of its domain. For a class that it misses, a sample
+      drawn from the whole training split (so perhaps also another client's) replaces one of a
+      class that it has at least twice. With label skew the default is off.
 
-    On top of the difference between domains:
+    In addition to the shift between domains:
 
-    - ``quantity`` (β): a domain's clients differ in size, as Dirichlet(β) draws it; together they
-      have as many samples as without, and each at least one.
-    - ``dirichlet`` (α): clients differ in their classes, their sizes stay. Each draws the classes
-      it prefers from a Dirichlet distribution around the domain's own class frequencies (with
-      concentration α for a class of average size), and takes its samples accordingly, one client
-      after the other. What its classes no longer have comes from the classes it prefers next, in
-      the end from any that are left, so each pass meets the demand or empties a class.
+    - ``quantity`` (β): a domain's clients differ in size, as drawn from Dirichlet(β). Their total
+      stays the same, and each has at least one sample.
+    - ``dirichlet`` (α): clients differ in their classes; their sizes stay the same. Each draws its
+      preferences from a Dirichlet distribution around the domain's own class frequencies (with
+      concentration α for a class of average size) and takes its samples accordingly, one client
+      after the other. If its classes run out, it takes the classes that it prefers next, and in
+      the end any that are left, so each pass meets the demand or empties a class.
     """
     for domain in [*clients, *samples]:
         if domain not in task.domains:
@@ -72,7 +73,7 @@ def split(
         if not clients.get(domain, 0):
             continue
         if domain not in samples:
-            raise ProtofedError(f"no number of samples is given for clients of domain '{domain}'")
+            raise ProtofedError(f"no number of samples given for the clients of domain '{domain}'")
         sizes, notes = _sizes(domain, clients[domain], samples[domain], len(images.train), leftover)
         if quantity is not None:
             rng = keys.generator(seed, domain, "quantity")
@@ -80,7 +81,7 @@ def split(
             total = sum(sizes)
             sizes = [1 + int(n) for n in apportion(total - len(sizes), skew)]
             if any(notes):
-                notes[-1] = f"{domain}'s clients share {total} samples: what there is"
+                notes[-1] = f"{domain}'s clients share {total} samples: all there are"
         order = keys.generator(seed, domain, "split").permutation(len(images.train))
         labels: Ints = images.train.y.numpy()
         if dirichlet is None:
@@ -89,8 +90,8 @@ def split(
             parts = _label_skew(order, labels, sizes, dirichlet, (seed, domain))
         for i, (rows, note) in enumerate(zip(parts, notes, strict=True)):
             if repair:
-                rows, mended = _repair(f"{domain}-{i}", rows, labels, task.classes, seed)
-                note = "; ".join(filter(None, (note, mended)))
+                rows, repaired = _repair(f"{domain}-{i}", rows, labels, task.classes, seed)
+                note = "; ".join(filter(None, (note, repaired)))
             shares.append(Share(f"{domain}-{i}", domain, torch.from_numpy(rows), note))
     if not shares:
         raise ProtofedError("no domain has a client", "give --clients at least one, e.g. scan=1")
@@ -98,9 +99,9 @@ def split(
 
 
 def apportion(total: int, weights: NDArray[np.float64]) -> Ints:
-    """Whole numbers in proportion to the weights that sum up to the total (largest remainder)."""
+    """Whole numbers in proportion to the weights, with this total (largest remainder method)."""
     exact = total * weights / weights.sum()
-    # a hair less, lest rounding errors of the weights make the whole parts exceed the total
+    # slightly less, so that rounding errors cannot make the whole parts exceed the total
     whole: Ints = np.floor(exact * (1 - 1e-12)).astype(np.int64)
     first = np.argsort(whole - exact, kind="stable")[: total - whole.sum()]
     whole[first] += 1
@@ -110,8 +111,8 @@ def apportion(total: int, weights: NDArray[np.float64]) -> Ints:
 def _sizes(
     domain: str, count: int, samples: float, pool: int, leftover: bool
 ) -> tuple[list[int], list[str]]:
-    """How many samples each client of the domain gets, and a word on those that get less."""
-    # 0.29 · 100 is 28.999… in floating point, and means 29
+    """How many samples each client of the domain gets, and a note for those that get fewer."""
+    # 0.29 · 100 is 28.999… in floating point but means 29
     each = samples if isinstance(samples, int) else int(samples * pool + 1e-9)
     sizes = [min(each, pool - i * each) for i in range(count)]
     if each < 1:
@@ -123,7 +124,7 @@ def _sizes(
         raise ProtofedError(
             f"domain '{domain}' has {pool} training images: too few for {count} clients "
             f"with {each} each"
-            + (f", nothing is left for {domain}-{-(-pool // each)}" if leftover else ""),
+            + (f"; nothing is left for {domain}-{-(-pool // each)}" if leftover else ""),
             f"lower --clients or --samples: at most {pool // count} each for {count} clients",
         )
     notes = [f"gets {n} of {each} samples: what was left" if n < each else "" for n in sizes]
@@ -133,9 +134,9 @@ def _sizes(
 def _label_skew(
     order: Ints, labels: Ints, sizes: list[int], alpha: float, key: tuple[int, str]
 ) -> list[Ints]:
-    """Rows for each client, by its own Dirichlet draw of classes; see ``split``."""
+    """Rows of each client by its own Dirichlet draw of classes; see ``split``."""
     classes, frequency = np.unique(labels, return_counts=True)
-    places = [np.flatnonzero(labels[order] == c) for c in classes]  # of each class, in ``order``
+    places = [np.flatnonzero(labels[order] == c) for c in classes]  # positions in ``order``
     taken = np.zeros(len(classes), np.int64)
     parts = []
     for i, size in enumerate(sizes):
@@ -146,7 +147,7 @@ def _label_skew(
         while missing:
             left = frequency - taken
             weights = np.where(left > 0, prefers, 0.0)
-            if weights.sum() < 1e-300:  # all that it prefers is used up
+            if weights.sum() < 1e-300:  # everything it prefers is used up
                 weights = left.astype(np.float64)
             counts = np.minimum(apportion(missing, weights), left)
             for place, start, n in zip(places, taken, counts, strict=True):
@@ -160,7 +161,7 @@ def _label_skew(
 def _repair(
     name: str, rows: Ints, labels: Ints, classes: tuple[str, ...], seed: int
 ) -> tuple[Ints, str]:
-    """The client's rows with each class of the domain among them, and what was done for it."""
+    """The client's rows, completed so that they have each class of the domain, and a note."""
     missing = np.setdiff1d(labels, labels[rows])
     if not len(missing):
         return rows, ""

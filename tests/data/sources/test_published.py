@@ -314,17 +314,9 @@ def test_options(tmp_path: Path, pictures: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"data": 5}, {"flip": "no"}, {"skip_bad": 1}, {"test_split": [1]}, {"augment": {}}]
 )
-def test_odd_types(options: dict[str, Any]) -> None:
+def test_wrong_types(options: dict[str, Any]) -> None:
     with pytest.raises(ProtofedError, match=rf"{next(iter(options))} must be"):
         load_task("pacs", **options)
-
-
-def test_glyphs_take_a_flip_and_nothing_else() -> None:
-    assert not load_task("glyphs").augment.flip
-    assert load_task("glyphs", flip=True).augment.flip
-    for options in ({"image_size": 64}, {"test_split": "mod10"}, {"augment": "large"}):
-        with pytest.raises(ProtofedError):
-            load_task("glyphs", **options)  # type: ignore[arg-type]
 
 
 def test_data_from_the_environment(

@@ -52,7 +52,8 @@ def task(name: str) -> Task:
 
 
 @pytest.mark.parametrize(
-    "name", ["office_caltech", "pacs", pytest.param("digits", marks=pytest.mark.slow)]
+    "name",
+    ["office_caltech", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pacs", "digits"))],
 )
 def test_counts_and_sheet(name: str) -> None:
     loaded = task(name)
@@ -73,6 +74,7 @@ def test_office_has_copies_in_training_and_test() -> None:
     assert all(have == official for have, official in report.counts.values())
 
 
+@pytest.mark.slow
 def test_cached_pacs_is_ready_in_half_a_second() -> None:
     task("pacs")
     times = []
