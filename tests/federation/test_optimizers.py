@@ -1,4 +1,4 @@
-"""SGD against numbers worked out in numpy and against PyTorch's own."""
+"""SGD against numpy and against PyTorch's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from protofed.federation.optimizers import SGD, laid_out_as
+from protofed.federation.optimizers import SGD, with_strides_of
 
 SHAPES = ((4, 3, 3, 3), (5, 4), (7,), (4, 3, 1, 1))
 
@@ -45,7 +45,7 @@ def test_by_hand(momentum: float, decay: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_as_pytorch_has_it(dtype: torch.dtype) -> None:
+def test_against_pytorch(dtype: torch.dtype) -> None:
     ours, theirs = tensors(0, dtype), tensors(0, dtype)
     both = SGD(ours, 0.05, 0.9, 1e-5), torch.optim.SGD(theirs, 0.05, 0.9, weight_decay=1e-5)
     for step in range(1, 6):
@@ -61,7 +61,7 @@ def test_as_pytorch_has_it(dtype: torch.dtype) -> None:
     assert torch.equal(ours[1], tensors(0, dtype)[1])
 
 
-def test_a_gradient_may_lie_otherwise_in_memory() -> None:
+def test_a_gradient_may_have_other_strides() -> None:
     ours, theirs = tensors(0), tensors(0)
     grads = [g.contiguous() for g in tensors(1)]
     assert grads[0].stride() != ours[0].stride(), "or nothing is tested"
@@ -93,18 +93,18 @@ def test_reset_and_zero_grad() -> None:
 def test_layouts() -> None:
     like = torch.randn(4, 3, 1, 1).to(memory_format=torch.channels_last)
     same = torch.randn(4, 3, 1, 1)
-    assert laid_out_as(like, same).data_ptr() == same.data_ptr(), "sizes of 1 cost no copy"
+    assert with_strides_of(like, same).data_ptr() == same.data_ptr(), "sizes of 1 cost no copy"
     like = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     other = torch.randn(4, 3, 2, 2)
-    moved = laid_out_as(like, other)
+    moved = with_strides_of(like, other)
     assert moved.stride() == like.stride() and torch.equal(moved, other)
 
 
 def test_a_run_does_not_wait_for_pytorchs_compiler() -> None:
-    """Its import takes seconds, and over Flower each message has a process of its own."""
+    """Importing it takes seconds, and with Flower each message has a process of its own."""
     program = (
         "import sys, protofed; from protofed.testing.checks import TINY, tiny_task\n"
-        "protofed.run(tiny_task(), 'fpl', **TINY)\n"
+        "protofed.run(tiny_task(), 'fpl', **{**TINY, 'rounds': 2, 'epochs': 1})\n"
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

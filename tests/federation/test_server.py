@@ -20,8 +20,6 @@ from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply, train_client
 from protofed.federation.model_state import load_model
 from protofed.federation.server import Server
-from protofed.federation.simulation import Federation
-from protofed.federation.spool import Spool
 from protofed.method import Entry, Method, ServerView, Sizes, Update
 from protofed.methods import FedAvg
 from protofed.models import Network, build, entries
@@ -204,7 +202,7 @@ def test_weights_hook_is_honored() -> None:
     assert seen == [(n, i + 1, 1, 0.1) for i, n in enumerate(CLIENTS)]
 
 
-# ---- the spool -----------------------------------------------------------------------------------
+# ---- messages on disk ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [0, 3000, 1 << 30])
@@ -227,37 +225,6 @@ def test_spool_on_disk_equals_memory_and_is_removed(
     floats = [n for n, t in message(0)["model"].items() if t.is_floating_point()]
     assert all(torch.equal(s.state["model"][n], message(0)["model"][n]) for n in floats)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("limit", [0, 1 << 30])
-def test_spool_gives_slots_back(limit: int) -> None:
-    spool = Spool(limit)
-    spool.put("a", {"model": {"w": torch.ones(2)}, "p": {"m": torch.zeros(1)}, "none": {}})
-    spool.put("b", {"model": {"w": torch.zeros(2)}})
-    assert spool.get("a", "model")["w"].tolist() == [1, 1]
-    assert spool.get("b", "model")["w"].tolist() == [0, 0]
-    assert spool.get("b", "p") == {}
-    assert spool.get("a", "none") == {}, "an empty slot and an absent one are the same"
-    spool.close()
-
-
-@pytest.mark.parametrize("limit", [0, 1 << 30])
-def test_a_message_that_comes_twice_is_not_anothers(limit: int) -> None:
-    spool = Spool(limit)
-    for name, value in (("a", 1.0), ("a", 2.0), ("b", 3.0)):
-        spool.put(name, {"model": {"w": torch.full((2,), value)}})
-    assert [spool.get(n, "model")["w"].tolist() for n in "ab"] == [[2, 2], [3, 3]]
-    spool.close()
-
-
-def test_a_second_message_of_a_client_replaces_the_first() -> None:
-    size = tree.nbytes({"model": {"w": torch.ones(2)}})
-    for limit in (0, size, 1 << 30):  # both on disk, one in memory, both in memory
-        spool = Spool(limit)
-        for value in (1.0, 2.0):
-            spool.put("a", {"model": {"w": torch.full((2,), value)}})
-        assert spool.get("a", "model")["w"].tolist() == [2, 2]
-        spool.close()
 
 
 def test_abandon_forgets_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +274,7 @@ def test_participants_differ_by_round_and_seed_only() -> None:
     assert len(seen) > 14, "everybody's turn comes"
 
 
-def test_a_round_without_replies_keeps_the_state_and_goes_on() -> None:
+def test_a_round_without_replies_keeps_the_state() -> None:
     s = server()
     before = tree.copy(s.state)
     s.finish()
@@ -436,7 +403,7 @@ def test_evaluation_uses_the_clients_own_batchnorm(norms: Federation) -> None:
     assert not tree.equal(initial, {"model": norms.store.get("left-0")["model"]})
 
 
-def test_server_state_begins_with_the_network_and_the_methods_slots() -> None:
+def test_server_state_starts_with_the_network_and_the_methods_slots() -> None:
     @dataclass(frozen=True)
     class Slots(Method):
         name: ClassVar[str] = "slots"
@@ -479,7 +446,7 @@ def test_a_method_that_shares_nothing() -> None:
 
 @dataclass(frozen=True)
 class InPlace(Method):
-    """Changes what it was given; ``where`` says what."""
+    """Changes its inputs in place; ``where`` says which."""
 
     name: ClassVar[str] = "in_place"
     where: str = "state"
@@ -515,8 +482,8 @@ class InPlace(Method):
         ("nowhere", None),
     ],
 )
-def test_what_a_method_was_given_stays_as_it_is(where: str, entry: str | None) -> None:
-    """Or a round that fails behind it could not be done again."""
+def test_a_method_must_not_change_its_inputs(where: str, entry: str | None) -> None:
+    """Otherwise a round that fails afterwards could not be repeated."""
     ours = server(InPlace(where=where))
     for i, name in enumerate("ab"):
         ours.accept(name, Reply(message(i), {}, 3, 1, 0.1))

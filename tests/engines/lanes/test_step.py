@@ -1,7 +1,7 @@
-"""A step in lanes against SGD and casts one after the other.
+"""A step in lanes against autocast and PyTorch's optimizers.
 
 The kernel needs Triton, and a GPU or ``TRITON_INTERPRET=1`` (which runs kernels on a CPU, slowly);
-what stands in for it where there is no Triton is tested everywhere.
+the fallback without Triton is tested everywhere.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed.engines.lanes import step as descent
-from protofed.engines.lanes.bf16 import Halves
+from protofed.engines.lanes import step as module
+from protofed.engines.lanes.bf16 import Bf16Weights
 from protofed.federation.optimizers import SGD, Adam
 from protofed.models import Network, build
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ABLE = descent.kernels is not None and (torch.cuda.is_available() or INTERPRETED)
+ABLE = module.kernels is not None and (torch.cuda.is_available() or INTERPRETED)
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 KERNEL = [False, pytest.param(True, marks=pytest.mark.skipif(not ABLE, reason="needs Triton"))]
 
 
-def network() -> Network:
+def network(model: str = "cnn2") -> Network:
     torch.manual_seed(0)
-    net = build("resnet10", 5, 8, 8).to(DEVICE, memory_format=torch.channels_last)
+    net = build(model, 5, 8, 8 if model == "resnet10" else 4, "batch").to(
+        DEVICE, memory_format=torch.channels_last
+    )
     return net.eval()
 
 
@@ -57,25 +59,25 @@ def by_hand(net: Network, loss: Any, steps: int, momentum: float, decay: float) 
     return net
 
 
-def by_descent(
+def by_step(
     net: Network, loss: Any, steps: int, momentum: float, decay: float, kernel: bool
-) -> tuple[Network, Halves]:
+) -> tuple[Network, Bf16Weights]:
     trained = [p for p in net.parameters() if p.requires_grad]
-    halves = Halves(net)
+    bf16 = Bf16Weights(net)
     anchor = [p.detach().clone() for p in trained]
-    one = descent.HalfDescent(trained, SGD(trained, 0.1, momentum, decay), None, halves, steps)
-    assert (one._kernel is not None) == kernel, "or nothing is tested"
-    one.begin()
+    one = module.Bf16OptimizerStep(trained, SGD(trained, 0.1, momentum, decay), None, bf16, steps)
+    assert (one._fused is not None) == kernel, "or nothing is tested"
+    one.begin_epoch()
     for number in range(steps):
         with autocast():
             value = one.compute(partial(loss, net, number, trained, anchor))
         one.step(value, number)
-        if kernel and INTERPRETED:  # which cuts off where a GPU rounds
-            for name, weight in halves.weights.items():
-                half = halves.halves[name].float()
-                assert ((half - weight).abs() <= weight.abs() / 128).all(), "the halves follow"
-            halves.refresh()
-    return net, halves
+        if kernel and INTERPRETED:  # which truncates where a GPU rounds
+            for name, weight in bf16.weights.items():
+                copy = bf16.copies[name].float()
+                assert ((copy - weight).abs() <= weight.abs() / 128).all(), "the copies follow"
+            bf16.refresh()
+    return net, bf16
 
 
 def usual(net: Network, number: int, *_: object) -> Tensor:
@@ -83,13 +85,13 @@ def usual(net: Network, number: int, *_: object) -> Tensor:
 
 
 def proximal(net: Network, number: int, trained: list[Tensor], anchor: list[Tensor]) -> Tensor:
-    """A term of the weights themselves beside the one of their halves."""
+    """A term of the weights themselves besides the one of their copies."""
     away = [(p - a).square().sum() for p, a in zip(trained, anchor, strict=True)]
     return plain(net, number) + 0.3 * torch.stack(away).sum()
 
 
 def head_alone(net: Network, number: int, *_: object) -> Tensor:
-    """Parameters without a gradient must stay, weight decay or not."""
+    """Parameters without a gradient must not change, even with weight decay."""
     return F.cross_entropy(net.head(torch.ones(3, net.head.in_features, device=DEVICE)), ONES)
 
 
@@ -103,43 +105,43 @@ def test_steps_are_those_of_autocast_and_sgd(
     loss: Any, momentum: float, decay: float, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not kernel:
-        monkeypatch.setattr(descent, "kernels", None)
+        monkeypatch.setattr(module, "kernels", None)
     theirs = by_hand(network(), loss, 3, momentum, decay)
-    ours, halves = by_descent(network(), loss, 3, momentum, decay, kernel)
+    ours, bf16 = by_step(network(), loss, 3, momentum, decay, kernel)
     start = dict(network().named_parameters())
     moved = 0
     for (name, a), b in zip(theirs.named_parameters(), ours.parameters(), strict=True):
-        # a last bit of a weight may flip a bit of its half, and that the next gradient
+        # a last bit of a weight may flip a bit of its copy, and that changes the next gradient
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4, msg=name)
         moved += not torch.equal(b, start[name])
     assert moved == (2 if loss is head_alone else len(start))
-    for name, weight in halves.weights.items():
-        assert torch.equal(halves.halves[name], weight.bfloat16()), "the halves follow"
+    for name, weight in bf16.weights.items():
+        assert torch.equal(bf16.copies[name], weight.bfloat16()), "the copies follow"
 
 
 @pytest.mark.parametrize("kernel", KERNEL)
 def test_one_step_is_exact(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
-        monkeypatch.setattr(descent, "kernels", None)
-    theirs = by_hand(network(), usual, 1, 0.9, 0.01)
-    ours, _ = by_descent(network(), usual, 1, 0.9, 0.01, kernel)
+        monkeypatch.setattr(module, "kernels", None)
+    theirs = by_hand(network("resnet10"), usual, 1, 0.9, 0.01)
+    ours, _ = by_step(network("resnet10"), usual, 1, 0.9, 0.01, kernel)
     for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["adam", "clip"])
-def test_what_the_kernel_cannot_do_is_done_apart(kind: str) -> None:
+def test_adam_and_clipping_run_without_the_kernel(kind: str) -> None:
     nets = network(), network()
     values = []
     for net in nets:
         trained = list(net.parameters())
-        halves = Halves(net)
+        bf16 = Bf16Weights(net)
         optimizer = Adam(trained, lr=0.01) if kind == "adam" else SGD(trained, 0.1, 0.9, 0.0)
         clip = 0.01 if kind == "clip" else None
         if net is nets[0]:
-            one = descent.HalfDescent(trained, optimizer, clip, halves, 2)
-            assert one._kernel is None
-            one.begin()
+            one = module.Bf16OptimizerStep(trained, optimizer, clip, bf16, 2)
+            assert one._fused is None
+            one.begin_epoch()
             for number in range(2):
                 with autocast():
                     value = one.compute(partial(usual, net, number))
@@ -163,10 +165,10 @@ def test_what_the_kernel_cannot_do_is_done_apart(kind: str) -> None:
 def test_in_the_weights_own_precision() -> None:
     ours, theirs = network(), network()
     trained = list(ours.parameters())
-    one = descent.Descent(trained, SGD(trained, 0.1, 0.9, 0.01), None)
+    one = module.OptimizerStep(trained, SGD(trained, 0.1, 0.9, 0.01), None)
     hand = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     for number in range(3):
-        one.begin()
+        one.begin_epoch()
         one.step(one.compute(partial(plain, ours, number)), number)
         hand.zero_grad()
         plain(theirs, number).backward()
@@ -179,10 +181,10 @@ def test_in_the_weights_own_precision() -> None:
 def test_a_recorded_epoch_replays_the_same_steps() -> None:
     eager = copy.deepcopy(network())
     recorded = copy.deepcopy(eager)
-    expected, _ = by_descent(eager, usual, 3, 0.9, 0.01, kernel=True)
-    trained, halves = list(recorded.parameters()), Halves(recorded)
+    expected, _ = by_step(eager, usual, 3, 0.9, 0.01, kernel=True)
+    trained, bf16 = list(recorded.parameters()), Bf16Weights(recorded)
     sgd = SGD(trained, 0.1, 0.9, 0.01)
-    one = descent.HalfDescent(trained, sgd, None, halves, 3)
+    one = module.Bf16OptimizerStep(trained, sgd, None, bf16, 3)
     start = copy.deepcopy(recorded.state_dict())
     batches = [torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE)
                for n in range(3)]  # fmt: skip
@@ -192,7 +194,7 @@ def test_a_recorded_epoch_replays_the_same_steps() -> None:
         return F.cross_entropy(recorded(x).logits, labels)
 
     def epoch() -> None:
-        one.begin()
+        one.begin_epoch()
         for number, x in enumerate(batches):
             with autocast():
                 value = one.compute(partial(scored, x))
@@ -205,7 +207,7 @@ def test_a_recorded_epoch_replays_the_same_steps() -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             epoch()
-        one.recorded()
+        one.end_recording()
         recorded.load_state_dict(start)
         sgd.reset()
         graph.replay()
@@ -217,6 +219,6 @@ def test_a_recorded_epoch_replays_the_same_steps() -> None:
 def test_a_gradient_inside_a_larger_tensor_is_copied() -> None:
     """The kernel reads 16 bytes at a time, from multiples of 16."""
     whole = torch.arange(9.0, device=DEVICE)
-    assert descent._aligned(whole).data_ptr() == whole.data_ptr()
-    part = descent._aligned(whole[1:])
+    assert module._aligned(whole).data_ptr() == whole.data_ptr()
+    part = module._aligned(whole[1:])
     assert part.data_ptr() % 16 == 0 and torch.equal(part, whole[1:])

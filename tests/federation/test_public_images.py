@@ -1,4 +1,4 @@
-"""Public images of other files than the task's: a folder of one's own, another task."""
+"""Public images that are not the task's: those of a folder, or of another task."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Twelve images at all depths, beside files that are none."""
+    """Twelve images at several depths, next to files that are not images."""
     root = tmp_path / "public"
     rng = np.random.default_rng(5)
     for i in range(12):
@@ -74,7 +74,7 @@ def test_the_digest_and_the_order_are_of_hashes_of_pixels(folder: Path) -> None:
     np.testing.assert_array_equal(pool.x[pool.rows].numpy(), in_order)
 
 
-def test_neither_names_nor_places_nor_side_files_matter(folder: Path, tmp_path: Path) -> None:
+def test_names_places_and_other_files_do_not_matter(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "elsewhere" / "copy"
     copy.mkdir(parents=True)
     for i, path in enumerate(sorted(folder.rglob("*.png"), reverse=True)):
@@ -105,14 +105,13 @@ def test_other_images_are_another_run(folder: Path, change: str) -> None:
     after = config_of(folder)
     assert after.hash != before.hash
     counts = {"pixel": 12, "twin": 13, "less": 11}
-    assert module.count(str(after.public_digest)) == counts[change]
+    assert module.digest_count(str(after.public_digest)) == counts[change]
     with pytest.raises(ProtofedError) as error:  # the configuration stands for other images
         Federation(before, tiny_task())
-    told = [module.told(c.public_digest) for c in (after, before)]
-    assert f"the public images are {told[0]}, those of the configuration {told[1]}" in str(
-        error.value
-    )
-    assert told[0].startswith(f"{counts[change]} images (") and "public_digest" in error.value.hint
+    found, expected = (module.describe_digest(c.public_digest) for c in (after, before))
+    words = f"the public images are {found}, those of the configuration {expected}"
+    assert words in str(error.value) and "public_digest" in error.value.hint
+    assert found.startswith(f"{counts[change]} images (")
 
 
 def test_the_configuration_is_written_and_read_with_its_digest(
@@ -176,7 +175,7 @@ def test_what_is_wrong_with_a_folder_is_said(folder: Path, tmp_path: Path) -> No
     assert "folder:PATH" in error.value.hint
 
 
-def test_files_that_are_no_images_are_named_or_left_out(folder: Path) -> None:
+def test_files_that_are_not_images_are_named_or_skipped(folder: Path) -> None:
     good = config_of(folder)
     (folder / "broken.png").write_bytes(b"no image")
     with pytest.raises(ProtofedError, match=r"cannot decode 1 of 13 images: '.*broken.png'"):
@@ -193,7 +192,7 @@ def test_files_that_are_no_images_are_named_or_left_out(folder: Path) -> None:
 def test_another_tasks_files_are_in_the_hash(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its name alone said nothing of what lay there."""
+    """The task's name alone does not identify them."""
     asked: list[tuple[Any, ...]] = []
 
     def loader(digest: str) -> Callable[..., Any]:
@@ -222,7 +221,7 @@ def test_another_tasks_files_are_in_the_hash(
 
 
 def test_clients_that_draw_at_once_draw_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second copy would be let go while others still read it."""
+    """A second copy would free the first while others still read it."""
     task = tiny_task(spare=12)
     public = Federation(make_config(task, FedMD(), **TINY), task).setup.public
     assert public is not None

@@ -1,4 +1,4 @@
-"""The fused batch normalization against PyTorch's own.
+"""Fused batch normalization against PyTorch's own.
 
 Needs Triton, and a GPU or ``TRITON_INTERPRET=1`` (which runs kernels on a CPU, slowly).
 """
@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from protofed.engines.lanes import batchnorm as fused  # noqa: E402
+from protofed.engines.lanes import batchnorm as module  # noqa: E402
 from protofed.errors import NoSecondDerivative  # noqa: E402
 from protofed.models import build  # noqa: E402
 
@@ -46,7 +46,7 @@ def test_values_gradients_and_statistics(shape: tuple[int, ...], added: bool, re
     add = torch.randn_like(x) if added else None
     weight = torch.randn_like(x)
     found = []
-    for norm, way in zip(norms, (plain, fused._normalized), strict=True):
+    for norm, way in zip(norms, (plain, module._batchnorm_forward), strict=True):
         inputs = [t.clone().requires_grad_() for t in (x, *((add,) if added else ()))]
         y = way(norm, inputs[0], inputs[1] if added else None, relu)
         grads = torch.autograd.grad((y * weight).sum(), [*inputs, norm.weight, norm.bias])
@@ -62,14 +62,14 @@ def test_a_mean_far_from_zero_costs_no_digits() -> None:
     exact = (x.double() - x.double().mean((0, 2, 3), keepdim=True)) / x.double().var(
         (0, 2, 3), correction=0, keepdim=True
     ).sqrt()
-    assert float((fused._normalized(norm, x).detach() - exact).abs().max()) < 1e-3
+    assert float((module._batchnorm_forward(norm, x).detach() - exact).abs().max()) < 1e-3
 
 
 def test_statistics_that_are_not_tracked_stay() -> None:
     norm = nn.BatchNorm2d(4).to(DEVICE)
     norm.track_running_stats = False
     before = [t.clone() for t in norm.buffers()]
-    fused._normalized(norm, torch.randn(3, 4, 2, 2, device=DEVICE))
+    module._batchnorm_forward(norm, torch.randn(3, 4, 2, 2, device=DEVICE))
     assert all(torch.equal(a, b) for a, b in zip(before, norm.buffers(), strict=True))
 
 
@@ -78,13 +78,13 @@ def test_a_whole_network(training: bool) -> None:
     torch.manual_seed(0)
     network = build("resnet10", 5, 8, 8).double().to(DEVICE, memory_format=torch.channels_last)
     twin = copy.deepcopy(network)
-    fused.fuse(twin)
+    module.fuse(twin)
     x = torch.randn(5, 3, 8, 8, dtype=torch.float64, device=DEVICE)
     assert network.state_dict().keys() == twin.state_dict().keys()
     grads = []
     for net in (network, twin):
         net.train()
-        net(x)  # moves the running statistics
+        net(x)  # updates the running statistics
         net.train(training)
         out = net(x)
         loss = out.logits.square().sum() + out.feature.sum()
@@ -99,7 +99,7 @@ def test_the_first_convolution_in_bfloat16() -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(3, 16, 3, 2, padding=1).to(DEVICE, torch.bfloat16)
     x = torch.randn(4, 3, 9, 9, device=DEVICE).bfloat16()
-    ours, theirs = fused._convolved(conv, x), conv(x)
+    ours, theirs = module._few_channels_conv(conv, x), conv(x)
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
     weight = torch.randn_like(theirs)
     grads = [torch.autograd.grad((y * weight).sum(), conv.weight)[0] for y in (ours, theirs)]
@@ -111,7 +111,7 @@ def test_a_strided_convolution_of_single_pixels(stride: tuple[int, int], side: i
     torch.manual_seed(0)
     conv = nn.Conv2d(8, 5, 1, stride).double().to(DEVICE, memory_format=torch.channels_last)
     found = []
-    for way in (conv, partial(fused._thinned, conv)):
+    for way in (conv, partial(module._strided_1x1_conv, conv)):
         x = torch.linspace(-1, 2, 3 * 8 * side * side, dtype=torch.float64, device=DEVICE)
         x = x.reshape(3, 8, side, side).requires_grad_()
         y = way(x)
@@ -124,26 +124,28 @@ def test_a_strided_convolution_of_single_pixels(stride: tuple[int, int], side: i
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def test_strided_convolutions_of_a_resnet_take_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_convolutions_of_a_resnet_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
     network = build("resnet10", 5, 8, 8).to(DEVICE, memory_format=torch.channels_last)
-    fused.fuse(network)
-    thinned: list[tuple[int, ...]] = []
-    inner = fused._Thin.apply
+    module.fuse(network)
+    subsampled: list[tuple[int, ...]] = []
+    inner = module._Subsample.apply
     monkeypatch.setattr(
-        fused._Thin, "apply", lambda x, *s: (thinned.append(tuple(x.shape)), inner(x, *s))[1]
+        module._Subsample,
+        "apply",
+        lambda x, *s: (subsampled.append(tuple(x.shape)), inner(x, *s))[1],
     )
     network(torch.randn(2, 3, 8, 8, device=DEVICE))
-    assert thinned == [(2, 8, 8, 8), (2, 16, 4, 4), (2, 32, 2, 2)]
+    assert subsampled == [(2, 8, 8, 8), (2, 16, 4, 4), (2, 32, 2, 2)]
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_what_is_not_a_number_stays_so(added: bool) -> None:
-    """A ReLU that makes it 0 hides that a run has diverged: the loss would go on being finite."""
+def test_nan_stays_nan(added: bool) -> None:
+    """A ReLU that turns NaN into 0 hides divergence: the loss would stay finite."""
     x = torch.randn(3, 4, 2, 2, device=DEVICE)
     x[1, 2, 0, 1] = torch.nan
     add = torch.zeros_like(x) if added else None
     norm = nn.BatchNorm2d(4).to(DEVICE)
-    found = fused._normalized(norm, x, add, relu=True).isnan()
+    found = module._batchnorm_forward(norm, x, add, relu=True).isnan()
     assert torch.equal(found, plain(nn.BatchNorm2d(4).to(DEVICE), x, add, relu=True).isnan())
     assert found[:, 2].all() and not found[:, :2].any()
 
@@ -155,7 +157,7 @@ class Louder(nn.BatchNorm2d):
         return 2 * super().forward(x)
 
 
-def odd_network() -> nn.Sequential:
+def network_of_other_modules() -> nn.Sequential:
     torch.manual_seed(0)
     relu = nn.ReLU()
     return nn.Sequential(
@@ -163,7 +165,7 @@ def odd_network() -> nn.Sequential:
         nn.BatchNorm2d(6),
         relu,
         nn.Conv2d(6, 6, 3, groups=3, padding=1, padding_mode="circular"),
-        relu,  # once more, and not behind a norm
+        relu,  # used again, and not after a norm
         nn.Conv2d(6, 4, 1),
         Louder(4),
         nn.ReLU(),
@@ -171,10 +173,10 @@ def odd_network() -> nn.Sequential:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_modules_of_other_kinds_compute_what_they_did(bf16: bool) -> None:
-    """The network of a method is not only made of our modules."""
-    network, twin = odd_network(), odd_network()
-    fused.fuse(twin)
+def test_other_modules_are_left_alone(bf16: bool) -> None:
+    """A method may bring modules of its own."""
+    network, twin = network_of_other_modules(), network_of_other_modules()
+    module.fuse(twin)
     x = torch.randn(4, 3, 6, 6, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
         ours, theirs = twin(x), network(x)
@@ -182,8 +184,8 @@ def test_modules_of_other_kinds_compute_what_they_did(bf16: bool) -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    """The kernels have none: without an error it would silently be 0."""
+    """The kernels have none; without an error it would silently be 0."""
     x = torch.randn(3, 4, 2, 2, device=DEVICE, requires_grad=True)
-    y = fused._normalized(nn.BatchNorm2d(4).to(DEVICE), x)
+    y = module._batchnorm_forward(nn.BatchNorm2d(4).to(DEVICE), x)
     with pytest.raises(NoSecondDerivative):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Lanes agree with the loop. These tests need a GPU: ``pytest tests/engines/test_lanes.py``."""
+"""Lanes agree with the loop. These tests need a GPU: ``pytest tests/engines/lanes``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def apart(loop: Result, lanes: Result) -> float:
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_agrees_in_float64(name: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # none of ours may fall back to eager lanes
+        warnings.simplefilter("error")  # none of ours may fall back to eager execution
         loop, lanes = both(METHODS[name](), rounds=3, precision="fp64")
     # 6 steps a client and round; a τ of 0.02 multiplies rounding by 50 in each
     assert apart(loop, lanes) < 1e-8
@@ -81,7 +81,7 @@ def test_bfloat16_runs_and_stays_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["local", "fedmd", "fedgh", "fedproto", "fedseproto"])
 def test_clients_with_different_models_agree(name: str) -> None:
-    """A lane has a network and graphs for each model, and takes clients of both."""
+    """Each stream has a network and graphs for each model, and takes clients of both."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loop, lanes = both(METHODS[name](), rounds=3, precision="fp64", model="cnn3,cnn2")
@@ -102,7 +102,7 @@ def test_residual_networks_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "fpl", "i2pfl"])
 def test_longer_runs_end_at_the_same_accuracy(name: str) -> None:
-    """Rounding grows from step to step, so that models part; how good they are must not."""
+    """Rounding errors grow, so models drift apart; their accuracy must not."""
     common = {"rounds": 12, "seed": 0}
     loop = run("glyphs", METHODS[name](), engine="workers", device="cpu", **common)
     lanes = run("glyphs", METHODS[name](), engine="lanes", device="cuda", **common)
@@ -135,7 +135,7 @@ def test_a_method_that_cannot_be_recorded_runs_eagerly_and_says_why() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class TimeToCollect(FedAvg):
-    """A method in whose recording the garbage collector's time comes."""
+    """A method that triggers the garbage collector while it is recorded."""
 
     name = "collect"
 
@@ -152,7 +152,7 @@ RECORDED: list[object] = []
 
 
 def test_graphs_of_an_earlier_run_are_not_collected_while_others_are_recorded() -> None:
-    """To destroy a graph is forbidden during a recording and would send it to eager lanes."""
+    """Destroying a graph during a recording is forbidden and would make it fall back to eager."""
     task = tiny_task(samples=22, clients=3, spare=12)
     where = {"device": "cuda", "engine": "lanes"}
     common = {**TINY, "clients": CLIENTS, "samples": SAMPLES, **where}
@@ -187,11 +187,11 @@ class Penalty(FedAvg):
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_gradient_in_the_loss_is_differentiated(precision: str) -> None:
-    """BatchNorm's kernels cannot be differentiated twice; the method is recorded without them."""
+    """BatchNorm's kernels have no second derivative; the method is recorded without them."""
     settings = {"model": "resnet10", "width": 8, "rounds": 2, "lr": 0.01, "precision": precision}
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         loop, lanes = both(Penalty(), **settings)
-    words = {str(w.message) for w in told if issubclass(w.category, UserWarning)}
+    words = {str(w.message) for w in caught if issubclass(w.category, UserWarning)}
     assert len(words) == 1 and "penalty has a gradient in its loss" in words.pop()
     if precision == "fp64":
         assert apart(loop, lanes) < 1e-8
@@ -221,7 +221,7 @@ def test_with_little_memory_there_are_fewer_lanes(
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    needs(5)  # after it every stream has its workspaces, which it keeps
+    needs(5)  # now every stream has its workspaces, which it keeps
     (unlimited, five), (_, two) = needs(5), needs(2)
     assert two < five
     limit = held() + two + share * (five - two)
@@ -229,7 +229,7 @@ def test_with_little_memory_there_are_fewer_lanes(
         limit / torch.cuda.get_device_properties(0).total_memory
     )
     try:
-        with pytest.warns(UserWarning, match="GPU memory is short: going on with 2 lanes"):
+        with pytest.warns(UserWarning, match="out of GPU memory: continuing with 2 lanes"):
             fewer, _ = needs(5)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

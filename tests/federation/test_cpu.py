@@ -1,4 +1,4 @@
-"""Freed memory stays with the process that trains on a CPU."""
+"""A process that trains on a CPU keeps the memory it frees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from protofed.config import make_config
-from protofed.federation import allocator
+from protofed.federation import cpu
 from protofed.federation.cpu import keep_freed_memory
 from protofed.federation.simulation import Federation
 from protofed.testing.checks import TINY, tiny_task
@@ -34,8 +34,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not GLIBC, reason="glibc's allocator")
-def test_a_step_takes_the_memory_of_the_step_before() -> None:
-    """Of 51,200 pages hardly one is new; without it, mostly, four fifths are."""
+def test_a_step_reuses_the_memory_of_the_step_before() -> None:
+    """Of 51,200 pages hardly any is new; without the setting, about four fifths are."""
     command = [sys.executable, "-c", CHILD]
     assert int(subprocess.run(command, capture_output=True, check=True).stdout) < 5000
 
@@ -52,7 +52,7 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     def without(name: str | None) -> object:
         return object()
 
-    monkeypatch.setattr(allocator.ctypes, "CDLL", without)
+    monkeypatch.setattr(cpu.ctypes, "CDLL", without)
     keep_freed_memory.cache_clear()
     assert keep_freed_memory() is False
     keep_freed_memory.cache_clear()

@@ -65,7 +65,7 @@ def test_one_spelling_for_the_same_models() -> None:
         ("cnn3,resnet10", ["features of one size", "cnn3 has 512", "resnet10 has 32", "--width"]),
     ],
 )
-def test_what_cannot_be_is_said(model: Any, words: list[str]) -> None:
+def test_invalid_models_are_errors(model: Any, words: list[str]) -> None:
     with pytest.raises(ProtofedError) as error:
         federation(Local(), model=model)
     for word in words:
@@ -299,11 +299,12 @@ def test_models_beyond_memory_stay_in_the_clients_folder(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("method", [FedGH(), FedProto(), FedSeProto()], ids=lambda m: m.name)
-def test_an_interrupted_run_goes_on_to_the_same_bits(method: Method, tmp_path: Path) -> None:
-    whole, out = run(tiny_task(), method, **BOTH), tmp_path / "run"
+def test_an_interrupted_run_resumes_to_the_same_bits(method: Method, tmp_path: Path) -> None:
+    settings = {**BOTH, "epochs": 1, "samples": 10}
+    whole, out = run(tiny_task(), method, **settings), tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        run(tiny_task(), method, out=out, observers=[_Interrupt(after=1)], **BOTH)
-    resumed = run(tiny_task(), method, out=out, resume=True, **BOTH)
+        run(tiny_task(), method, out=out, observers=[_Interrupt(after=1)], **settings)
+    resumed = run(tiny_task(), method, out=out, resume=True, **settings)
     assert _same(whole, resumed)
     assert len(without_times(resumed.rounds)) == 3
 

@@ -1,0 +1,244 @@
+"""Recorded epochs against the loop, on a CPU with stand-ins for streams and graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.engines.lanes.cpu_stand_in import RECORD, both, difference, in_lanes, nothing
+from torch import Tensor
+
+from protofed.engines.lanes import lane
+from protofed.engines.lanes.program import Program
+from protofed.errors import NoSecondDerivative, ProtofedError
+from protofed.method import Batch, Phase, Terms
+from protofed.methods import METHODS, FedAvg, FedProto, FedSR
+
+pytestmark = pytest.mark.usefixtures("lanes_on_cpu")
+
+
+# ---- agreement with the loop ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fpl", "fedseproto", "fedmd", "feddyn"])
+def test_methods_agree_with_the_loop(name: str) -> None:
+    assert difference(*both(METHODS[name](), rounds=3)) < 1e-8
+
+
+@dataclass(frozen=True)
+class Changing(FedProto):
+    """Phases differ from round to round in what they compute, and in their number."""
+
+    name = "changing"
+
+    def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
+        if round == 0:
+            return (Phase(self.plain),)
+        if round in (1, 2):
+            scale = float(round)
+            return (Phase(lambda client, batch: self.scaled(client, batch, scale)),)
+        return (
+            Phase(partial(self.scaled, scale=0.5), epochs=1, trainable=lambda n: "head" not in n),
+            Phase(self.loss, epochs=0),
+            Phase(self.loss, epochs=1),
+        )
+
+    def plain(self, client: Any, batch: Batch) -> Terms:
+        return FedAvg.loss(self, client, batch)  # type: ignore[arg-type]
+
+    def scaled(self, client: Any, batch: Batch, scale: float) -> Terms:
+        return {"scaled": scale * self.plain(client, batch)["ce"]}
+
+
+def test_phases_that_change_from_round_to_round() -> None:
+    """A program is for one loss and one set of parameters; the last phase collects features."""
+    assert difference(*both(Changing(), rounds=5)) < 1e-8
+
+
+@dataclass(frozen=True)
+class Drawing(FedSR):
+    """Draws in a pass after training: the features it sends up are samples."""
+
+    name = "drawing"
+
+    def upload(self, client: Any) -> Any:
+        return {"sampled": {"mean": client.features()[0].mean(0)}}, {}
+
+    def aggregate(self, server: Any, mean: Any, updates: Any) -> Any:
+        total = torch.stack([u["sampled"]["mean"] for u in updates]).sum(0)
+        return {"model": mean, "sampled": {"mean": total}}
+
+
+def test_draws_after_training_are_those_of_the_client_that_trained() -> None:
+    """The lane's view of a client has since been used for clients of other sizes."""
+    assert difference(*both(Drawing())) < 1e-8
+
+
+@dataclass(frozen=True)
+class AllBatches(FedAvg):
+    """Its BatchNorm averages over all batches so far."""
+
+    name = "all_batches"
+
+    def network(self, network: Any, sizes: Any) -> Any:
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = None
+        return network
+
+
+def test_batchnorm_without_momentum_counts_all_batches() -> None:
+    assert difference(*both(AllBatches())) < 1e-8
+
+
+def test_bfloat16_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bfloat16 copies of the weights, and without the kernel (which needs Triton)."""
+    monkeypatch.setattr("protofed.engines.lanes.step.kernels", None)
+    assert in_lanes(FedAvg(), precision="bf16").run_round()["loss"]["ce"] < 3
+
+
+# ---- recording -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def real_record(lanes_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real recording, which fails at the graph unless the test brings one."""
+    monkeypatch.setattr(Program, "record", RECORD)
+
+
+@pytest.mark.usefixtures("real_record")
+def test_a_method_that_cannot_be_recorded_runs_eagerly() -> None:
+    with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph.*there is no GPU"):
+        assert difference(*both(METHODS["fedproto"]())) < 1e-8
+
+
+def fail_while_recording(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that raises an error while it is recorded, and a graph that raises another."""
+    recording = []
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        recording.append(True)
+        try:
+            yield
+        finally:
+            recording.clear()
+            raise RuntimeError("a previous error during capture")
+
+    inner = Program._epoch
+
+    def epoch(self: Any, *args: Any) -> None:
+        if recording:
+            raise error
+        inner(self, *args)
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(Program, "_epoch", epoch)
+
+
+@pytest.mark.usefixtures("real_record")
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("not while capturing\nmore"), "slower: not while capturing$"),
+        (NotImplementedError(), "slower: NotImplementedError$"),
+    ],
+)
+def test_the_reason_given_is_the_first_error_of_a_recording(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the error that ending a failed recording raises."""
+    fail_while_recording(error, monkeypatch)
+    with pytest.warns(UserWarning, match=words):
+        in_lanes(FedAvg()).run_round()
+
+
+@pytest.mark.usefixtures("real_record")
+def test_running_out_of_memory_while_recording_is_not_the_method_s_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fail_while_recording(torch.cuda.OutOfMemoryError("CUDA out of memory"), monkeypatch)
+    with (
+        pytest.warns(UserWarning, match="continuing with 1 lane"),
+        pytest.raises(ProtofedError, match="out of GPU memory with one client"),
+    ):
+        in_lanes(FedAvg()).run_round()
+
+
+class Once(torch.autograd.Function):
+    """Differentiable once, like the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
+        return gradient
+
+
+@dataclass(frozen=True)
+class Penalty(FedAvg):
+    """A method with a gradient in its loss."""
+
+    name = "penalty"
+
+    def loss(self, client: Any, batch: Batch) -> Terms:
+        x = batch.x.detach().requires_grad_()
+        ce = torch.nn.functional.cross_entropy(client.forward(x).logits, batch.y)
+        (slope,) = torch.autograd.grad(ce, x, create_graph=True)
+        return {"ce": ce, "slope": 0.1 * slope.square().sum()}
+
+
+@pytest.mark.usefixtures("real_record")
+def test_a_gradient_in_the_loss_runs_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fuse(network: Any) -> None:
+        for module in network.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                plain = type(module).forward
+                module.forward = lambda x, m=module, f=plain: Once.apply(f(m, x))  # type: ignore
+
+    monkeypatch.setattr(lane, "_fuse", fuse)
+    with pytest.warns(UserWarning, match="penalty has a gradient in its loss: BatchNorm runs"):
+        assert difference(*both(Penalty(), epochs=1)) < 1e-8
+
+
+@pytest.mark.usefixtures("real_record")
+@pytest.mark.parametrize("was_on", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_a_graph_is_recorded(
+    was_on: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Collecting a graph during the recording of another makes the recording fail."""
+    during = []
+
+    @contextmanager
+    def graph(*_: object, **__: object) -> Iterator[None]:
+        during.append(gc.isenabled())
+        yield
+        if fails:
+            raise RuntimeError("no luck")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(Program, "run", nothing)
+    federation = in_lanes(FedAvg(), lanes=1)
+    try:
+        if not was_on:
+            gc.disable()
+        if fails:
+            with pytest.warns(UserWarning, match="runs eagerly.*no luck"):
+                federation.run_round()
+        else:
+            federation.run_round()
+        assert during and not any(during)
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
