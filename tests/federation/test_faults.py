@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from protofed.report.curves import curves
 
 import protofed
 from protofed.config import make_config
@@ -14,7 +15,6 @@ from protofed.data.task import Task
 from protofed.errors import Diverged, ProtofedError
 from protofed.method import Phase
 from protofed.methods import FPL, FedAvg
-from protofed.report.curves import curves
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
