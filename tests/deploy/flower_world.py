@@ -209,9 +209,7 @@ class World:
         self.out = folder / "run"
 
     def coordinator(self) -> Coordinator:
-        return Coordinator(
-            self.grid, self.members, unpack(self.spec), self.out, poll=0.005
-        )
+        return Coordinator(self.grid, self.members, unpack(self.spec), self.out, poll=0.005)
 
 
 @pytest.fixture

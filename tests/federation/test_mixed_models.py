@@ -209,7 +209,7 @@ def test_own_domain_accuracy_is_shown(kept: Result) -> None:
         column = kept.rounds[f"beside.own.{domain}"]
         assert own[domain] == pytest.approx(sum(column) / 3)
     header, (line,) = grid(rows([kept]))
-    assert line[header.index("own domain")].text == f"{own['average']:.1f}"
+    assert line.cells[header.index("own domain")].text == f"{own['average']:.1f}"
     text = caption([kept])
     assert "every client's own model on all domains, mean over the clients" in text
     assert "with different models (cnn3 and cnn2)" in text

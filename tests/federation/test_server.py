@@ -20,6 +20,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply, train_client
 from protofed.federation.model_state import load_model
 from protofed.federation.server import Server
+from protofed.federation.simulation import Federation
 from protofed.method import Entry, Method, ServerView, Sizes, Update
 from protofed.methods import FedAvg
 from protofed.models import Network, build, entries

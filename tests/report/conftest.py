@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from protofed.report.gather import gather
-from protofed.report.page import write
+from protofed.report import plot
+from protofed.report.collect import collect
+from protofed.report.page import write_report
 from protofed.runs.run import run
 
 SMALL: dict[str, Any] = {
@@ -27,7 +28,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page over them, its figures beside it."""
+    """A page about them, with its figures beside it."""
     page = tmp_path_factory.mktemp("page") / "report.html"
-    write(gather([runs]), page, page.with_name("figures"), images=12)
+    given = collect([runs])
+    write_report(given, page, page.with_name("figures"), images=12, kinds=("png",), dpi=60)
     return page
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the figures, which are not drawn: that would take most of the time."""
+    names: list[str] = []
+
+    def save(drawn: plot.Plot, folder: Path, prefix: str = "", *_: object) -> list[Path]:
+        names.append(f"{prefix}{drawn.name}")
+        return [folder / names[-1]]
+
+    monkeypatch.setattr(plot, "save", save)
+    monkeypatch.setattr(plot, "svg", lambda panel, prefix: f'<svg aria-label="{prefix}"></svg>')
+    return names

@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, escaped, and honest about what is missing."""
+"""The page: complete, self-contained, escaped, and honest about what is missing."""
 
 from __future__ import annotations
 
@@ -11,43 +11,28 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from PIL import Image
+from tests.report.conftest import SMALL
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
 from protofed.errors import ProtofedError
-from protofed.report import figures, plots
-from protofed.report.gather import Gathered, Group, gather
-from protofed.report.html import html_table
-from protofed.report.kept import Findings
-from protofed.report.page import headline, result_table, write
-from protofed.report.setting import facts
+from protofed.report.collect import Group, ReportInput, collect
+from protofed.report.group_analysis import analyze
+from protofed.report.page import environment, headline, write_report
+from protofed.report.page_table import PageCell, PageTable, result_table
+from protofed.report.palette import TONES
+from protofed.report.run_details import facts
+from protofed.report.stored_analysis import GroupAnalysis
 from protofed.runs.result import load_run
 from protofed.runs.run import run
 from protofed.studies.tables import rows
 
-from .conftest import SMALL
-
-
-@pytest.fixture
-def saved(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The figures that would be drawn for a paper, without the time it takes."""
-    names: list[str] = []
-
-    def save(plot: plots.Plot, folder: Path, prefix: str = "", *_: object) -> list[Path]:
-        names.append(f"{prefix}{plot.name}")
-        return [folder / names[-1]]
-
-    monkeypatch.setattr(plots, "save", save)
-    return names
-
-
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
-class Checked(HTMLParser):
-    """Tags that close, ids that are unique, links that lead somewhere."""
+class Page(HTMLParser):
+    """A page's tags, all of which must be closed; its ids, and the targets of its links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -79,16 +64,16 @@ class Checked(HTMLParser):
 
 def test_the_page_is_well_formed_and_has_every_part(report: Path) -> None:
     text = report.read_text("utf-8")
-    page = Checked(text)
+    page = Page(text)
     assert page.open == []
     assert len(page.ids) == len(set(page.ids))
     assert set(page.targets) <= set(page.ids)
     for part in (
         "Accuracy", "Over rounds", "By domain", "Accuracy for its bytes", "by class", "by domain",
-        "What is mistaken for what", "who is together, round 2", "print-1", "checkpoint_every",
+        "What is mistaken for what", "clusters in round 2", "print-1", "checkpoint_every",
         "lr = 0.01", "Seeds", "BatchNorm", "averaged like weights", "mean of the last 5 rounds",
         "fp32 on cpu", "never the best round", "fewer than 5 seeds", "The gap between domains",
-        "what the server made",
+        "made by the server",
     ):  # fmt: skip
         assert part.lower() in text.lower(), part
     described = [a for tag, a in page.tags if tag == "svg" and a.get("role") == "img"]
@@ -102,16 +87,32 @@ def test_nothing_comes_from_elsewhere(report: Path) -> None:
     assert "default-src 'none'" in text
     assert not re.search(r"(src|href)=\"?(https?:)?//", text)
     assert "@import" not in text and "url(http" not in text
-    # colors of text and lines are the page's: nothing drawn in plain black or a stand-in
+    # the colors of text and lines are the page's: no plain black, no placeholder
     assert not re.search(r"(fill|stroke): #(000000|010101|020202)", text)
     assert "DejaVu" not in text
-    assert text.count("<style") == 1  # none inside a picture: it would hold for the page
+    assert text.count("<style") == 1  # none inside a figure: it would apply to the page
 
 
-def test_the_same_runs_give_the_same_page(runs: Path, tmp_path: Path) -> None:
+def test_the_same_runs_give_the_same_page(runs: Path, tmp_path: Path, saved: list[str]) -> None:
     for name in "ab":
-        write(gather([runs / "fpl-0"]), tmp_path / name, images=2)
+        write_report(collect([runs / "fpl-0"]), tmp_path / name, images=2)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    (group,) = collect([runs / "fpl-0"]).groups
+    one, two = (analyze(group, 2, lambda text: None).embeddings["fpl"][0] for _ in range(2))
+    assert np.array_equal(one.places, two.places)
+
+
+def test_a_method_has_one_look_on_the_whole_page(report: Path) -> None:
+    text = report.read_text("utf-8")
+    fpl, fedavg = "var(--c4)", "var(--c8)"
+    ranks = dict(re.findall(r'style="--c: ([^"]+)"><span class="name">(\w+)<', text))
+    assert ranks == {fpl: "fpl", fedavg: "fedavg"}
+    # in the table, and in the legends of curves and bytes
+    swatch = r'style="stroke: ([^"]+)"/></svg>(?:&nbsp;)?(\w+)<'
+    found = re.findall(swatch, text)
+    assert found.count((fpl, "fpl")) == found.count((fedavg, "fedavg")) == 3
+    assert len(found) == 6
+    assert f"--c8: {TONES[8].light}" in text and f"--c8: {TONES[8].dark}" in text
 
 
 def test_every_figure_is_there_for_a_paper(report: Path) -> None:
@@ -120,40 +121,37 @@ def test_every_figure_is_there_for_a_paper(report: Path) -> None:
         "curves", "domains", "bytes", "confusion-fedavg", "confusion-fpl", "tsne-fedavg",
         "tsne-fpl", "clusters-fpl",
     }  # fmt: skip
-    assert names == {f"{s}.{kind}" for s in stems for kind in ("pdf", "png")}
+    assert names == {f"{stem}.png" for stem in stems}
     for path in report.with_name("figures").iterdir():
-        if path.suffix == ".pdf":
-            assert path.read_bytes().startswith(b"%PDF")
-        else:
-            with Image.open(path) as image:
-                pixels = np.asarray(image.convert("L"))
-            assert pixels.min() < 100 and (pixels > 250).mean() > 0.3
+        with Image.open(path) as image:
+            pixels = np.asarray(image.convert("L"))
+        assert pixels.min() < 100 and (pixels > 250).mean() > 0.3
 
 
-def test_what_cannot_be_made_is_said(runs: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_made_is_said(runs: Path, tmp_path: Path, saved: list[str]) -> None:
     shutil.copytree(runs, tmp_path / "runs")
     shutil.rmtree(tmp_path / "runs" / "fpl-0" / "prototypes")
     (tmp_path / "runs" / "fpl-1" / "summary.json").unlink()
-    gathered = gather([tmp_path / "runs"])
-    write(gathered, tmp_path / "r.html", images=0)
+    given = collect([tmp_path / "runs"])
+    write_report(given, tmp_path / "r.html", images=0)
     text = (tmp_path / "r.html").read_text("utf-8")
     assert "Not asked for (--images 0)" in text
     assert "All methods: clients sent no prototypes, or none were kept." in text
     assert "Not in this report: fpl-1: not finished" in text
-    assert "who is together" not in text
+    assert "clusters in round" not in text
 
 
 def test_without_the_images_the_rest_is_there(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: list[str]
 ) -> None:
     def missing(config: object) -> None:
         raise ProtofedError("task 'glyphs' is nowhere", "fetch it")
 
-    monkeypatch.setattr("protofed.report.findings.config_task", missing)
-    write(gather([runs]), tmp_path / "r.html")
+    monkeypatch.setattr("protofed.report.group_analysis.config_task", missing)
+    write_report(collect([runs]), tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text("utf-8")
-    assert "task &#x27;glyphs&#x27; is nowhere (fetch it)" in text
-    assert "who is together" in text and "by class" not in text
+    assert "not available: task &#39;glyphs&#39; is nowhere (fetch it)" in text
+    assert "clusters in round" in text and "by class" not in text
 
 
 NASTY = '<script>alert("1")</script> & $x^$'
@@ -162,20 +160,20 @@ NASTY = '<script>alert("1")</script> & $x^$'
 def test_every_text_is_escaped(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = load_run(runs / "fpl-0")
     records = [
-        {**r, "accuracy": {NASTY if d == "scan" else d: a for d, a in r["accuracy"].items()}}
+        {**r, "accuracy": {NASTY: r["accuracy"]["scan"], "print": r["accuracy"]["print"]}}
         for r in result.rounds
     ]
     clients = [{**row, "client": NASTY, "note": NASTY} for row in result.summary["clients"]]
     summary = {**result.summary, "method": NASTY, "data": NASTY, "clients": clients}
-    odd = replace(result, rounds=type(result.rounds)(records), summary=summary)
-    found = Findings(absent={"features": {NASTY: [NASTY]}}, classes=(NASTY, "b"))
+    nasty = replace(result, rounds=type(result.rounds)(records), summary=summary)
+    found = GroupAnalysis(missing={"features": {NASTY: [NASTY]}}, classes=(NASTY, "b"))
     found.confusions = {NASTY: {NASTY: np.array([[3, 1], [0, 2]])}}
-    monkeypatch.setattr("protofed.report.page.find", lambda *_: found)
-    group = Group(NASTY, (odd,))
-    gathered = Gathered((group, replace(group)), ((Path(NASTY), NASTY),))
-    write(gathered, tmp_path / "r.html", title=NASTY)
+    monkeypatch.setattr("protofed.report.page.analyze", lambda *_: found)
+    group = Group(NASTY, (nasty,))
+    given = ReportInput((group, replace(group)), ((Path(NASTY), NASTY),))
+    write_report(given, tmp_path / "r.html", title=NASTY)
     text = (tmp_path / "r.html").read_text("utf-8")
-    assert Checked(text).open == []
+    assert Page(text).open == []
     assert len(re.findall(r"<script", text)) == 1
     assert "alert(" in text and "<script>alert" not in text
 
@@ -184,30 +182,29 @@ def test_groups_are_runs_that_may_be_compared(runs: Path, tmp_path: Path, saved:
     run(**{**SMALL, "rounds": 1}, method="fpl", out=tmp_path / "short")
     for tau in (0.05, 0.1):
         run(**SMALL, method="fpl", options={"tau": tau}, out=tmp_path / str(tau))
-    gathered = gather([runs, tmp_path / "0.05", tmp_path / "0.1", runs / "fpl-0"])
-    (group,) = gathered.groups
+    (group,) = collect([runs, tmp_path / "0.05", tmp_path / "0.1", runs / "fpl-0"]).groups
     assert group.title == "glyphs"
     assert list(group.methods) == ["fedavg", "fpl tau=0.02", "fpl tau=0.05", "fpl tau=0.1"]
     assert [len(r) for r in group.methods.values()] == [2, 2, 1, 1]
     assert group.seeds == [0, 1]
-    both = gather([runs, tmp_path / "short"])
+    both = collect([runs, tmp_path / "short"])
     assert [g.title for g in both.groups] == ["glyphs · rounds 2", "glyphs · rounds 1"]
-    write(both, tmp_path / "two.html", tmp_path / "f", images=0)
+    write_report(both, tmp_path / "two.html", tmp_path / "f", images=0)
     text = (tmp_path / "two.html").read_text("utf-8")
-    page = Checked(text)
+    page = Page(text)
     assert len(page.ids) == len(set(page.ids)) and set(page.targets) <= set(page.ids)
     assert len(saved) == len(set(saved)) and "glyphs-rounds-1-curves" in saved
 
 
-def test_damaged_runs_are_left_out_and_none_at_all_is_an_error(runs: Path, tmp_path: Path) -> None:
+def test_damaged_runs_are_skipped_and_no_run_is_an_error(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "fpl-0", tmp_path / "broken")
     (tmp_path / "broken" / "rounds.jsonl").write_bytes(b"cut\n")
-    gathered = gather([runs / "fedavg-0", tmp_path])
-    assert [p.name for p, _ in gathered.left_out] == ["broken"]
+    given = collect([runs / "fedavg-0", tmp_path])
+    assert [p.name for p, _ in given.skipped] == ["broken"]
     with pytest.raises(ProtofedError, match="no finished run in"):
-        gather([tmp_path])
-    with pytest.raises(ProtofedError, match="is no folder"):
-        gather([tmp_path / "nowhere"])
+        collect([tmp_path])
+    with pytest.raises(ProtofedError, match="is not a folder"):
+        collect([tmp_path / "nowhere"])
 
 
 def test_runs_of_a_gpu_can_be_read_without_one(runs: Path, tmp_path: Path) -> None:
@@ -215,60 +212,38 @@ def test_runs_of_a_gpu_can_be_read_without_one(runs: Path, tmp_path: Path) -> No
     config = tmp_path / "gpu" / "config.toml"
     text = config.read_text("utf-8").replace('device = "cpu"', 'device = "cuda"')
     config.write_text(text.replace('engine = "loop"', 'engine = "lanes"'), "utf-8")
-    (group,) = gather([tmp_path]).groups
+    (group,) = collect([tmp_path]).groups
     assert group.results[0].config.device == "cuda"
     assert group.results[0].config.engine == "lanes"
 
 
 def test_the_headline(runs: Path) -> None:
-    (group,) = gather([runs]).groups
+    (group,) = collect([runs]).groups
     table = rows(group.results)
-    text = headline(table, 2)
+    show = environment().get_template("parts.html.j2").module.headline
+    text = show(headline(table, 2))
     best = max(table, key=lambda r: r.accuracy["average"].mean)
-    assert text.startswith(f"<b>{best.method}</b> is best on average of 4 domains")
+    assert text.startswith(f"<b>{best.label}</b> is best on average over 4 domains")
     assert f"{best.accuracy['average'].mean:.1f}&nbsp;%" in text
     assert "Fewer than 5 seeds" in text
-    alone = headline([r for r in table if r.method == "fpl"], 1)
+    alone = show(headline([r for r in table if r.label == "fpl"], 1))
     assert "reaches" in alone and "One seed" in alone
+    assert show(headline([], 1)) == "No row is complete yet."
 
 
 def test_tables_carry_values_to_sort_by() -> None:
-    text = html_table(["m", "v"], [[("a<b", ""), ("1,234.5 ± 2", "best")], [("c", ""), ("", "")]])
+    cells = [[PageCell("a<b"), PageCell("1,234.5 ± 2", "best")], [PageCell("c"), PageCell("")]]
+    text = environment().get_template("parts.html.j2").module.table(PageTable(["m", "v"], cells))
     assert '<td class="best" data-value="1234.5">1,234.5 ± 2</td>' in text
     assert "a&lt;b" in text and text.count("data-value") == 1
     assert text.count('<button type="button">') == 2
 
 
 def test_best_and_second_are_marked(runs: Path) -> None:
-    (group,) = gather([runs]).groups
-    text = result_table(rows(group.results))
-    assert 'class="best"' in text
-
-
-def test_more_methods_than_colors_and_more_classes_than_names(runs: Path, tmp_path: Path) -> None:
-    (group,) = gather([runs / "fpl-0"]).groups
-    (result,) = group.results
-    many = {
-        f"method {i}": [replace(result, summary={**result.summary, "method": f"method {i}"})]
-        for i in range(19)
-    }
-    legend = figures.curves(many).legend
-    assert len({(k.color, k.shape) for k in legend[:16]}) == 16
-    classes = [f"class number {i}" for i in range(40)]
-    plot = figures.confusions("x", {"d": np.eye(40, dtype=np.int64)}, classes)
-    text = plots.svg(plot.panels[0], "p")
-    assert "class number" not in text.split(">", 1)[1]
-    assert len(text) < 100_000
-    plots.save(plot, tmp_path)
-    assert (tmp_path / "confusion-x.pdf").is_file()
-
-
-def test_a_panel_takes_its_colors_from_the_page(runs: Path) -> None:
-    (group,) = gather([runs]).groups
-    text = plots.svg(figures.curves(group.methods).panels[0], "p1")
-    assert "currentColor" in text and "var(--c0)" in text and "var(--line)" in text
-    assert all(i.startswith("p1-") for i in re.findall(r'id="([^"]+)"', text))
-    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(re.findall(r'id="([^"]+)"', text))
+    (group,) = collect([runs]).groups
+    table = result_table(rows(group.results), group.looks)
+    assert {cell.mark for cell in table.rows[0][1:6]} <= {"best", "second"}
+    assert [row[0].look for row in table.rows] == [group.looks[m] for m in ("fedavg", "fpl")]
 
 
 def test_the_command(runs: Path, tmp_path: Path, saved: list[str]) -> None:
@@ -300,14 +275,6 @@ def test_keep_rounds_by_command(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["rounds"] == 2
 
 
-def test_what_a_method_adds_is_only_shown_where_something_is_added(runs: Path) -> None:
-    fedavg, fpl = (load_run(runs / f"{m}-0", model=False) for m in ("fedavg", "fpl"))
-    both = figures.traffic({"fedavg": [fedavg], "fpl": [fpl]})
-    assert [p.title for p in both.panels] == ["average of the domains", "what a method adds"]
-    assert len(figures.traffic({"fpl": [fpl]}).panels) == 1
-    assert len(figures.traffic({"a": [fedavg], "b": [fedavg]}).panels) == 1
-
-
 def test_most_methods_need_not_be_named(runs: Path) -> None:
     fedavg = load_run(runs / "fedavg-0", model=False)
     results = []
@@ -315,24 +282,6 @@ def test_most_methods_need_not_be_named(runs: Path) -> None:
         weights = "uniform" if method == "c" else "samples"
         named = {**fedavg.summary, "method": method, "weights": weights}
         results.append(replace(fedavg, summary=named))
-    assert "<dd>sample counts (c: uniform)</dd>" in facts(Group("", tuple(results)))
-    assert "<dd>b: sample counts; c: uniform</dd>" in facts(Group("", tuple(results[1:])))
-
-
-def test_a_legend_stands_below_the_panel_it_is_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k)
-    )
-    keys = [(plots.Key(name, "#0072B2", "dot"),) for name in ("class", "domain", "mark")]
-    panels = tuple(
-        plots.Panel(t, t, lambda axis: None, legend=k) for t, k in zip("ab", keys[:2], strict=True)
-    )
-    plots.save(plots.Plot("x", "", "", panels, keys[2]), tmp_path, kinds=("png",))
-    (figure,) = drawn
-    below = [axis.get_legend().get_texts()[0].get_text() for axis in figure.axes]
-    assert below == ["class", "domain"]
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["mark"]
+    name = "Weights of the average"
+    assert facts(Group("", tuple(results)))[name] == "sample counts (c: uniform)"
+    assert facts(Group("", tuple(results[1:])))[name] == "b: sample counts; c: uniform"

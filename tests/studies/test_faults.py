@@ -10,8 +10,7 @@ from rich.console import Console
 
 from protofed.errors import ProtofedError
 from protofed.files import Damaged
-from protofed.report import kept
-from protofed.runs.folder import RunFolder
+from protofed.report import stored_analysis
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import builtin, dumps, load, parse
@@ -137,7 +136,7 @@ DAMAGE = {
 def test_damaged_files_are_named_and_a_packed_copy_survives(
     raw, make_runs, tmp_path, monkeypatch, file, content
 ):
-    monkeypatch.setattr("protofed.report.page.write", lambda *_, **__: None)
+    monkeypatch.setattr("protofed.report.page.write_report", lambda *_, **__: None)
     study = parse(raw(seeds=1), "mine")
     make_runs(study, tmp_path / "out", flat)
     copy = tmp_path / "copy"
@@ -151,7 +150,7 @@ def test_damaged_files_are_named_and_a_packed_copy_survives(
     with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
         pack(tmp_path / "out", copy, images=0)
     if file == "summary.json":  # it is done again
-        assert not RunFolder(run).is_finished(plan.cells(study)[0].config().hash)
+        assert not is_finished(run, plan.cells(study)[0].config())
     assert (copy / "study.toml").read_text() == "a packed study"
     assert (copy / "report.html").is_file()
 
@@ -178,13 +177,13 @@ def test_runs_that_a_table_leaves_out_are_told(raw, make_runs, protofed, tmp_pat
 
 @pytest.mark.parametrize("content", [{"confusion": {}}, {"tsne": [1]}, {"clusters": {}}, []])
 def test_kept_analyses_that_are_incomplete_are_damaged(tmp_path, content):
-    file = tmp_path / kept.NAME
+    file = tmp_path / stored_analysis.NAME
     file.write_bytes(gzip.compress(json.dumps(content).encode()))
     if content:
         with pytest.raises(ProtofedError, match="damaged"):
-            kept.load(kept.Findings(), "FPL", tmp_path)
+            stored_analysis.load(stored_analysis.Findings(), "FPL", tmp_path)
     else:
-        assert kept.load(kept.Findings(), "FPL", tmp_path)
+        assert stored_analysis.load(stored_analysis.Findings(), "FPL", tmp_path)
 
 
 def test_a_file_that_begins_with_a_mark_is_read(raw, tmp_path):

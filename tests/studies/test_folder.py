@@ -15,7 +15,7 @@ from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import parse
 from protofed.studies.render import latex_escape, to_latex, to_markdown
-from protofed.studies.tables import Cell
+from protofed.studies.tables import TableCell, TableLine
 
 PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
          "FedAvg": [40.0, 40.0, 40.0, 40.0, 40.0],
@@ -40,7 +40,7 @@ def test_a_table_beside_the_paper(printed, make_runs, tmp_path):
     assert header == [
         "method", "scan", "print", "photo", "inverse", "average", "Δ FedAvg", "MB", "s",
     ]  # fmt: skip
-    texts = [[c.text for c in line] for line in body]
+    texts = [[c.text for c in line.cells] for line in body]
     assert texts[0][5] == "40.5 ± 0.7"
     assert texts[1][5] == "40.00 (+0.5)"
     assert texts[2][5:7] == ["45.5 ± 0.7", "+5.0 ± 0.0 (±0.0)"]
@@ -54,7 +54,7 @@ def test_what_is_missing_is_shown_not_dropped(raw, make_runs, tmp_path):
     study = parse(raw(rows=rows), "mine")
     make_runs(study, tmp_path, flat, skip={("FPL", 1)})
     (table,) = folders.make_tables(study, tmp_path)
-    texts = [[c.text for c in line] for line in table.grid()[1]]
+    texts = [[c.text for c in line.cells] for line in table.grid()[1]]
     assert texts[1][-1] == "1/2"
     assert texts[2][0] == "New (needs method fednew, which this version does not have)"
     assert texts[2][1:6] == ["—"] * 5
@@ -88,7 +88,7 @@ def test_unseen_domains_are_a_column_each(raw, make_runs, tmp_path):
     assert table.rows[0].megabytes == 36  # of four runs
     assert "on the column's domain by a model trained without it" in table.caption
     assert "scan 1 × 10, print 1 × 10, photo 1 × 10, inverse 1 × 10" in table.caption
-    assert "tested on images: scan 200, print 200, photo 200, inverse 200" in table.caption
+    assert "test images: scan 200, print 200, photo 200, inverse 200" in table.caption
     header, body = table.grid()
     assert header[1:7] == ["scan", "print", "photo", "inverse", "unseen average",
                            "Δ FedAvg, unseen"]  # fmt: skip
@@ -123,8 +123,8 @@ def test_every_format(printed, make_runs, tmp_path):
 def test_escaping():
     assert latex_escape("-8.7 (-0.3) a-1 2-3") == "$-$8.7 ($-$0.3) a-1 2-3"
     assert latex_escape("a_b & 5 % ± τ {x}") == r"a\_b \& 5 \% $\pm$ $\tau$ \{x\}"
-    assert "\\|" in to_markdown(["a|b"], [[Cell("c|d")]])
-    assert r"x\_1" in to_latex(["m"], [[Cell("x_1", "best")]], "50 % of_it")
+    assert "\\|" in to_markdown(["a|b"], [TableLine((TableCell("c|d"),))])
+    assert r"x\_1" in to_latex(["m"], [TableLine((TableCell("x_1", "best"),))], "50 % of_it")
 
 
 @pytest.mark.parametrize("over", [{"tau": [0.02, 0.5]}, {"tau": [0.02, 0.5], "upcr": [0, 1]}])

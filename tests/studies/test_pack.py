@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from protofed.studies.pack import pack
 
 from protofed import analysis
 from protofed.errors import ProtofedError
-from protofed.report import kept, plots
-from protofed.report.findings import looked_at
-from protofed.report.gather import gather
-from protofed.report.page import write
+from protofed.report import plot, stored_analysis
+from protofed.report.collect import collect
+from protofed.report.group_analysis import analyzed_run
+from protofed.report.page import write_report
 from protofed.runs.result import load_run
 from protofed.runs.run import run
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import parse
-from protofed.studies.pack import pack
 
 PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
          "FedAvg": [40.0, 40.0, 40.0, 40.0, 40.0],
@@ -63,11 +63,11 @@ def test_the_copy_makes_the_same_tables_and_a_report(raw, make_runs, tmp_path, m
     assert "40.00 (+0.5)" in page
     assert "50.00 ± 0.50 (-5.0)" in page
     assert "it did otherwise" in page
-    assert "All methods: the run&#x27;s folder has no model to look into." in page
+    assert "All methods: the run&#39;s folder has no model." in page
     # again over what is there: the same bytes, and nothing of what was there before
     before = contents(tmp_path / "b")
     (tmp_path / "b" / "figures" / "old.png").write_text("")
-    monkeypatch.setattr(plots, "save", lambda *_: [])
+    monkeypatch.setattr(plot, "save", lambda *_: [])
     pack(tmp_path / "a", tmp_path / "b")
     assert contents(tmp_path / "b") == {p: c for p, c in before.items() if p.suffix != ".png"}
 
@@ -103,7 +103,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         run(config=cell.config(), out=index[cell.key])
     folders.write_study(study, folder / "a", index)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "save", lambda *_: [])  # most of the time it takes
+        patch.setattr(plot, "save", lambda *_: [])  # most of the time it takes
         pack(folder / "a", folder / "b", images=12)
     return folder / "a", folder / "b"
 
@@ -114,15 +114,15 @@ def test_the_report_of_the_copy_is_the_report(
     """With t-SNE, confusions and clusters, though no model is there any more."""
     source, copy = packed
     assert names(copy) >= {"analysis.json.gz"} and "model.safetensors" not in names(copy)
-    write(gather([source]), tmp_path / "r.html", images=12)
+    write_report(collect([source]), tmp_path / "r.html", images=12)
     ours, theirs = ((p).read_text("utf-8") for p in (tmp_path / "r.html", copy / "report.html"))
     # places of a t-SNE are kept to two digits
-    for part in ("by class", "who is together, round 1", "The gap between domains", "% right"):
+    for part in ("by class", "clusters in round 1", "The gap between domains", "% right"):
         assert part in ours and part in theirs, part
     assert ours.count("<svg") == theirs.count("<svg")
     assert len(theirs) < 1.5e6
     # and packing the copy changes nothing
-    monkeypatch.setattr(plots, "save", lambda *_: [])
+    monkeypatch.setattr(plot, "save", lambda *_: [])
     pack(copy, tmp_path / "again")
     assert (tmp_path / "again" / "report.html").read_text("utf-8") == theirs
 
@@ -130,21 +130,21 @@ def test_the_report_of_the_copy_is_the_report(
 def test_what_was_kept_reads_back(packed: tuple[Path, Path]) -> None:
     source, copy = packed
     of_fpl = next(p.parent for p in source.glob("glyphs-fpl-*/config.toml"))
-    found = kept.Findings()
-    assert kept.load(found, "FPL", copy / of_fpl.name)
+    found = stored_analysis.GroupAnalysis()
+    assert stored_analysis.load(found, "FPL", copy / of_fpl.name)
     full = load_run(of_fpl)
     confusion = analysis.confusion(full, "photo", limit=12)
     assert np.array_equal(found.confusions["FPL"]["photo"], confusion)
     assert found.clusters["FPL"] == analysis.clusters(full)
     cosine = analysis.prototype_distances(full).cosine
     assert np.allclose(found.distances["FPL"].cosine, cosine, atol=1e-4, equal_nan=True)
-    assert not kept.load(found, "FPL", source)
-    file = copy / of_fpl.name / kept.NAME
+    assert not stored_analysis.load(found, "FPL", source)
+    file = copy / of_fpl.name / stored_analysis.FILE
     parts = json.loads(gzip.decompress(file.read_bytes()))
     assert set(parts) >= {"confusion", "tsne", "gap", "clusters", "distances", "tested"}
 
 
-def test_the_first_seed_with_a_model_is_looked_at(
+def test_the_first_seed_with_a_model_is_analyzed_run(
     packed: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Whose model, or what was kept of it, is there; without any it is the first."""
@@ -153,9 +153,9 @@ def test_the_first_seed_with_a_model_is_looked_at(
     bare = tmp_path / "bare"
     shutil.copytree(run, bare, ignore=shutil.ignore_patterns("model.safetensors"))
     without, whole, kept_of = (load_run(p, model=False) for p in (bare, run, copy / run.name))
-    assert looked_at([without, whole]) is whole
-    assert looked_at([without, kept_of, whole]) is kept_of
-    assert looked_at([without, without]) is without
+    assert analyzed_run([without, whole]) is whole
+    assert analyzed_run([without, kept_of, whole]) is kept_of
+    assert analyzed_run([without, without]) is without
 
 
 def test_a_run_without_its_model_says_so(packed: tuple[Path, Path]) -> None:

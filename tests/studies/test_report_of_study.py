@@ -7,12 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from protofed.studies.compare import run_study
-from rich.console import Console
 
-from protofed.report import plots
-from protofed.report.gather import gather
-from protofed.report.page import write
+from protofed.report import plot
+from protofed.report.collect import collect
+from protofed.report.page import write_report
+from protofed.runs.run import run
+from protofed.studies import folder as folders
+from protofed.studies import plan
 from protofed.studies.definition import parse
 
 PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
@@ -29,33 +30,32 @@ def flat(cell):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures take most of the time, and are looked at elsewhere."""
-    monkeypatch.setattr(plots, "svg", lambda panel, prefix: f'<svg aria-label="{panel.alt}"></svg>')
+    """Drawing takes most of the time, and is tested elsewhere."""
+    monkeypatch.setattr(plot, "svg", lambda panel, prefix: f'<svg aria-label="{panel.alt}"></svg>')
 
 
 def page(folder: Path, out: Path) -> str:
-    write(gather([folder]), out)
+    write_report(collect([folder]), out)
     return out.read_text("utf-8")
 
 
 def test_the_paper_s_numbers_stand_below_ours(raw, make_runs, tmp_path):
     study = parse(raw(printed={"glyphs": PAPER}, rows=ROWS, notes=["<so>"], paper="A & B"), "mine")
     make_runs(study, tmp_path / "s", flat)
-    gathered = gather([tmp_path / "s"])
-    (group,) = gathered.groups
+    given = collect([tmp_path / "s"])
+    (group,) = given.groups
     assert (group.title, list(group.methods), group.baseline) == (
         "glyphs",
         ["FedAvg", "FPL"],
         "FedAvg",
     )
-    assert gathered.left_out == ()
+    assert given.skipped == ()
     text = page(tmp_path / "s", tmp_path / "r.html")
     assert "<h1>Two methods</h1>" in text and "A &amp; B" in text and "<li>&lt;so&gt;</li>" in text
     # a row is one line with the paper's below it: it stays whole when the table is sorted
-    body = re.findall(
-        r"<tr>.*?</tr>", text.split('class="sortable result"')[1].split("</table>")[0]
-    )
-    own, new, fpl = body[1:4]
+    own, new, fpl = re.findall(
+        r"<tr>.*?</tr>", text.split('class="sortable result"')[1].split("</table>")[0], re.S
+    )[1:4]
     assert 'data-value="40.5">40.5 ± 0.7<br><small>40.00 (+0.5)</small>' in own
     assert "45.5 ± 0.7<br><small>49.00 (-3.5)</small>" in fpl
     assert "+5.0 ± 0.0<br><small>±0.0 · paper +9.00</small>" in fpl
@@ -70,12 +70,12 @@ def test_what_is_unfinished_or_of_another_definition_is_said(raw, make_runs, tmp
     runs = sorted(p.parent for p in tmp_path.glob("*/config.toml"))
     (runs[0] / "summary.json").unlink()
     shutil.copytree(runs[1], tmp_path / "copy")
-    gathered = gather([tmp_path])
-    assert dict(gathered.left_out) == {
+    given = collect([tmp_path])
+    assert dict(given.skipped) == {
         runs[0]: "not finished",
-        tmp_path / "copy": "not of the study as it is now",
+        tmp_path / "copy": "not part of the study as it is now",
     }
-    (group,) = gathered.groups
+    (group,) = given.groups
     assert len(group.results) == 3
     assert "1/2" in page(tmp_path, tmp_path / "r.html")
 
@@ -83,18 +83,20 @@ def test_what_is_unfinished_or_of_another_definition_is_said(raw, make_runs, tmp
 def test_a_domain_left_out_in_turn_is_a_section_each_under_one_table(raw, make_runs, tmp_path):
     study = parse(raw(tasks={"glyphs": {"leave_out": "each"}}, seeds=1), "mine")
     make_runs(study, tmp_path, flat)
-    groups = gather([tmp_path]).groups
+    groups = collect([tmp_path]).groups
     assert [g.unseen for g in groups] == ["scan", "print", "photo", "inverse"]
     assert groups[1].title == "glyphs, print left out"
     text = page(tmp_path, tmp_path / "r.html")
     assert text.count("<h2>glyphs: each domain left out in turn") == 1
     assert text.index("<h2>glyphs: each domain") < text.index("<h2>glyphs, scan left out")
-    assert "on average of 4 domains, each by models trained without it: <b>45.0&nbsp;%</b>" in text
+    assert (
+        "on average over 4 domains, each by models trained without it: <b>45.0&nbsp;%</b>" in text
+    )
     assert set(re.findall(r'href="#([tg]\d)"', text)) == {"t0", "g0", "g1", "g2", "g3"}
     assert all(f'<section id="{part}">' in text for part in ("t0", "g0", "g3"))
     assert "is best on print, which no client has: <b>45.0&nbsp;%</b>" in text
     # nothing averages what was trained on with what was not
-    assert "average of the domains" not in text and "average, %" not in text
+    assert "average over domains" not in text and "average, %" not in text
     for domain in ("scan", "print", "photo", "inverse"):
         assert f"Accuracy on {domain} (unseen) over rounds: FedAvg ends at 40.0 %" in text
         assert f">{domain} (unseen), %" in text
@@ -136,7 +138,7 @@ def test_of_one_domain_left_out_that_one_counts(raw, make_runs, tmp_path):
     bars = re.findall(r'aria-label="Accuracy on ([a-z ()]*?): FedAvg ([0-9.]*) %', text)
     assert (bars[0], bars[4]) == (("photo (unseen)", "20.0"), ("seen average", "60.0"))
     assert bars[5] == ("photo (unseen) against megabytes", "20.0")
-    assert "average of the domains" not in text
+    assert "average over domains" not in text
 
 
 def test_a_sweep_comes_first_and_its_points_have_no_t_sne(raw, make_runs, tmp_path):
@@ -146,8 +148,8 @@ def test_a_sweep_comes_first_and_its_points_have_no_t_sne(raw, make_runs, tmp_pa
     text = page(tmp_path, tmp_path / "r.html")
     assert text.index("Over parameters") < text.index('id="g0-table"')
     assert "Accuracy over tau: FPL is best with 45.0 % at tau = 0.02." in text
-    assert "Not shown for a sweep&#x27;s points" in text
-    assert "18 lines cannot be told apart" in text
+    assert "Not shown for the points of a sweep" in text
+    assert "18 lines are too many for one figure" in text
 
 
 def test_a_sweep_over_unseen_domains_is_drawn_once(raw, make_runs, tmp_path):
@@ -165,7 +167,7 @@ def test_studies_and_loose_runs_together(raw, make_runs, tmp_path):
         make_runs(parse(raw(rows=rows, title=name, seeds=1), name), tmp_path / name, flat)
     run = next((tmp_path / "two").glob("glyphs-fpl-*"))
     shutil.copytree(run, tmp_path / "loose")
-    groups = gather([tmp_path]).groups
+    groups = collect([tmp_path]).groups
     assert [g.title for g in groups] == ["one: glyphs", "two: glyphs", "glyphs"]
     text = page(tmp_path, tmp_path / "r.html")
     assert text.count("<h2>") == 3
@@ -184,11 +186,15 @@ def test_the_main_result_says_how_few_seeds_its_own_row_has(raw, make_runs, tmp_
 def test_features_over_rounds_say_so_and_which_rounds_are_not_there(raw, tmp_path):
     small = {"rounds": 2, "epochs": 1, "clients": 1, "samples": 10, "model": "cnn2", "width": 4}
     given = {"rows": {"FedAvg": "fedavg"}, "seeds": 1, "kind": "tsne", "tsne": {"rounds": [1, 7]}}
-    settings = {**small, "device": "cpu"}
-    run_study(parse(raw(**given, settings=settings), "mine"), tmp_path / "s", 1, Console())
-    write(gather([tmp_path / "s"]), tmp_path / "r.html", images=10)
+    settings = {**small, "device": "cpu", "engine": "loop"}
+    study = parse(raw(**given, settings=settings), "mine")
+    (cell,) = plan.cells(study)
+    config = cell.config()
+    run(config=config, out=tmp_path / "s" / config.label)
+    folders.write_study(study, tmp_path / "s", {cell.key: tmp_path / "s" / config.label})
+    write_report(collect([tmp_path / "s"]), tmp_path / "r.html", images=10)
     text = (tmp_path / "r.html").read_text("utf-8")
     assert "FedAvg · round 1<" in text and "FedAvg · round 2<" in text
-    assert "at its end and after the rounds named below. t-SNE" in text
-    assert "that round&#x27;s model" in text and "the final model" not in text
+    assert "at the end of the run and after the rounds named below. t-SNE" in text
+    assert "that round's model" in text and "the final model" not in text
     assert "round 7: the run has 2." in text

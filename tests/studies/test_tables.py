@@ -10,20 +10,19 @@ from protofed.config import make_config
 from protofed.methods import METHODS
 from protofed.runs.records import Records
 from protofed.runs.result import Result
-from protofed.studies.render import to_terminal
+from protofed.studies.render import to_markdown, to_terminal
 from protofed.studies.tables import (
-    Cell,
     Measure,
-    Row,
     Spread,
+    TableCell,
+    TableLine,
+    TableRow,
     caption,
-    cells,
-    few,
+    client_sizes,
     grid,
-    held,
-    markdown,
     row,
     rows,
+    seed_warning,
 )
 
 
@@ -47,13 +46,23 @@ def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0,
     return Result(config, Records(lines), {}, summary)
 
 
+def cells(table):
+    """Header and texts."""
+    header, lines = grid(table)
+    return header, [[cell.text for cell in line.cells] for line in lines]
+
+
+def markdown(results):
+    return to_markdown(*grid(rows(results)), caption(results))
+
+
 def test_a_single_seed_has_no_deviation():
     (row,) = rows([result("fedavg", 0, 50.0, 70.0)])
     assert {d: s.mean for d, s in row.accuracy.items()} == {
         "scan": 50.0, "photo": 70.0, "average": 60.0,
     }  # fmt: skip
     assert all(s.std is None and s.error is None and s.seeds == 1 for s in row.accuracy.values())
-    assert row.difference is None
+    assert row.differences == {}
     assert row.megabytes == 3.0
     assert row.seconds == 3.0
     header, body = cells([row])
@@ -76,14 +85,15 @@ def test_the_difference_is_paired_by_seed_with_its_interval():
     runs = [result("fedavg", s, a, a) for s, a in enumerate((50.0, 60.0, 70.0))]
     runs += [result("fpl", s, a, a) for s, a in enumerate((51.0, 63.0, 72.0))]
     base, fpl = rows(runs)
-    assert base.difference is None
+    assert base.differences == {}
     # differences 1, 3, 2: mean 2, standard deviation 1, standard error 1/√3
-    assert fpl.difference.mean == pytest.approx(2.0)
-    assert fpl.difference.std == pytest.approx(1.0)
-    assert fpl.difference.error == pytest.approx(1 / math.sqrt(3))
+    difference = fpl.differences["average"]
+    assert difference.mean == pytest.approx(2.0)
+    assert difference.std == pytest.approx(1.0)
+    assert difference.error == pytest.approx(1 / math.sqrt(3))
     # Student's t with two degrees of freedom: 4.303
-    assert fpl.difference.half == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
-    assert fpl.difference.noise
+    assert difference.half == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
+    assert difference.noise
     assert cells([base, fpl])[1][1][4] == "+2.0 ± 0.6 (±2.5, noise)"
     # unpaired, the deviation of the seeds would drown it
     assert fpl.accuracy["average"].std > 10
@@ -98,7 +108,7 @@ def test_the_order_of_runs_does_not_matter_and_unpaired_seeds_are_left_out():
     ]
     fpl, base = rows(runs)
     assert (fpl.method, base.method) == ("fpl", "fedavg")  # as they come
-    assert fpl.difference == Spread(2.0, None, 1)
+    assert fpl.differences["average"] == Spread(2.0, None, 1)
     assert cells([fpl])[1][0][4] == "+2.0"
     assert fpl.accuracy["average"].mean == 56.0
 
@@ -110,7 +120,7 @@ def test_a_loss_has_a_minus():
 
 def test_without_fedavg_there_is_no_difference():
     table = rows([result("fpl", 0, 50.0, 60.0), result("fedproto", 0, 51.0, 61.0)])
-    assert [r.difference for r in table] == [None, None]
+    assert [r.differences for r in table] == [{}, {}]
     header, body = cells(table)
     assert header == ["method", "scan", "photo", "average", "MB", "s"], "and no empty column of it"
     assert {len(line) for line in body} == {6}
@@ -170,7 +180,7 @@ def test_the_caption_says_what_the_numbers_are():
 
 
 def measure(seed, value):
-    return Measure(seed, {"scan": value, "average": value}, 1.0, 2.0, {}, {})
+    return Measure(seed, {"scan": value, "average": value}, 1.0, 2.0, {}, {"method": "fpl"})
 
 
 def test_many_equal_differences_are_no_noise():
@@ -178,20 +188,22 @@ def test_many_equal_differences_are_no_noise():
     better = {s: measure(s, 53.0 + s + 0.1 * (s % 2)) for s in range(5)}
     line = row("FPL", better, base)
     # differences 3, 3.1, 3, 3.1, 3: deviation 0.0548, t(4) = 2.776
-    assert line.difference.half == pytest.approx(2.776 * 0.0548 / math.sqrt(5), abs=1e-3)
-    assert not line.difference.noise
+    assert line.differences["average"].half == pytest.approx(
+        2.776 * 0.0548 / math.sqrt(5), abs=1e-3
+    )
+    assert not line.differences["average"].noise
     assert line.differences["scan"] == line.differences["average"]
-    assert grid([line])[1][0][3].text == "+3.0 ± 0.0 (±0.1)"
+    assert grid([line])[1][0].cells[3].text == "+3.0 ± 0.0 (±0.1)"
 
 
 def test_the_best_is_marked_and_the_second():
     table = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 50.0), ("b", 60.0), ("c", 55.0))]
     _, body = grid(table)
-    assert [line[1].mark for line in body] == ["", "best", "second"]
+    assert [line.cells[1].mark for line in body] == ["", "best", "second"]
     # what is printed alike is marked alike
     table = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 60.01), ("b", 60.0), ("c", 9.0))]
-    assert [line[1].mark for line in grid(table)[1]] == ["best", "best", "second"]
-    assert grid(table[:1])[1][0][1].mark == ""
+    assert [line.cells[1].mark for line in grid(table)[1]] == ["best", "best", "second"]
+    assert grid(table[:1])[1][0].cells[1].mark == ""
 
 
 def test_missing_runs_are_shown():
@@ -201,8 +213,8 @@ def test_missing_runs_are_shown():
     ]
     header, body = grid(table, ("scan", "average"))
     assert header == ["method", "scan", "average", "MB", "s", "seeds"]
-    assert [c.text for c in body[0]] == ["a", "50.0", "50.0", "1", "2", "1/3"]
-    assert [c.text for c in body[1]] == ["b (needs method b)", "—", "—", "—", "—", "0/3"]
+    assert [c.text for c in body[0].cells] == ["a", "50.0", "50.0", "1", "2", "1/3"]
+    assert [c.text for c in body[1].cells] == ["b (needs method b)", "—", "—", "—", "—", "0/3"]
 
 
 def test_the_paper_stands_below_with_the_difference():
@@ -212,31 +224,32 @@ def test_the_paper_stands_below_with_the_difference():
         row("FPL", {}, {}, paper=paper),
         row("X", {0: measure(0, 1.0)}, {}, paper={"average": math.nan}),
     ]
-    _, body = grid(table, ("scan", "average"))
-    texts = [[c.text for c in line[:4]] for line in body]
-    assert texts[1] == ["  paper (ours − paper)", "", "47.50 ± 0.25 (+2.5)", ""]
-    assert texts[3] == ["  paper (ours − paper)", "51.25", "49.00", "+1.50"]
+    _, body = grid(table, ("scan", "average"), "FedAvg")
+    texts = [[c.text for c in line.cells[:4]] for line in body]
+    assert [line.paper for line in body] == [False, True] * 3
+    assert texts[1] == ["paper (ours − paper)", "", "47.50 ± 0.25 (+2.5)", ""]
+    assert texts[3] == ["paper (ours − paper)", "51.25", "49.00", "+1.50"]
     assert texts[5][2:] == ["NaN", ""]
 
 
 def test_few_seeds_are_said():
-    assert "one seed" in few(1)
-    assert "fewer than 5" in few(4)
-    assert few(5) == few(5, 5) == ""
-    assert "rows with fewer than 5" in few(5, 4)
+    assert "one seed" in seed_warning(1)
+    assert "fewer than 5" in seed_warning(4)
+    assert seed_warning(5) == seed_warning(5, 5) == ""
+    assert "some rows have fewer than 5" in seed_warning(5, 4)
     runs = [result("fedavg", s, 1.0, 1.0) for s in range(5)]
     assert "fewer than" not in caption(runs)
-    assert "rows with fewer than 5" in caption([*runs, result("fpl", 0, 1.0, 1.0)])
+    assert "some rows have fewer than 5" in caption([*runs, result("fpl", 0, 1.0, 1.0)])
 
 
-def test_who_holds_how_much():
+def test_clients_times_samples():
     samples = {"mnist": 600, "webcam": 0.2, "all": 1.0, "none": 0.3}
-    text = held({"mnist": 6, "webcam": 1, "all": 2, "none": 0}, samples)
+    text = client_sizes({"mnist": 6, "webcam": 1, "all": 2, "none": 0}, samples)
     assert text == "mnist 6 × 600, webcam 1 × 20 %, all 2 × 100 %"
 
 
 def test_a_row_without_runs_has_no_seeds():
-    assert Row("a", {}, None, None, None).seeds == 0
+    assert TableRow("a", {}).seeds == 0
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 132, 400])
@@ -246,8 +259,8 @@ def test_a_narrow_terminal_gets_the_table_in_parts(width):
     numbers = ["59.6 ± 3.0", "72.7 ± 3.1", "53.2 ± 3.0", "+5.5 ± 1.5 (±4.2, noise)", "39272", "64"]
     paper = ["60.15 (-0.6)", "75 (1.0)", "54", "", "", ""]
     body = [
-        [Cell("FedAvg"), *map(Cell, numbers)],
-        [Cell("  paper (ours − paper)"), *map(Cell, paper)],
+        TableLine((TableCell("FedAvg"), *map(TableCell, numbers))),
+        TableLine((TableCell("paper (ours − paper)"), *map(TableCell, paper)), paper=True),
     ]
     file = io.StringIO()
     console = Console(width=width, file=file)

@@ -11,16 +11,17 @@ from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.methods import METHODS, FedDyn, Method, create
 from protofed.observers.progress import accuracies
-from protofed.report import curves as report_curves
+from protofed.report import plot
+from protofed.report.figures import sweep
 from protofed.runs.records import Records, shown
 from protofed.runs.result import Result
 from protofed.runs.run import run
 from protofed.studies import folder as folders
 from protofed.studies import plan
 from protofed.studies.definition import load, parse
-from protofed.studies.figures import sweep
+from protofed.studies.render import to_markdown
 from protofed.studies.show import BLOCKS
-from protofed.studies.tables import caption, cells, markdown, rows
+from protofed.studies.tables import caption, grid, rows
 from protofed.testing.checks import TINY, tiny_task
 
 ORDER = ("scan", "print", "photo", "inverse")
@@ -47,7 +48,8 @@ def test_the_unseen_domain_comes_first_and_the_average_is_of_the_others():
     runs = [result("fedavg", s, 90.0, 70.0 + 2 * s, 30.0 + s) for s in (0, 1)]
     runs += [result("fpl", s, 80.0, 60.0, 34.0 + s) for s in (0, 1)]
     table = rows(runs)
-    header, body = cells(table)
+    header, lines = grid(table)
+    body = [[cell.text for cell in line.cells] for line in lines]
     assert header == ["method", "inverse (unseen)", "scan", "photo", "seen average",
                       "Δ FedAvg, unseen", "MB", "s"]  # fmt: skip
     # seeds 30 and 31; seen averages 80 and 81
@@ -56,17 +58,17 @@ def test_the_unseen_domain_comes_first_and_the_average_is_of_the_others():
     assert body[1][1:6] == ["34.5 ± 0.7", "80.0 ± 0.0", "60.0 ± 0.0", "70.0 ± 0.0",
                             "+4.0 ± 0.0 (±0.0)"]  # fmt: skip
     # best of the unseen is not best of the seen
-    assert "| fpl | **34.5" in markdown(runs)
-    assert "Δ: on inverse, which nobody trained on; seen average: on the others" in caption(runs)
+    assert "| fpl | **34.5" in to_markdown(header, lines)
+    assert "Δ: on inverse, which no client trained on; seen average: on the others" in caption(runs)
     # who reads rows as numbers finds the average of all domains where it was
     assert table[0].accuracy["average"].mean == pytest.approx((190 / 3 + 193 / 3) / 2)
     assert table[0].main == "inverse"
 
 
 def test_without_one_a_table_is_as_ever():
-    header, body = cells(rows([result("fedavg", 0, 90.0, 70.0, 30.0, leave_out=None)]))
+    header, (line,) = grid(rows([result("fedavg", 0, 90.0, 70.0, 30.0, leave_out=None)]))
     assert header[1:5] == ["scan", "photo", "inverse", "average"]
-    assert body[0][4] == "63.3"
+    assert line.cells[4].text == "63.3"
 
 
 def test_accuracies_under_the_names_a_person_reads():
@@ -106,23 +108,27 @@ def test_a_study_of_one_left_out_domain(raw, make_runs, tmp_path, protofed):
 
 def test_the_curves_of_a_study_show_the_unseen_domains(raw, make_runs, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(report_curves, "curves", lambda runs, file: drawn.append((runs, file.name)))
+
+    def save(plot, folder):
+        drawn.append(plot)
+        return [folder / f"{plot.name}.png"]
+
+    monkeypatch.setattr(plot, "save", save)
     for left_out in ("photo", "each"):
         study = parse(raw(tasks={"glyphs": {"leave_out": left_out}}), "mine")
         make_runs(study, tmp_path / left_out, lambda c: {**flat(c), c.unseen: 50.0 + c.seed})
         assert "curves.png" in folders.write_outputs(study, tmp_path / left_out)
-    (one, name), _, (each, _), _ = drawn
-    assert name == "curves.png"
-    assert {r.config.leave_out for r in one} == {"photo"}
-    assert len(one) == len(each) == 4  # two methods, two seeds
-    assert {r.config.leave_out for r in each} == {"each"}
-    assert each[1].rounds[-1]["accuracy"] == dict.fromkeys(ORDER, 51.0)
+    one, each = drawn
+    assert one.panels[0].title == "photo (unseen)"
+    assert [panel.title for panel in each.panels][1:] == [f"{d} (unseen)" for d in ORDER]
+    assert "FPL ends at 50.5 %" in each.panels[1].alt  # two seeds: 50 and 51
+    assert "each domain left out in turn, 2 seeds" in each.heading
     # rows that trained on all domains are not drawn over one that did not
     lines = {"All": "fedavg", "Less": {"method": "fedavg", "settings": {"leave_out": "photo"}}}
     study = parse(raw(rows=lines, baseline="All", seeds=1), "mine")
     make_runs(study, tmp_path / "mixed", flat)
     folders.write_outputs(study, tmp_path / "mixed")
-    assert [r.summary["method"] for r in drawn[-1][0]] == ["All"]
+    assert [key.label for key in drawn[-1].legend] == ["All"]
 
 
 def test_a_sweep_is_drawn_over_the_unseen_domain(raw, make_runs, tmp_path):
@@ -156,8 +162,8 @@ def test_rows_with_and_without_a_left_out_domain_share_a_table(raw, make_runs, t
     (table,) = folders.make_tables(study, tmp_path)
     header, body = table.grid()
     assert header[1:7] == [*ORDER, "average", "seen average"]
-    assert [c.text for c in body[0]][5:7] == ["25.0", "—"]
-    assert [c.text for c in body[1]][5:8] == ["25.0", "23.3", "+0.0"]
+    assert [c.text for c in body[0].cells][5:7] == ["25.0", "—"]
+    assert [c.text for c in body[1].cells][5:8] == ["25.0", "23.3", "+0.0"]
 
 
 # ---- each domain left out -----------------------------------------------------------------------

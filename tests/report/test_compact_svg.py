@@ -1,4 +1,4 @@
-"""SVG made small: nothing that can be seen is lost."""
+"""Compact SVG: nothing that can be seen is lost."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from protofed.report.plots import Panel, svg
-from protofed.report.slim import slim
+from protofed.report.compact_svg import compact
+from protofed.report.plot import Panel, svg
 
 PLACES = np.random.default_rng(0).normal(size=(200, 2))
 
@@ -57,8 +57,8 @@ def test_every_text_and_line_is_still_there() -> None:
     assert re.search(r'<path d="M[^"]+L[^"]+L[^"]+" clip-path="url\(#g-\d+\)"', text)
 
 
-def test_ids_are_those_that_are_needed_and_of_this_picture_alone() -> None:
-    text = slim(
+def test_only_ids_that_are_referred_to_remain_with_the_prefix() -> None:
+    text = compact(
         '<svg><defs><clipPath id="c"><rect id="r" x="1.23456"/></clipPath></defs><g id="empty"/>'
         '<g id="x"><g clip-path="url(#c)"><path d="M 1.0 2.0  L 3.456789 4 "/></g></g>'
         '<path d="M0 0" style="fill: none"/><text transform="rotate(-0 1 2)">a  b</text></svg>',
