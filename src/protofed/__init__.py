@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from protofed import methods
+from protofed import analysis, methods
 from protofed.config import Config, make_config
 from protofed.errors import Diverged, ProtofedError
 from protofed.runs.run import Federation, Observer, Result, load_run, run
 from protofed.version import __version__
-
-from protofed import analysis  # isort: skip (methods must be imported first)
 
 __all__ = [
     "Config",

@@ -23,7 +23,8 @@ from protofed.data.real import FOLDER
 from protofed.engines import ENGINES, choose
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.public_images import of_task, public_digest
-from protofed.methods import Method, create, fingerprint, reference
+from protofed.method import Method
+from protofed.methods import create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names, require_fit
 from protofed.protocols import Protocol, protocol
@@ -119,7 +120,7 @@ class Config:
 
     def toml(self) -> str:
         """The configuration as TOML, from which it can be read again."""
-        self.method.require_plain()
+        self.method.require_plain_hypers()
         tables = {
             "method": {"name": reference(self.method), **self.method.options()},
             "clients": self.clients,
@@ -226,7 +227,7 @@ def make_config(
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     values["model"] = checked_models(values["model"])
     if len(model_names(values["model"])) > 1:
-        values["method"] = method.apart()
+        values["method"] = method.for_mixed_models()
     if task.classes:  # not the outline of a task, where a finished run is only read
         sizes = (len(task.classes), task.image_size, values["width"], values["norm"])
         require_fit(values["method"], values["model"], *sizes)

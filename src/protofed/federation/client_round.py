@@ -21,7 +21,7 @@ from protofed.data.task import Augment, Images
 from protofed.errors import Diverged, ProtofedError, unknown
 from protofed.federation.optimizers import SGD, Adam
 from protofed.federation.public_images import Public
-from protofed.method import Batch, Clean, Client, Entry, Method, Phase, Sizes, Terms
+from protofed.method import Batch, BatchSource, Client, Entry, Method, Phase, Sizes, Terms
 from protofed.models import Network, entries
 from protofed.tree import Slot, Tree
 
@@ -324,7 +324,7 @@ def public_site(setup: Setup, site: Site, round: int) -> Site:
     return replace(site, images=setup.public.draw(round), public=True)
 
 
-def next_public(setup: Setup, site: Site, round: int) -> Clean | None:
+def next_public(setup: Setup, site: Site, round: int) -> BatchSource | None:
     """Clean batches of the next round's public images; None where a run has none."""
     if setup.public is None:
         return None
