@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.methods.method_scenes import D, Given, K, cross_entropy, numbers
+from tests.methods.helpers import D, Given, K, cross_entropy, numbers
 
 from protofed.federation.client_round import local
 from protofed.federation.spool import Spool
