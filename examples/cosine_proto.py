@@ -1,12 +1,10 @@
-"""A method of one's own: FedProto with the cosine in the place of the squared distance.
+"""A method of your own: FedProto with the cosine instead of the squared distance.
 
-    protofed methods check examples/cosine_proto.py:CosineProto
-    protofed compare --methods fedavg,fedproto,examples/cosine_proto.py:CosineProto
+protofed methods check examples/cosine_proto.py:CosineProto
+protofed compare --methods fedavg,fedproto,examples/cosine_proto.py:CosineProto
 
-    client    CE + λ (1 − cos(z, C^y)), mean over the batch
-    server    as FedAvg; C^k = mean over its owners of the clients' class means
-
-Deviations: no paper, no deviations.
+client    CE + λ (1 − cos(z, C^y)), mean over the batch
+server    as FedAvg; C^k = mean over its owners of the clients' class means
 """
 
 from __future__ import annotations
@@ -23,46 +21,50 @@ from protofed.method import (
     Method,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
+    clients_class_means,
     hyper,
-    no_prototypes,
-    upload_means,
-    uploaded_means,
+    proto_pass_hyper,
+    upload_class_means,
 )
-from protofed.prototypes import owners_mean, paired_cosine
-from protofed.tree import Slot, Tree
+from protofed.prototypes import Prototypes, paired_cosine
 
 
 @dataclass(frozen=True)
 class CosineProto(Method):
-    """Features turn towards their class's prototype, whatever their length."""
+    """Features turn toward their class's prototype, whatever their length."""
 
     name: ClassVar[str] = "cosineproto"
     paper: ClassVar[str] = "an example"
-    travels: ClassVar[str] = "model, class means (up), global prototypes (down)"
 
     weight: float = hyper(1.0, "λ", "weight of the prototype term", least=0, weight=True)
-    proto_pass: str = hyper(
-        "last_epoch", "", "when features are summed", choices=("last_epoch", "post")
-    )
+    proto_pass: str = proto_pass_hyper("features of the class means")
+
+    @property
+    def slots(self) -> Slots:
+        """What travels beside the model, and in which direction."""
+        return Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet: their mask is 0."""
-        return {"prototypes": no_prototypes(sizes)}
+        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """Named terms; the objective is their sum, and each is recorded by its name."""
+        """Named terms; the objective is their sum, and each is recorded under its name."""
         z, logits = client.forward(batch.x)
-        C = client.received["prototypes"]
-        away = (1 - paired_cosine(z, C["mean"][batch.y])) * C["mask"][batch.y]
-        return {"ce": F.cross_entropy(logits, batch.y), "proto": self.weight * away.mean()}
+        C = Prototypes.of(client.received["prototypes"])
+        distance = (1 - paired_cosine(z, C.mean[batch.y])) * C.mask[batch.y]
+        return {"ce": F.cross_entropy(logits, batch.y), "proto": self.weight * distance.mean()}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """What travels beside the model, and what the client keeps."""
-        return upload_means(client), {}
+        """What is sent beside the model, and what the client keeps."""
+        return upload_class_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """The server's next state."""
-        C, mask = owners_mean(*uploaded_means(updates))
-        return {"model": mean, "prototypes": {"mean": C, "mask": mask}}
+        C = clients_class_means(updates).per_class_mean()
+        return {"model": mean, "prototypes": C.slot()}

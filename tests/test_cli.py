@@ -31,7 +31,7 @@ MINE = '''
 from dataclasses import dataclass
 from typing import ClassVar
 import torch.nn.functional as F
-from protofed.methods import Method, hyper
+from protofed.method import Method, hyper
 
 @dataclass(frozen=True)
 class Mine(Method):

@@ -23,7 +23,8 @@ from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
-from protofed.methods import Method, create, fingerprint, reference
+from protofed.method import Method
+from protofed.methods import create, fingerprint, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
 from protofed.toml import toml_text
@@ -316,7 +317,7 @@ class Config:
 
     def toml(self) -> str:
         """The config as TOML, from which it can be read again."""
-        self.method.require_plain()
+        self.method.require_plain_hypers()
         tables = {
             "method": {"name": reference(self.method), **self.method.options()},
             **{
@@ -472,7 +473,7 @@ def make_config(
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     values["model"] = checked_models(values["model"])
     if len(model_names(values["model"])) > 1:
-        made = made.apart()
+        made = made.for_mixed_models()
     if values["leave_out"] == EACH and (info.domains is None or EACH not in info.domains):
         raise ProtofedError(
             "a run leaves out one domain, not each in turn",

@@ -1,21 +1,29 @@
-"""The contract of a method. The defaults are FedAvg; a method overrides what its paper changes.
+"""The contract of a method: everything a method imports beside torch and ``protofed.prototypes``.
 
-A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. It never
-loops over data, clients or devices, and nothing outside ``methods/`` mentions a method by name.
+A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. The
+defaults of ``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over
+data, clients or devices, and nothing outside ``methods/`` mentions a method by name.
 
     round t:  broadcast(server) ─► each client: phases ─► forward, loss ─► upload
               ─► weights, aggregate ─► the server's next state ─► predict on every test set
 
-*Hot* hooks (``forward``, ``loss``, ``predict``) are plain tensor expressions: no ``.item()``, no
-``if`` on a tensor's value; whatever changes between steps or rounds comes as a tensor from the
-client view (``client.round``, ``client.progress``, ``client.received`` ...), because an engine may
-record the step once and replay it. ``protofed methods check`` proves that for any method.
-All other hooks are *cold*: ordinary Python, once per client or round.
+*Hot* hooks (``forward``, ``loss``, ``predict``, ``rules``) are plain tensor expressions: no
+``.item()``, no ``if`` on a tensor's value. Whatever changes between steps or rounds comes as a
+tensor from the client view (``client.round``, ``client.progress``, ``client.received``, ...),
+because an engine may record the step once and replay it. All other hooks are *cold*: ordinary
+Python, called once per client or round. ``protofed methods check`` verifies any method.
+
+State is one type everywhere, a ``Tree``: named slots of named tensors. Server state, client state
+and both messages are Trees. A client starts each round from ``mine["model"] | received["model"]``:
+received entries override its own. That one line, with ``Method.shared``, is FedAvg, FedBN, private
+modules and different models at different clients.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,16 +41,53 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
 from protofed.errors import NoSecondDerivative, ProtofedError, unknown
-from protofed.models import Network, Output
-from protofed.prototypes import class_means, class_sums, cluster_means, widened
+from protofed.models.network import Network, Output
+from protofed.prototypes import Prototypes, class_means, class_sums, widened
 from protofed.tree import Slot, Tree
 
+__all__ = [
+    "Batch",
+    "BatchSource",
+    "Client",
+    "Entry",
+    "Hyper",
+    "Messages",
+    "Method",
+    "Network",
+    "Output",
+    "Phase",
+    "ProtofedError",
+    "PublicImages",
+    "ServerView",
+    "Sizes",
+    "Slot",
+    "Slots",
+    "Terms",
+    "Tree",
+    "Update",
+    "clients_class_means",
+    "effective_steps",
+    "hyper",
+    "inner_product",
+    "proto_pass_hyper",
+    "share_hyper",
+    "squared_distance",
+    "upload_class_means",
+    "weighted_mean",
+    "zeros",
+]
+
+# ---- small types ---------------------------------------------------------------------------------
+
 Terms = dict[str, Tensor]
-"""The named terms of a loss; the objective is their sum, and each is recorded by its name."""
+"""The named terms of a loss. The objective is their sum; each is recorded under its name."""
+
+BatchSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
+"""Batches (x, y), not augmented, of a part of a client's data: ``train`` or ``holdout``."""
 
 
 class Batch(NamedTuple):
-    """Images x [B, C, H, W] as the network takes them, labels y [B], rows [B] in the data."""
+    """Images x [B, C, H, W] as the network takes them, labels y [B], and their rows [B] in the data."""
 
     x: Tensor
     y: Tensor
@@ -50,15 +95,15 @@ class Batch(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One entry of the model: its name, and its kind (``weight``, ``bn`` or ``buffer``)."""
+    """One entry of the model: its name and its kind (``weight``, ``bn`` or ``buffer``)."""
 
     name: str
     kind: str
 
 
 class Sizes(NamedTuple):
-    """What a method may need to make state: classes K, feature size d, image side, and the names
-    of the model's trainable entries (its other entries are buffers)."""
+    """What a method may need to build state: classes K, feature size d, image side, and the names of
+    the model's trainable entries (the other entries are buffers)."""
 
     classes: int
     features: int
@@ -67,12 +112,12 @@ class Sizes(NamedTuple):
 
 
 class PublicImages(NamedTuple):
-    """Unlabeled images that all clients may see: where from, and how many a round.
+    """Unlabeled images that all clients may see: their source, and how many per round.
 
-    ``source`` is ``unused`` (training images that no client holds, as many of each domain that has
-    clients), one domain's name (those of that domain alone), a task's name (its training images),
-    or ``folder:PATH`` (all images below that folder). Test images of the task are never among
-    them. A method that leaves the choice to its user has it as a hyper-parameter ``public``.
+    ``source`` is ``unused`` (training images that no client holds, equally many from each domain
+    that has clients), a domain's name (those of that domain alone), a task's name (its training
+    images), or ``folder:PATH`` (all images below that folder). Test images of the task are never
+    among them. A method that leaves the choice to its user has a hyper-parameter ``public``.
     """
 
     source: str
@@ -83,9 +128,9 @@ class PublicImages(NamedTuple):
 class Phase:
     """A stretch of local training; ``None`` means what the protocol says.
 
-    Optimizer state starts anew in each phase. ``trainable`` tells by name which parameters move.
-    With ``data="public"`` the batches are of the round's public images, without augmentation;
-    their labels say nothing (all are 0), and ``rows`` are places in the round's draw.
+    Each phase starts with a fresh optimizer. ``trainable`` selects the parameters that move by
+    name. With ``data="public"`` the batches are of the round's public images, not augmented;
+    their labels are all 0 and mean nothing, and ``rows`` index the round's draw.
     """
 
     loss: Callable[[Client, Batch], Terms]
@@ -100,12 +145,33 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Hyper:
-    """What is known of a hyper-parameter: its symbol in the paper, its meaning, its range.
+class Slots:
+    """A method's slots beside ``model``: each one's name, and what it holds in words.
 
-    ``weight`` marks the factor of a loss term: with all of a method's weights at 0 the method
-    must be FedAvg, bit for bit (``protofed methods check`` tests that). ``per_task`` holds the
-    defaults that the paper gives for certain tasks.
+    ``up`` and ``down`` are the messages; ``client`` is what a client keeps between rounds;
+    ``server`` is what the server keeps and does not send (it also keeps all that goes down).
+    ``model`` says what part of the model travels; empty: none does.
+    """
+
+    up: Mapping[str, str] = field(default_factory=dict)
+    down: Mapping[str, str] = field(default_factory=dict)
+    client: Mapping[str, str] = field(default_factory=dict)
+    server: Mapping[str, str] = field(default_factory=dict)
+    model: str = "model"
+
+    def __str__(self) -> str:
+        ways = {"up": self.up, "down": self.down}
+        beside = [f"{words} ({way})" for way, slots in ways.items() for words in slots.values()]
+        return "; ".join([self.model] * bool(self.model) + beside) or "nothing"
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyper-parameter: its symbol in the paper, its meaning, its range.
+
+    ``weight`` marks the factor of a loss term: with all of its weights at 0, a method must equal
+    FedAvg bit for bit (``protofed methods check`` tests it). ``per_task`` holds defaults that the
+    paper gives for particular tasks.
     """
 
     symbol: str
@@ -119,7 +185,7 @@ class Hyper:
 
 
 def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits: Any) -> Any:
-    """A hyper-parameter of a method: ``tau: float = hyper(0.02, "τ", "temperature", above=0)``."""
+    """Declare a hyper-parameter: ``tau: float = hyper(0.02, "τ", "temperature", above=0)``."""
     return field(default=default, metadata={"hyper": Hyper(symbol, meaning, **limits)})
 
 
@@ -128,78 +194,84 @@ def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits
 
 @dataclass(frozen=True)
 class Method:
-    """Base of all methods; as it stands it is FedAvg."""
+    """The base of all methods; as it stands, it is FedAvg.
+
+    Every public function and property below is a hook that a subclass may override.
+    """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     """Authors, venue and year."""
-    travels: ClassVar[str] = "model"
-    """What a client and the server exchange, in words."""
 
     # ---- what the system does on the method's behalf -------------------------------------------
+
+    @property
+    def slots(self) -> Slots:
+        """What travels and what is kept, beside the model."""
+        return Slots()
 
     @property
     def proto_pass(self) -> str:
         """When features are summed for ``client.class_means()``: none, last_epoch or post.
 
-        ``last_epoch``: while training the last epoch of the last phase (augmented images, weights
-        still moving, BatchNorm in training mode). ``post``: a clean pass after training.
+        ``last_epoch``: during the last epoch of the last phase (augmented images, weights still
+        moving, BatchNorm in training mode). ``post``: in a clean pass after training.
         """
         return "none"
 
     @property
     def evaluates(self) -> str:
-        """Who is tested: the server's model (``global``), or the clients' own models.
+        """Whose model is tested: the server's (``global``), or the clients' own.
 
-        ``clients``: each domain by its own clients. ``everyone``: every client on every domain, a
-        domain's figure being the mean over all clients, with the own domain's beside it; for
-        methods that have no global model at all.
+        ``clients``: each domain is tested by its own clients. ``everyone``: each client is tested
+        on every domain, and a domain's figure is the mean over all clients, with that of its own
+        clients recorded beside it; for methods without a global model.
         """
         return "global"
 
     @property
     def holdout(self) -> float:
-        """Fraction of a client's samples kept from training for ``client.evaluate``."""
+        """The fraction of a client's samples held out of training for ``client.evaluate``."""
         return 0.0
 
     @property
     def public_images(self) -> PublicImages | None:
-        """The public images the method needs: ``client.public_logits``, phases on public data."""
+        """The public images needed by ``client.public_logits`` and by phases on public data."""
         return None
 
     @property
-    def weighing(self) -> str:
-        """What ``weights`` weighs the updates by, in words; empty: the protocol's rule."""
-        return "" if type(self).weights is Method.weights else "a rule of its own"
+    def weighting(self) -> str:
+        """What ``weights`` weighs updates by, in words; empty: the protocol's rule."""
+        return "" if type(self).weights is Method.weights else "its own rule"
 
     @property
-    def constant_parts(self) -> tuple[str, ...]:
-        """Terms of the loss that hold a part of themselves constant.
+    def detached_terms(self) -> tuple[str, ...]:
+        """The loss terms that hold a part of themselves constant.
 
-        A ``detach`` of something that depends on the weights: the gradient then rightly differs
-        from the finite difference, and the battery of checks does not compare the two.
+        They ``detach`` something that depends on the weights, so their gradient rightly differs
+        from the finite difference, and the checks do not compare the two.
         """
         return ()
 
     # ---- cold hooks ----------------------------------------------------------------------------
 
-    def apart(self) -> Self:
-        """The method as it is where clients have different models; default: the same.
+    def for_mixed_models(self) -> Self:
+        """The method as it runs where clients have different models; default: unchanged.
 
-        Nothing may travel then that the models do not have in common (``shared``).
+        Then only entries that all models have in common may travel (``shared``).
         """
         return self
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
-        """The backbone, with the extra modules the method needs."""
+        """The backbone with whatever extra modules the method needs."""
         return backbone
 
     def shared(self, entry: Entry) -> Literal["both", "down", "no"]:
-        """Whether an entry of the model travels: both ways, only down, or never."""
+        """Whether an entry of the model travels: both ways, only down, or not at all."""
         return "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """The server's extra slots before round 0; ``model``: the initial network, all of it."""
+        """The server's extra slots before round 0; ``model`` is the whole initial network."""
         return {}
 
     def init_client(self, model: Slot, sizes: Sizes) -> Tree:
@@ -207,11 +279,11 @@ class Method:
         return {}
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
-        """The local training of a round; ``epochs`` is what the protocol gives it in all."""
+        """The local training of a round; ``epochs`` is the protocol's total for the round."""
         return (Phase(self.loss),)
 
     def draws(self, rng: np.random.Generator, steps: int) -> Mapping[str, NDArray[Any]]:
-        """Random numbers of an epoch that have no closed form, drawn on the host.
+        """An epoch's random numbers that have no closed form, drawn on the host.
 
         Arrays [steps, ...]; a step finds its row in ``client.drawn``.
         """
@@ -222,18 +294,18 @@ class Method:
         return {}, {}
 
     def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
-        """Averaging weights of the updates, not yet normalized; None: the protocol's rule."""
+        """Averaging weights of the updates, not normalized; None: the protocol's rule."""
         return None
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """The server's next state, from the averaged model and the clients' slots.
 
-        In new tensors: what ``server.state`` and ``updates`` hold stays as it is.
+        Returns new tensors; those in ``server.state`` and ``updates`` must not change.
         """
         return {**server.state, "model": mean}
 
     def broadcast(self, server: ServerView) -> Tree:
-        """What goes down to every client of the round; default: all the server has."""
+        """What goes down to every client of the round; default: all of the server's state."""
         return server.state
 
     # ---- hot hooks -----------------------------------------------------------------------------
@@ -251,13 +323,25 @@ class Method:
         return client.forward(x).logits
 
     def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
-        """Scores [B, K] of every inference rule whose accuracy is recorded, by its name.
+        """Scores [B, K] by inference rule; the accuracy of each is recorded.
 
-        ``accuracy`` is ``predict``; others are recorded beside it.
+        ``accuracy`` is the main one, ``predict``.
         """
         return {"accuracy": self.predict(client, x)}
 
     # ---- hyper-parameters ----------------------------------------------------------------------
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        hooks = [n for n, member in vars(Method).items() if _overridable(n, member)]
+        for name, member in vars(cls).items():
+            if not _overridable(name, member) or any(hasattr(b, name) for b in cls.__bases__):
+                continue
+            if near := difflib.get_close_matches(name, hooks, n=1, cutoff=0.75):
+                raise ProtofedError(
+                    f"{cls.__name__}.{name} is not a hook of a method: did you mean {near[0]}?",
+                    f"a helper of your own that is meant to be called so: _{name}",
+                )
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -277,8 +361,8 @@ class Method:
         }
 
     @classmethod
-    def require_plain(cls) -> None:
-        """An error if config.toml and --set could not say one of the hyper-parameters."""
+    def require_plain_hypers(cls) -> None:
+        """Raise an error if config.toml and --set could not express some hyper-parameter."""
         for f in dataclasses.fields(cls):
             if type(f.default) not in _KINDS:
                 has = f"the default {f.default!r}"
@@ -286,14 +370,14 @@ class Method:
                     has = "no default"
                 raise ProtofedError(
                     f"hyper-parameter {f.name} of {cls.name} has {has}",
-                    f"it must be {' or '.join(_KINDS.values())}; several values are several "
-                    "hyper-parameters, or a word like '1,2' that the method takes apart",
+                    f"it must be {' or '.join(_KINDS.values())}; for several values, use several "
+                    "hyper-parameters, or a word like '1,2' that the method splits",
                 )
 
     @classmethod
     def create(cls, options: Mapping[str, Any], task: str = "") -> Self:
-        """The method with these hyper-parameters, the others as its paper has them on the task."""
-        cls.require_plain()
+        """The method with these hyper-parameters; the others have the task's defaults."""
+        cls.require_plain_hypers()
         for name in options:
             if name not in cls.hypers():
                 if not cls.hypers():
@@ -308,7 +392,7 @@ class Method:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def with_public(self, source: str) -> Self:
-        """The same method with its public images from there."""
+        """The same method with its public images from another source."""
         return type(self)(**{**self.options(), "public": source})
 
     def without_weights(self) -> Self:
@@ -317,12 +401,18 @@ class Method:
         return dataclasses.replace(self, **weights)
 
 
+def _overridable(name: str, member: object) -> bool:
+    """Whether a class member is a public function or property."""
+    function = inspect.isfunction(member) or isinstance(member, property)
+    return function and not name.startswith("_")
+
+
 def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     """The value as the field's type, or an error that says what is allowed."""
     hyper: Hyper = f.metadata.get("hyper", Hyper("", ""))
     where = f"hyper-parameter {f.name} of {method}"
     kind = type(f.default)
-    if not isinstance(value, bool):  # numbers of numpy, too
+    if not isinstance(value, bool):  # also NumPy's numbers
         if kind is float and isinstance(value, Real):
             value = float(value)
         elif kind is int and isinstance(value, Integral):
@@ -337,7 +427,7 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
         (hyper.most, "at most", lambda v, limit: v <= limit),
     ]
     for limit, words, holds in limits:
-        # `not holds` so that nan, which compares false with everything, is refused too
+        # `not holds` also rejects nan, which compares false with everything
         if limit is not None and not holds(value, limit):
             raise ProtofedError(
                 f"{where} must be {words} {limit:g}, got {value}",
@@ -354,16 +444,12 @@ _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: 
 # ---- the client view -----------------------------------------------------------------------------
 
 
-Clean = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
-"""Batches (x, y) without augmentation of a part of the client's data: ``train`` or ``holdout``."""
-
-
 class Client:
-    """One client during one round. A plain class with tensors, so that a step can be captured.
+    """One client during one round: a plain class of tensors, so that a step can be captured.
 
     Hot hooks may use ``network``, ``received``, ``mine``, ``start``, ``parameters``, ``round``,
-    ``progress``, ``id``, ``drawn``, ``forward``, ``probe``, ``uniform`` and ``normal``; the rest
-    is for cold hooks.
+    ``progress``, ``id``, ``drawn``, ``forward``, ``forward_with``, ``uniform`` and ``normal``; the
+    rest is for cold hooks.
     """
 
     def __init__(
@@ -377,8 +463,8 @@ class Client:
         round: int = 0,
         rounds: int = 1,
         name: str = "server",
-        clean: Clean | None = None,
-        public: Clean | None = None,
+        clean: BatchSource | None = None,
+        public: BatchSource | None = None,
         samples: int = 0,
         lr: float = 0.0,
     ) -> None:
@@ -397,11 +483,11 @@ class Client:
         """The live parameters by name."""
         self.sizes = sizes._replace(parameters=tuple(self.parameters))
         self.round = torch.tensor(round, device=device)
-        """Number of this round, from 0."""
+        """The number of this round, from 0."""
         self.progress = torch.tensor(round / max(1, rounds - 1), device=device)
         """0 in the first round, 1 in the last."""
         self.id = torch.tensor(keys.key(name), device=device)
-        """``keys.key(name)``: the client's name for hot hooks, which cannot read text."""
+        """The client's name as a number, for hot hooks; ``ServerView.client_ids`` has all of them."""
         self.key = torch.zeros((), dtype=torch.int64, device=device)
         self.drawn: Slot = {}
         """This step's row of the method's ``draws``."""
@@ -419,45 +505,45 @@ class Client:
     def forward(self, x: Tensor) -> Output:
         """Feature and logits under the current weights.
 
-        The first pass of a training step is the main one: it moves BatchNorm statistics and its
-        features make the prototypes. Further passes of the same step do neither.
+        The first pass of a training step is the main one: it updates BatchNorm statistics, and
+        its features make the prototypes. Further passes of the same step do neither.
         """
         if self._main is None or not self.network.training:
             out = self.method.forward(self, x)
             self._main = out.feature
             return out
-        with _still(self.network):
+        with _frozen_statistics(self.network):
             return self.method.forward(self, x)
 
-    def probe(self, x: Tensor, model: Slot) -> Output:
+    def forward_with(self, model: Slot, x: Tensor) -> Output:
         """Feature and logits under other weights, in evaluation mode and without gradient."""
         was_training = self.network.training
         self.network.eval()
         with torch.no_grad():
             out: Output = functional_call(
-                _Swap(self, self.method), {f"network.{n}": t for n, t in model.items()}, (x,)
+                _Swapped(self, self.method), {f"network.{n}": t for n, t in model.items()}, (x,)
             )
         self.network.train(was_training)
         return out
 
     def uniform(self, *shape: int) -> Tensor:
-        """Keyed uniform numbers in (0, 1); each draw of a step gives others."""
+        """Keyed uniform numbers in (0, 1), different for each draw of a step."""
         self._draws += 1
         return keys.uniform(self.key, self._draws, shape)
 
     def normal(self, *shape: int) -> Tensor:
-        """Keyed standard normal numbers; each draw of a step gives others."""
+        """Keyed standard normal numbers, different for each draw of a step."""
         self._draws += 1
         return keys.normal(self.key, self._draws, shape)
 
     # ---- cold ----------------------------------------------------------------------------------
 
     def model(self) -> Slot:
-        """A copy of the model as it is now, buffers included."""
+        """A copy of the current model, buffers included."""
         return {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
     def class_means(self) -> tuple[Tensor, Tensor]:
-        """Mean feature [K, d] of each class and how many samples [K] it is made of."""
+        """The mean feature [K, d] of each class, and the number of samples [K] behind it."""
         if self._sum_Kd is None or self._count_K is None:
             raise RuntimeError(
                 f"{type(self.method).__name__} asks for class means but collects none: "
@@ -468,7 +554,7 @@ class Client:
     def features(self) -> tuple[Tensor, Tensor]:
         """Features [n, d] and labels [n] of all training samples: a clean pass, no gradient.
 
-        In float32 also where the network computes in bfloat16: prototypes are made of them.
+        In float32 even where the network computes in bfloat16: prototypes are made of them.
         """
         zs, ys = [], []
         for x, y in self._batches("train"):
@@ -489,7 +575,7 @@ class Client:
         """Accuracy (0 to 1) and mean cross-entropy of a model on a part of the client's data."""
         right = loss = count = 0.0
         for x, y in self._batches(part):
-            logits = widened(self.probe(x, model).logits)
+            logits = widened(self.forward_with(model, x).logits)
             right += float((logits.argmax(1) == y).sum())
             loss += float(nn.functional.cross_entropy(logits, y, reduction="sum"))
             count += len(y)
@@ -500,7 +586,7 @@ class Client:
     # ---- for the system ------------------------------------------------------------------------
 
     def begin_step(self, key: int | Tensor) -> None:
-        """Start a step: its key, and the next forward pass is the main one."""
+        """Start a step with its key; the next forward pass is the main one."""
         if isinstance(key, Tensor):
             self.key = key
         else:
@@ -510,7 +596,7 @@ class Client:
 
     @property
     def draws(self) -> tuple[Tensor, int]:
-        """Where the step's draws stand: its key, and how many there were."""
+        """The state of the step's draws: its key, and how many there were."""
         return self.key, self._draws
 
     @draws.setter
@@ -518,7 +604,7 @@ class Client:
         self.key, self._draws = at
 
     def begin_prototypes(self) -> None:
-        """Empty buffers for the class sums."""
+        """Reset the class sums."""
         self._sum_Kd = self._count_K = None
 
     def main_feature(self) -> Tensor:
@@ -531,7 +617,7 @@ class Client:
         self._add(self.main_feature(), y)
 
     def use_sums(self, sum_Kd: Tensor, count_K: Tensor) -> None:
-        """Class sums that are kept elsewhere."""
+        """Take class sums that are kept elsewhere."""
         self._sum_Kd, self._count_K = sum_Kd, count_K
 
     def collect_post(self) -> None:
@@ -557,11 +643,11 @@ class Client:
 
     def _batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         if self.clean is None:
-            raise RuntimeError("there are no samples here: the server evaluates")
+            raise RuntimeError("the server has no samples: only clients do")
         return self.clean(part)
 
 
-class _Swap(nn.Module):
+class _Swapped(nn.Module):
     """Lets ``functional_call`` replace the network's tensors while a method's forward runs."""
 
     def __init__(self, client: Client, method: Method) -> None:
@@ -574,8 +660,8 @@ class _Swap(nn.Module):
 
 
 @contextmanager
-def _still(network: nn.Module) -> Iterator[None]:
-    """BatchNorm normalizes with the batch, as in training, but its buffers do not move."""
+def _frozen_statistics(network: nn.Module) -> Iterator[None]:
+    """BatchNorm normalizes by the batch, as in training, without updating its buffers."""
     norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     for m in norms:
         m.track_running_stats = False
@@ -593,12 +679,12 @@ class Messages(Protocol):
     """Where the round's messages wait; a slot is read when it is asked for."""
 
     def get(self, name: str, slot: str) -> Slot:
-        """A slot of a client's message; empty if it has none of that name."""
+        """A slot of a client's message; empty if the message has none of that name."""
 
 
 @dataclass(frozen=True)
 class ServerView:
-    """What a method's server hooks see: state, the round, and who takes part in the federation."""
+    """What the server hooks see: state, round, and the clients of the whole federation."""
 
     state: Tree
     round: int
@@ -607,10 +693,18 @@ class ServerView:
     sizes: Sizes
     seed: int = 0
 
+    def client_ids(self) -> Tensor:
+        """``client.id`` of every client [M], in the order of ``clients``."""
+        return torch.tensor([keys.key(name) for name in self.clients])
+
+    def generator(self, *purpose: int | str) -> np.random.Generator:
+        """A random generator keyed by the run's seed, the round and a purpose."""
+        return keys.generator(self.seed, self.round, *purpose)
+
 
 @dataclass(frozen=True)
 class Update:
-    """One client's contribution to a round; ``update["slot"]`` gives a slot of its message."""
+    """One client's contribution to a round; ``update["slot"]`` is a slot of its message."""
 
     name: str
     samples: int
@@ -626,11 +720,11 @@ class Update:
 
 
 def share_hyper() -> Any:
-    """The hyper-parameter ``share`` of methods that exist with and without a common model."""
+    """The hyper-parameter ``share`` of methods that work with and without a common model."""
     return hyper(
         "auto",
         "",
-        "what travels: model (and prototypes), prototypes (alone), auto: the model unless "
+        "what travels: model (and prototypes), prototypes (alone), auto: the model unless the "
         "clients' models differ",
         choices=("auto", "model", "prototypes"),
     )
@@ -638,38 +732,21 @@ def share_hyper() -> Any:
 
 def proto_pass_hyper(features: str) -> Any:
     """The hyper-parameter ``proto_pass``; ``features`` names the equation it is about."""
-    meaning = f"{features}: while training the last epoch, or a clean pass afterwards"
+    meaning = f"{features}: during the last training epoch, or in a clean pass afterwards"
     return hyper("last_epoch", "", meaning, choices=("last_epoch", "post"))
 
 
-def no_prototypes(sizes: Sizes) -> Slot:
-    """The slot of one prototype a class before there is any: mask 0."""
-    K, d = sizes.classes, sizes.features
-    return {"mean": torch.zeros(K, d), "mask": torch.zeros(K)}
-
-
-def upload_means(client: Client) -> Tree:
-    """A client's class means and their counts; a class it does not have has count 0."""
+def upload_class_means(client: Client) -> Tree:
+    """A client's class means with their counts; a class it does not have has count 0."""
     mean, count = client.class_means()
     return {"prototypes": {"mean": mean, "count": count}}
 
 
-def uploaded_means(updates: Sequence[Update]) -> tuple[Tensor, Tensor]:
-    """The class means [M, K, d] and counts [M, K] of a round's clients."""
-    return (
-        torch.stack([u["prototypes"]["mean"] for u in updates]),
-        torch.stack([u["prototypes"]["count"] for u in updates]),
-    )
-
-
-def owned(means_MKd: Tensor, counts_MK: Tensor) -> list[Tensor]:
-    """The class means of each class's owners, [M_k, d] each."""
-    return [means_MKd[counts_MK[:, k] > 0, k] for k in range(means_MKd.shape[1])]
-
-
-def clustered(classes: Iterable[Tensor], level: str = "last") -> list[Tensor]:
-    """The means of FINCH's clusters of each class's rows; a class without rows stays without."""
-    return [cluster_means(rows, level) if len(rows) else rows for rows in classes]
+def clients_class_means(updates: Sequence[Update]) -> Prototypes:
+    """The class means that the round's M clients sent, as a table [K, M, d]: one row per owner."""
+    mean_MKd = torch.stack([u["prototypes"]["mean"] for u in updates])
+    count_MK = torch.stack([u["prototypes"]["count"] for u in updates])
+    return Prototypes(mean_MKd.transpose(0, 1), count_MK.T)
 
 
 def zeros(model: Slot, names: Iterable[str]) -> Slot:
@@ -677,11 +754,51 @@ def zeros(model: Slot, names: Iterable[str]) -> Slot:
     return {n: torch.zeros_like(model[n]) for n in names if n in model}
 
 
+def weighted_mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot:
+    """The weighted mean of a slot, one update in memory at a time, in the given order.
+
+    Sums are float64, so the mean of equal models is that model. Integers (BatchNorm's counter)
+    are not averaged: the largest is taken.
+    """
+    total = math.fsum(weights)
+    sums: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
+    first: dict[str, torch.Size] = {}
+    entries: Slot = {}
+    for update, weight in zip(updates, weights, strict=True):
+        entries = update[slot]
+        shapes = {name: t.shape for name, t in entries.items()}
+        first = shapes if update is updates[0] else first
+        if shapes != first:
+            different = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
+            raise ProtofedError(
+                f"{update.name} and {updates[0].name} sent different entries in '{slot}': "
+                f"{different}"
+            )
+        floats = {name: entries[name] for name in first if entries[name].is_floating_point()}
+        # All entries at once: one by one, a round of twenty small networks is thousands of kernels.
+        parts = [torch.empty_like(t, dtype=torch.float64) for t in floats.values()]
+        if parts:
+            torch._foreach_copy_(parts, list(floats.values()))
+            torch._foreach_mul_(parts, weight / total)
+        if sums:
+            torch._foreach_add_(list(sums.values()), parts)
+        else:
+            sums = dict(zip(floats, parts, strict=True))
+        for name in entries.keys() - floats.keys():
+            t = entries[name]
+            largest[name] = torch.maximum(largest[name], t) if name in largest else t.clone()
+    return {
+        name: sums[name].to(entries[name].dtype) if name in sums else largest[name]
+        for name in first
+    }
+
+
 class _KnownGradient(torch.autograd.Function):
     """A value whose gradient by each tensor is ``factor`` times a known direction.
 
-    Sums over all weights are a dozen small operations for each of a network's tensors if autograd
-    records them, which on a GPU costs a quarter of a small step; this is one call for all tensors.
+    If autograd records a sum over all weights, it is a dozen small operations for each tensor of
+    the network, a quarter of a small step on a GPU; this is one call for all tensors.
     """
 
     @staticmethod
@@ -694,16 +811,16 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # asked with create_graph
+        if torch.is_grad_enabled():  # called with create_graph
             raise NoSecondDerivative(
-                "this sum over all weights has no second derivative: write it as tensor "
-                "expressions, (p - start[n]).square().sum(), where one is needed"
+                "this sum over all weights has no second derivative; where you need one, write it as "
+                "tensor expressions: (p - start[n]).square().sum()"
             )
         return None, None, None, *torch._foreach_mul(ctx.saved_tensors, ctx.factor * gradient)
 
 
 def squared_distance(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-    """‖θ − θ^t‖² over the trainable entries; its gradient is 2 (θ − θ^t), at θ = θ^t too."""
+    """‖θ − θ^t‖² over the trainable entries; its gradient is 2 (θ − θ^t), also at θ = θ^t."""
     by = list(parameters.values())
     with torch.no_grad():
         difference = torch._foreach_sub(by, [start[n] for n in parameters])
@@ -712,7 +829,7 @@ def squared_distance(parameters: Mapping[str, Tensor], start: Mapping[str, Tenso
     return distance
 
 
-def inner(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+def inner_product(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
     """⟨direction, θ⟩: a linear term whose gradient is the direction itself."""
     by, directions = list(parameters.values()), [direction[n] for n in parameters]
     with torch.no_grad():
@@ -722,10 +839,10 @@ def inner(parameters: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> 
 
 
 def effective_steps(steps: int, momentum: float) -> float:
-    """How many gradients the change of ``steps`` SGD steps holds, in units of the learning rate.
+    """How many gradients add up to the change of ``steps`` SGD steps, per unit of learning rate.
 
-    With momentum ρ the gradient of step k enters this step and all later ones, 1 + ρ + ρ² + ...
-    times; over τ steps that makes Σ_k (1 − ρ^k)/(1 − ρ) = (τ − ρ(1 − ρ^τ)/(1 − ρ))/(1 − ρ).
+    With momentum ρ, a step's gradient enters that step and all later ones, 1 + ρ + ρ² + ...
+    times; over τ steps this gives Σ_k (1 − ρ^k)/(1 − ρ) = (τ − ρ(1 − ρ^τ)/(1 − ρ))/(1 − ρ).
     """
     rho = momentum
     return (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)

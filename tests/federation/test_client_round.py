@@ -392,7 +392,7 @@ def test_probe_uses_other_weights_and_changes_nothing(training: bool) -> None:
     before = start(net)
     client = Client(FedAvg(), net, SIZES, received=before, mine={})
     client.begin_step(1)
-    out = client.probe(x, other)
+    out = client.forward_with(other, x)
     reference = network(norm=True)
     reference.load_state_dict(other)
     with torch.no_grad():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import NAMES, SIZES, network, recorded, server_of
+from tests.methods.helpers import NAMES, SIZES, network, recorded, server_of
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
@@ -89,11 +89,11 @@ def test_three_rounds_by_hand(variant, options):
 def test_yogis_v_falls_by_the_square_only():
     # far above Δ² Adam's v shrinks by a factor, Yogi's by (1−β₂)Δ²
     v, square = torch.tensor([4.0]), torch.tensor([1e-4])
-    assert FedAdam(variant="yogi").second(v, square).item() == pytest.approx(4 - 1e-6, abs=1e-7)
-    assert FedAdam(variant="adam").second(v, square).item() == pytest.approx(3.96, abs=1e-5)
-    assert FedAdam(variant="adagrad").second(v, square).item() == pytest.approx(4.0001, abs=1e-6)
+    assert FedAdam(variant="yogi")._next_v(v, square).item() == pytest.approx(4 - 1e-6, abs=1e-7)
+    assert FedAdam(variant="adam")._next_v(v, square).item() == pytest.approx(3.96, abs=1e-5)
+    assert FedAdam(variant="adagrad")._next_v(v, square).item() == pytest.approx(4.0001, abs=1e-6)
     v = torch.tensor([1e-4])
-    assert FedAdam(variant="yogi").second(v, 4 + 0 * v).item() == pytest.approx(0.0401, abs=1e-6)
+    assert FedAdam(variant="yogi")._next_v(v, 4 + 0 * v).item() == pytest.approx(0.0401, abs=1e-6)
 
 
 def test_the_first_step_has_no_bias_correction():

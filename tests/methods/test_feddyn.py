@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import (
+from tests.methods.helpers import (
     NAMES,
     SIZES,
     check_gradients,

@@ -55,10 +55,10 @@ def by_autograd(method, updates, start, round=2, seed=5):
         layer.weight.copy_(start["head.weight"])
         layer.bias.copy_(start["head.bias"])
     optimizer = torch.optim.SGD(layer.parameters(), lr=method.eta)
-    for epoch in range(method.epochs):
+    for epoch in range(method.header_epochs):
         order = keys.generator(seed, round, epoch, "header").permutation(len(pairs))
-        for begin in range(0, len(order), method.batch):
-            chosen = [pairs[i] for i in order[begin : begin + method.batch]]
+        for begin in range(0, len(order), method.header_batch):
+            chosen = [pairs[i] for i in order[begin : begin + method.header_batch]]
             z, y = torch.stack([z for z, _ in chosen]), torch.tensor([k for _, k in chosen])
             optimizer.zero_grad()
             nn.functional.cross_entropy(layer(z), y).backward()
@@ -66,7 +66,9 @@ def by_autograd(method, updates, start, round=2, seed=5):
     return layer.weight.detach(), layer.bias.detach()
 
 
-@pytest.mark.parametrize("method", [FedGH(), FedGH(eta=0.3, epochs=2, batch=4), FedGH(batch=100)])
+@pytest.mark.parametrize(
+    "method", [FedGH(), FedGH(eta=0.3, header_epochs=2, header_batch=4), FedGH(header_batch=100)]
+)
 def test_the_server_trains_the_header_on_the_means_that_are_there(method):
     updates = updates_of([[3, 1, 0], [9, 0, 0], [1, 1, 1]])  # six pairs
     new = aggregate(method, updates, header())
@@ -87,7 +89,7 @@ def test_a_step_by_hand():
 
 def test_other_rounds_and_seeds_take_another_order():
     updates = updates_of([[1, 1, 1], [1, 1, 1], [1, 1, 1]])
-    method = FedGH(batch=1, eta=0.5)
+    method = FedGH(header_batch=1, eta=0.5)
     first, again, round, seed = (
         aggregate(method, updates, header(), *at)["model"]["head.weight"]
         for at in ((2, 5), (2, 5), (3, 5), (2, 6))

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import numbers
+from tests.methods.helpers import numbers
 from torch import nn
 
 from protofed import methods
@@ -15,6 +15,7 @@ from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedMLP
 from protofed.methods.fedmlp import semantic
 from protofed.models import Network
+from protofed.prototypes import Prototypes
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 
@@ -55,7 +56,7 @@ def groups_by_hand(C, mask):
 def test_groups_are_finchs_first_partition(classes, seed):
     C = numbers(seed, classes, D)
     mask = (torch.arange(classes) % 4 != seed).float() if classes > 3 else torch.ones(classes)
-    S = semantic(C, mask)
+    S = semantic(Prototypes(C, mask))
     expected = groups_by_hand(C.numpy(), mask.tolist())
     assert int(S["mask"].sum()) == len(expected)
     assert S["mask"].tolist() == [1.0] * len(expected) + [0.0] * (classes - len(expected))
@@ -70,7 +71,7 @@ def test_groups_are_finchs_first_partition(classes, seed):
 
 def test_two_pairs_of_directions_are_two_groups():
     C = torch.tensor([[1, 0, 0], [0, 1, 0], [2, 0.1, 0], [0, 3, 0.1]])
-    S = semantic(C, torch.ones(4))
+    S = semantic(Prototypes(C, torch.ones(4)))
     assert S["group"].tolist() == [0, 1, 0, 1]
     assert torch.allclose(S["mean"][:2], torch.tensor([[1.5, 0.05, 0], [0, 2, 0.05]]))
     assert S["mask"].tolist() == [1, 1, 0, 0]
@@ -80,7 +81,7 @@ def test_it_is_the_first_partition_and_not_the_last():
     # four pairs; the pairs themselves lie in two halves
     angles = np.radians([0, 1, 20, 21, 180, 181, 200, 201])
     C = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 1))
-    assert semantic(C, torch.ones(8))["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert semantic(Prototypes(C, torch.ones(8)))["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_before_round_0_there_is_nothing():
@@ -97,7 +98,7 @@ def test_before_round_0_there_is_nothing():
 def received(mask=(1, 1, 1, 1, 1)):
     """What lies under a 0 must not matter."""
     C, mask = numbers(11, K, D), torch.tensor(mask, dtype=torch.float32)
-    S = semantic(C, mask)
+    S = semantic(Prototypes(C, mask))
     S["mean"] = S["mean"].masked_fill(S["mask"][:, None] == 0, 55.0)
     C = C.masked_fill(mask[:, None] == 0, 77.0)
     return {"prototypes": {"mean": C, "mask": mask}, "semantic": S}

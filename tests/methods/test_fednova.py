@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import NAMES, SIZES, close, network, recorded, same, server_of
+from tests.methods.helpers import NAMES, SIZES, close, network, recorded, same, server_of
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError

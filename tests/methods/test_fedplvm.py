@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import (
+from tests.methods.helpers import (
     D,
     Given,
     K,

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from tests.methods.method_scenes import (
+from tests.methods.helpers import (
     D,
     Given,
     K,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.methods.method_scenes import D, Given, K, cross_entropy, numbers
+from tests.methods.helpers import D, Given, K, cross_entropy, numbers
 
 from protofed.federation.client_round import train_client
 from protofed.federation.simulation import Federation

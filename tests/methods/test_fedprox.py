@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import D, K, cross_entropy, network, numbers, same
+from tests.methods.helpers import D, K, cross_entropy, network, numbers, same
 
 from protofed.config import make_config
 from protofed.federation.client_round import train_client

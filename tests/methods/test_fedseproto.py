@@ -399,7 +399,7 @@ def test_the_teacher_is_held_constant():
     grads = moved(net, FedSeProto().loss(client, batch)["kd"])
     assert not any(g.any() for n, g in grads.items() if n.startswith("encoder."))
     assert grads["semantic.bias"].any()
-    assert FedSeProto().constant_parts == ("kd",)
+    assert FedSeProto().detached_terms == ("kd",)
 
 
 # ---- the two phases -----------------------------------------------------------------------------

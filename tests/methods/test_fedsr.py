@@ -251,7 +251,7 @@ def by_hand(net, x, samples=20, key=KEY):
 
 @pytest.mark.parametrize("samples", [1, 20])
 def test_a_prediction_is_the_mean_softmax_of_samples(samples):
-    method = FedSR(samples=samples)
+    method = FedSR(z_samples=samples)
     client, net, batch = scene(method)
     x = batch.x.numpy()
     got = array(method.predict(client, batch.x))
@@ -466,7 +466,7 @@ def test_missing_classes_keep_their_rows_and_one_client_is_enough():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"c1": -1}, {"c2": -0.1}, {"samples": 0}, {"samples": 1.5}, {"c1": math.nan}]
+    "wrong", [{"c1": -1}, {"c2": -0.1}, {"z_samples": 0}, {"z_samples": 1.5}, {"c1": math.nan}]
 )
 def test_impossible_values_are_refused_by_name(wrong):
     with pytest.raises(ProtofedError, match=next(iter(wrong))):

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import D, Given, K, cosine, numbers, rows_of, table
+from tests.methods.helpers import D, Given, K, cosine, numbers, rows_of, table
 from torch import nn
 
 from protofed.config import make_config

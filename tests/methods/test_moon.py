@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import D, K, cosine, numbers, recorded, same
+from tests.methods.helpers import D, K, cosine, numbers, recorded, same
 from torch import nn
 
 from protofed import tree

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tests.methods.method_scenes import (
+from tests.methods.helpers import (
     NAMES,
     SIZES,
     check_gradients,
@@ -122,7 +122,7 @@ def test_the_new_control_by_hand(steps, lr):
 @pytest.mark.parametrize("steps", [1, 2, 10])
 def test_of_constant_gradients_the_control_is_the_gradient(rho, steps):
     # SGD itself does the steps: with c_m the mean gradient, momentum must cancel out
-    method = Scaffold(momentum=rho)
+    method = Scaffold(rho=rho)
     client, net, start, c, c_m, _ = scene(method, steps, lr=0.05)
     gradient = {n: numbers(50 + i, *start[n].shape) for i, n in enumerate(NAMES)}
     with torch.no_grad():
@@ -161,11 +161,11 @@ def test_state_begins_at_0_over_trainable_entries_only():
 
 
 def test_defaults_limits_and_the_phase():
-    assert Scaffold().options() == {"eta_g": 1.0, "momentum": 0.0}
+    assert Scaffold().options() == {"eta_g": 1.0, "rho": 0.0}
     (phase,) = Scaffold().phases(0, 10)
     assert (phase.momentum, phase.epochs, phase.lr) == (0.0, None, None)
-    assert Scaffold(momentum=0.9).phases(0, 10)[0].momentum == 0.9
-    for wrong in ({"momentum": 1.0}, {"momentum": -0.1}, {"eta_g": 0.0}):
+    assert Scaffold(rho=0.9).phases(0, 10)[0].momentum == 0.9
+    for wrong in ({"rho": 1.0}, {"rho": -0.1}, {"eta_g": 0.0}):
         with pytest.raises(ProtofedError):
             Scaffold(**wrong)
 
@@ -244,7 +244,7 @@ def test_one_client_is_fedavg_without_momentum_bit_for_bit():
 def test_momentum_is_the_methods_own():
     models = [run(tiny_task(), Scaffold(), **{**TINY, "momentum": m}).model for m in (0.9, 0.0)]
     assert same(*models)
-    ours = federation(method=Scaffold(momentum=0.9), momentum=0.0)
+    ours = federation(method=Scaffold(rho=0.9), momentum=0.0)
     plain = federation(method=FedAvg(), momentum=0.9)
     ours.run_round(), plain.run_round()
     assert same(ours.model, plain.model)
@@ -313,6 +313,6 @@ def test_traffic_is_the_models_and_the_trainable_entries_once_more():
 def test_missing_class_and_one_client_are_finite():
     missing = tiny_task({"left": [0, 1, 2], "right": [0, 1]})
     for task, settings in ((missing, {}), (tiny_task(), {"clients": {"left": 1}})):
-        for method in (Scaffold(), Scaffold(momentum=0.9)):
+        for method in (Scaffold(), Scaffold(rho=0.9)):
             result = run(task, method, **{**TINY, **settings})
             assert all(t.isfinite().all() for t in result.model.values())

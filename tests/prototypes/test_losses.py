@@ -9,7 +9,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protofed.errors import ProtofedError
-from protofed.prototypes import class_means, class_sums, consistency, contrast, cosine, nearest
+from protofed.prototypes import (
+    Prototypes,
+    class_means,
+    class_sums,
+    consistency,
+    contrast,
+    cosine,
+    nearest,
+)
 
 B, K, J, D = 9, 5, 3, 6
 
@@ -87,37 +95,41 @@ def test_cosine_of_short_and_long_rows_has_a_finite_gradient(length: float) -> N
 def test_contrast_against_a_loop(tau: float) -> None:
     z, mean = table()
     expected = naive_contrast(z, Y, mean, MASK, tau)
-    assert contrast(z, Y, mean, MASK, tau).item() == pytest.approx(expected, rel=1e-10)
-    as_tensor = contrast(z, Y, mean, MASK, torch.tensor(tau, dtype=torch.float64))
+    assert contrast(z, Y, Prototypes(mean, MASK), tau).item() == pytest.approx(expected, rel=1e-10)
+    as_tensor = contrast(z, Y, Prototypes(mean, MASK), torch.tensor(tau, dtype=torch.float64))
     assert as_tensor.item() == pytest.approx(expected, rel=1e-10)
-    assert contrast(z, Y, mean, MASK.float(), tau=tau).item() == pytest.approx(expected, rel=1e-10)
+    assert contrast(z, Y, Prototypes(mean, MASK.float()), tau=tau).item() == pytest.approx(
+        expected, rel=1e-10
+    )
     # What stands where there is no prototype does not matter.
     other = torch.where(MASK[..., None] > 0, mean, torch.full_like(mean, 7))
-    assert contrast(z, Y, other, MASK, tau).item() == pytest.approx(expected, rel=1e-10)
+    assert contrast(z, Y, Prototypes(other, MASK), tau).item() == pytest.approx(expected, rel=1e-10)
 
 
 def test_nearest_is_the_smallest_distance_to_a_prototype_that_is_there() -> None:
     rng = np.random.default_rng(0)
     z, mean = rng.normal(size=(20, 5)), rng.normal(size=(4, 5))
     mean[2] = z[0]  # nearest of all, but not there
-    scores = nearest(torch.from_numpy(z), torch.from_numpy(mean), torch.tensor([1.0, 1, 0, 1]))
+    scores = nearest(
+        torch.from_numpy(z), Prototypes(torch.from_numpy(mean), torch.tensor([1.0, 1, 0, 1]))
+    )
     for i in range(20):
         square = {k: float(((z[i] - mean[k]) ** 2).sum()) for k in (0, 1, 3)}
         assert int(scores[i].argmax()) == min(square, key=square.__getitem__)
         assert all(float(scores[i, k]) == pytest.approx(-d) for k, d in square.items())
-    assert nearest(torch.ones(1, 5), torch.zeros(4, 5), torch.zeros(4)).isfinite().all()
+    assert nearest(torch.ones(1, 5), Prototypes(torch.zeros(4, 5), torch.zeros(4))).isfinite().all()
 
 
 def test_contrast_by_hand() -> None:
     # Own prototypes at cosine 1 and 0, another class's at cosine 0: (e + 1) / (e + 2).
     mean = torch.tensor([[[2.0, 0.0], [0.0, 5.0]], [[0.0, 1.0], [0.0, 0.0]]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    loss = contrast(torch.tensor([[3.0, 0.0]]), torch.tensor([0]), mean, mask, 1.0)
+    loss = contrast(torch.tensor([[3.0, 0.0]]), torch.tensor([0]), Prototypes(mean, mask), 1.0)
     assert loss.item() == pytest.approx(math.log((math.e + 2) / (math.e + 1)), rel=1e-6)
     # With one more sample of a class that has none, the sum is divided by 2 all the same.
     mean, mask = torch.cat([mean, mean[:1]]), torch.cat([mask, torch.zeros(1, 2)])
     z = torch.tensor([[3.0, 0.0], [1.0, 1.0]])
-    half = contrast(z, torch.tensor([0, 2]), mean, mask, 1.0)
+    half = contrast(z, torch.tensor([0, 2]), Prototypes(mean, mask), 1.0)
     assert half.item() == pytest.approx(loss.item() / 2, rel=1e-6)
 
 
@@ -125,14 +137,14 @@ def test_contrast_by_hand() -> None:
 def test_contrast_gradient(tau: float) -> None:
     z, mean = table(1)
     z.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: contrast(z, Y, mean, MASK, tau), z)
+    assert torch.autograd.gradcheck(lambda z: contrast(z, Y, Prototypes(mean, MASK), tau), z)
 
 
 def test_contrast_moves_no_prototype() -> None:
     z, mean = table()
     z.requires_grad_()
     mean.requires_grad_()
-    contrast(z, Y, mean, MASK, 0.1).backward()
+    contrast(z, Y, Prototypes(mean, MASK), 0.1).backward()
     assert mean.grad is None
     assert z.grad is not None
     # Classes without a prototype (samples 3 and 6) get nothing, every other sample something.
@@ -143,7 +155,7 @@ def test_contrast_moves_no_prototype() -> None:
 def test_contrast_without_any_prototype_is_exactly_zero(filled: bool) -> None:
     z, mean = (t.float() for t in table())
     z.requires_grad_()
-    loss = contrast(z, Y, mean if filled else mean * 0, torch.zeros(K, J), 0.02)
+    loss = contrast(z, Y, Prototypes(mean if filled else mean * 0, torch.zeros(K, J)), 0.02)
     loss.backward()
     assert loss.item() == 0.0
     assert z.grad is not None and not z.grad.any() and z.grad.isfinite().all()
@@ -152,7 +164,7 @@ def test_contrast_without_any_prototype_is_exactly_zero(filled: bool) -> None:
 def test_contrast_of_a_batch_whose_classes_have_no_prototype() -> None:
     z, mean = (t.float() for t in table())
     z.requires_grad_()
-    loss = contrast(z, torch.full((B,), 3), mean, MASK.float(), 0.02)
+    loss = contrast(z, torch.full((B,), 3), Prototypes(mean, MASK.float()), 0.02)
     loss.backward()
     assert loss.item() == 0.0
     assert z.grad is not None and not z.grad.any() and z.grad.isfinite().all()
@@ -164,7 +176,7 @@ def test_contrast_at_a_tiny_temperature() -> None:
         torch.randn(3, 2, 8, generator=torch.manual_seed(0)), dim=2
     )
     z = (mean[[0, 1, 2], 0] * 5 + 1e-3).requires_grad_()
-    loss = contrast(z, torch.tensor([0, 1, 0]), mean, torch.ones(3, 2), 0.001)
+    loss = contrast(z, torch.tensor([0, 1, 0]), Prototypes(mean, torch.ones(3, 2)), 0.001)
     loss.backward()
     # The third lies at another class's prototype: (1 - its nearest own cosine) / 0.001, over 3.
     nearest = cosine(z.detach(), mean.flatten(0, 1))[2]
@@ -177,20 +189,20 @@ def test_contrast_of_a_dead_feature() -> None:
     z, mean = (t.float() for t in table())
     z[0] = 0
     z.requires_grad_()
-    loss = contrast(z, Y, mean, MASK.float(), 0.02)
+    loss = contrast(z, Y, Prototypes(mean, MASK.float()), 0.02)
     loss.backward()
     assert loss.isfinite()
     assert z.grad is not None and z.grad.isfinite().all()
     assert not z.grad[0].any() and z.grad[1].any()
     # All cosines 0: three own prototypes of seven.
-    alone = contrast(z[:1].detach(), Y[:1], mean, MASK.float(), 0.02)
+    alone = contrast(z[:1].detach(), Y[:1], Prototypes(mean, MASK.float()), 0.02)
     assert alone.item() == pytest.approx(math.log(7 / 3), rel=1e-6)
 
 
 def test_contrast_does_not_hide_a_feature_that_is_not_finite() -> None:
     z, mean = table()
     z[0, 0] = torch.nan
-    assert contrast(z, Y, mean, MASK, 0.1).isnan()
+    assert contrast(z, Y, Prototypes(mean, MASK), 0.1).isnan()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -198,12 +210,12 @@ def test_consistency_against_a_loop(reduction: str) -> None:
     z, mean = table()
     target, mask = mean[:, 0], torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
     expected = naive_consistency(z, Y, target, mask, reduction == "mean")
-    loss = consistency(z, Y, target, mask, reduction)
+    loss = consistency(z, Y, Prototypes(target, mask), reduction)
     assert loss.item() == pytest.approx(expected, rel=1e-12) and expected > 0
     target = target.masked_fill(mask[:, None] == 0, torch.nan)
     z.requires_grad_()
     target.requires_grad_()
-    loss = consistency(z, Y, target, mask, reduction)
+    loss = consistency(z, Y, Prototypes(target, mask), reduction)
     loss.backward()
     assert loss.item() == pytest.approx(expected, rel=1e-12)
     assert z.grad is not None and z.grad.any(1).tolist() == (mask[Y] > 0).tolist()
@@ -213,9 +225,9 @@ def test_consistency_against_a_loop(reduction: str) -> None:
 def test_consistency_by_hand() -> None:
     z, target = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([[9.0, 9.0], [4.0, 6.0]])
     y, mask = torch.tensor([1, 0]), torch.tensor([0.0, 1.0])
-    assert consistency(z, y, target, mask, "sum").item() == (9 + 16) / 2
-    assert consistency(z, y, target, mask, "mean").item() == (9 + 16) / 2 / 2
-    assert consistency(z, y, target, mask).item() == (9 + 16) / 2 / 2
+    assert consistency(z, y, Prototypes(target, mask), "sum").item() == (9 + 16) / 2
+    assert consistency(z, y, Prototypes(target, mask), "mean").item() == (9 + 16) / 2 / 2
+    assert consistency(z, y, Prototypes(target, mask)).item() == (9 + 16) / 2 / 2
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -224,7 +236,7 @@ def test_consistency_gradient(reduction: str) -> None:
     mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0])
     z.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda z: consistency(z, Y, mean[:, 1], mask, reduction),
+        lambda z: consistency(z, Y, Prototypes(mean[:, 1], mask), reduction),
         z,
     )
 
@@ -232,7 +244,7 @@ def test_consistency_gradient(reduction: str) -> None:
 def test_consistency_without_any_target_is_exactly_zero() -> None:
     z, mean = table()
     z.requires_grad_()
-    loss = consistency(z, Y, mean[:, 0], torch.zeros(K))
+    loss = consistency(z, Y, Prototypes(mean[:, 0], torch.zeros(K)))
     loss.backward()
     assert loss.item() == 0.0
     assert z.grad is not None and not z.grad.any()
@@ -241,7 +253,7 @@ def test_consistency_without_any_target_is_exactly_zero() -> None:
 def test_consistency_knows_two_reductions() -> None:
     z, mean = table()
     with pytest.raises(ProtofedError, match=r"unknown reduction 'means'.*mean"):
-        consistency(z, Y, mean[:, 0], MASK[:, 0], "means")
+        consistency(z, Y, Prototypes(mean[:, 0], MASK[:, 0]), "means")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -250,12 +262,12 @@ def test_autocast_does_not_reach_the_losses(dtype: torch.dtype) -> None:
     z = torch.rand(64, 512, generator=generator).to(dtype)
     mean = torch.rand(10, 3, 512, generator=generator)
     y, mask, tau = torch.arange(64) % 10, torch.ones(10, 3), 0.02
-    exact = contrast(z.double(), y, mean.double(), mask, tau).item()
-    exact_square = consistency(z.double(), y, mean[:, 0].double(), mask[:, 0]).item()
+    exact = contrast(z.double(), y, Prototypes(mean.double(), mask), tau).item()
+    exact_square = consistency(z.double(), y, Prototypes(mean[:, 0].double(), mask[:, 0])).item()
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = contrast(z, y, mean, mask, tau)
-        square = consistency(z, y, mean[:, 0], mask[:, 0])
+        ours = contrast(z, y, Prototypes(mean, mask), tau)
+        square = consistency(z, y, Prototypes(mean[:, 0], mask[:, 0]))
         unit = torch.nn.functional.normalize(mean.flatten(0, 1), dim=1)
         rough = (torch.nn.functional.normalize(z.float(), dim=1) @ unit.T) / tau
         assert rough.dtype == torch.bfloat16  # autocast is on
@@ -274,7 +286,7 @@ def test_a_bfloat16_feature_gets_a_bfloat16_gradient() -> None:
     z, mean = (t.float() for t in table())
     z = z.bfloat16().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = contrast(z, Y, mean, MASK.float(), 0.1)
+        loss = contrast(z, Y, Prototypes(mean, MASK.float()), 0.1)
     loss.backward()
     assert z.grad is not None and z.grad.dtype == torch.bfloat16 and z.grad.any()
 
@@ -299,7 +311,9 @@ def test_nothing_waits_for_the_device() -> None:
     mask, tau = MASK.float(), torch.tensor(0.1)
     z.requires_grad_()
     with Operations() as seen:
-        loss = contrast(z, Y, mean, mask, tau) + consistency(z, Y, mean[:, 0], mask[:, 0])
+        loss = contrast(z, Y, Prototypes(mean, mask), tau) + consistency(
+            z, Y, Prototypes(mean[:, 0], mask[:, 0])
+        )
         loss.backward()
         class_means(*class_sums(z.detach(), Y, K))
     assert "mm" in seen.names and "logsumexp" in seen.names

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from protofed.prototypes import class_means, class_sums, owners_mean, pad, per_class_mean
+from protofed.prototypes import class_means, class_sums
 
 
 def test_class_sums_and_means() -> None:
@@ -42,38 +42,3 @@ def test_class_sums_of_bfloat16_are_float32(autocast: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         sums, _ = class_sums(torch.full((1, 1), 1.001), torch.zeros(1, dtype=torch.int64), 1)
     assert sums.item() == pytest.approx(1.001, abs=1e-6)
-
-
-def test_owners_mean_counts_every_owner_once() -> None:
-    means = torch.tensor([[[1.0], [5.0], [9.0]], [[3.0], [7.0], [9.0]], [[8.0], [0.0], [9.0]]])
-    counts = torch.tensor([[100, 1, 0], [1, 2, 0], [0, 3, 0]])
-    mean, mask = owners_mean(means, counts)
-    # Client 2 does not have class 0: its 8 is no mean of anything. Nobody has class 2.
-    assert mean.tolist() == [[2], [4], [0]]
-    assert mask.tolist() == [1, 1, 0] and mask.dtype == torch.float32
-
-
-def test_owners_mean_ignores_what_stands_where_nobody_is() -> None:
-    mean, _ = owners_mean(torch.tensor([[[torch.nan]], [[2.0]]]), torch.tensor([[0], [1]]))
-    assert mean.tolist() == [[2]]
-
-
-def test_pad() -> None:
-    clusters = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(0, 2), torch.ones(1, 2)]
-    mean, mask = pad(clusters, 2)
-    assert mean.tolist() == [[[1, 2], [3, 4]], [[0, 0], [0, 0]], [[1, 1], [0, 0]]]
-    assert mask.tolist() == [[1, 1], [0, 0], [1, 0]] and mask.dtype == torch.float32
-
-
-def test_pad_of_nothing() -> None:
-    mean, mask = pad([torch.zeros(0, 3)] * 2, 3)
-    assert mean.shape == (2, 1, 3) and mask.tolist() == [[0], [0]]
-    assert not mean.any()
-
-
-def test_per_class_mean_counts_every_prototype_once() -> None:
-    mean = torch.tensor([[[2.0], [4.0]], [[5.0], [100.0]], [[7.0], [8.0]]])
-    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]])
-    mean, mask = per_class_mean(mean, mask)
-    assert mean.tolist() == [[3], [5], [0]]
-    assert mask.tolist() == [1, 1, 0] and mask.dtype == torch.float32

@@ -266,7 +266,7 @@ COUNTED = """
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-from protofed.methods import Method, hyper
+from protofed.method import Method, hyper
 
 @dataclass(frozen=True)
 class Counted(Method):

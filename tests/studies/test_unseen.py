@@ -283,13 +283,13 @@ def test_the_caption_says_which_methods_weigh_otherwise():
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_method_with_weights_of_its_own_says_what_they_are(name):
     own = METHODS[name].weights is not Method.weights
-    assert bool(create(name).weighing) == own
-    assert create(name).weighing != "a rule of its own"
+    assert bool(create(name).weighting) == own
+    assert create(name).weighting != "its own rule"
 
 
 def test_a_variant_that_weighs_as_the_protocol_says_so():
-    assert FedDyn().weighing == "uniform"
-    assert FedDyn(variant="reference").weighing == ""
+    assert FedDyn().weighting == "uniform"
+    assert FedDyn(variant="reference").weighting == ""
 
 
 def test_a_run_of_an_earlier_version_claims_nothing():

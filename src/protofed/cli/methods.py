@@ -45,7 +45,7 @@ def methods(
     else:
         table = Table("method", "paper", "what travels", box=None, header_style="bold")
         for cls in METHODS.values():
-            table.add_row(cls.name, cls.paper, cls.travels)
+            table.add_row(cls.name, cls.paper, str(cls().slots))
         console.print(table)
         console.print("[dim]protofed methods NAME shows hyper-parameters and deviations.[/dim]")
 
@@ -59,7 +59,7 @@ def _show(name: str, task: str) -> None:
     cls = method_class(name)
     module = sys.modules[cls.__module__]
     console.print(
-        f"[bold]{cls.name}[/bold]   {escape(cls.paper)}\ntravels: {escape(cls.travels)}\n"
+        f"[bold]{cls.name}[/bold]   {escape(cls.paper)}\ntravels: {escape(str(cls().slots))}\n"
     )
     text = escape((module.__doc__ or cls.__doc__ or "").strip())
     console.print(text, highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from protofed.data.augment import Choices, cropped, crops, normalized, padded
 from protofed.data.task import Augment
 from protofed.errors import ProtofedError
 from protofed.federation.setup import ClientData, Setup
-from protofed.method import Batch, Clean
+from protofed.method import Batch, BatchSource
 
 EVALUATION_BATCH = 256
 _PREPARED_BYTES = 128 << 20  # larger sets of images are not kept a second time for cropping
@@ -82,7 +82,7 @@ class ClientBatches:
             yield x, self.images.y[index]
 
 
-def next_public_batches(setup: Setup, data: ClientData, round: int) -> Clean | None:
+def next_public_batches(setup: Setup, data: ClientData, round: int) -> BatchSource | None:
     """Clean batches of the next round's public images; None if the run has none."""
     if setup.public is None:
         return None

@@ -35,7 +35,9 @@ def require_fit(
         common = Sizes(classes, next(iter(sizes.values())), image_size)
         if _fits(method, backbones, common):
             return
-        able = [n for n, cls in METHODS.items() if _fits(cls().apart(), backbones, common)]
+        able = [
+            n for n, cls in METHODS.items() if _fits(cls().for_mixed_models(), backbones, common)
+        ]
         able = [f"{n} as it is by default" if n == method.name else n for n in able]
     raise ProtofedError(
         f"{method.name} sends whole models, or parts that differ between {' and '.join(names)}: "

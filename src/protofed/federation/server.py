@@ -7,55 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from protofed import keys, tree
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
 from protofed.federation.model_state import model_entries
 from protofed.federation.spool import MEMORY_LIMIT, Spool
-from protofed.method import Method, ServerView, Sizes, Update
+from protofed.method import Method, ServerView, Sizes, Update, weighted_mean
 from protofed.models import Network
 from protofed.tree import Slot, Tree
-
-
-def mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot:
-    """The weighted mean of a slot, one update in memory at a time, in the order given.
-
-    Sums are float64, so the mean of equal models is that model. Integers (BatchNorm's counter)
-    are never averaged: the largest is taken.
-    """
-    total = math.fsum(weights)
-    sums: dict[str, Tensor] = {}
-    largest: dict[str, Tensor] = {}
-    first: dict[str, torch.Size] = {}
-    entries: Slot = {}
-    for update, weight in zip(updates, weights, strict=True):
-        entries = update[slot]
-        shapes = {name: t.shape for name, t in entries.items()}
-        first = shapes if update is updates[0] else first
-        if shapes != first:
-            odd = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
-            raise ProtofedError(
-                f"{update.name} and {updates[0].name} sent different entries in '{slot}': {odd}"
-            )
-        floats = {name: entries[name] for name in first if entries[name].is_floating_point()}
-        # All entries at once: one by one, a round of twenty small networks is thousands of kernels.
-        parts = [torch.empty_like(t, dtype=torch.float64) for t in floats.values()]
-        if parts:
-            torch._foreach_copy_(parts, list(floats.values()))
-            torch._foreach_mul_(parts, weight / total)
-        if sums:
-            torch._foreach_add_(list(sums.values()), parts)
-        else:
-            sums = dict(zip(floats, parts, strict=True))
-        for name in entries.keys() - floats.keys():
-            t = entries[name]
-            largest[name] = torch.maximum(largest[name], t) if name in largest else t.clone()
-    return {
-        name: sums[name].to(entries[name].dtype) if name in sums else largest[name]
-        for name in first
-    }
 
 
 class Server:
@@ -129,8 +89,8 @@ class Server:
                 weights = self.method.weights(self.view(), updates)
                 if weights is None:
                     weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
-                # entries that only travel down are the server's own: the mean keeps them
-                averaged = self.state.get("model", {}) | mean(updates, "model", weights)
+                # entries that only go down are the server's own: the mean leaves them as they are
+                averaged = self.state.get("model", {}) | weighted_mean(updates, "model", weights)
                 state = self.method.aggregate(self.view(), averaged, updates)
             self.state = tree.copy(state, self.device)
         self.abandon()

@@ -408,7 +408,7 @@ def weights_policy(network: Network, method: Method, average: str) -> str:
     """What the mean of the clients' models is weighed by, in words."""
     if all(method.shared(e) != "both" for e in model_entries(network)):
         return NO_WEIGHTS
-    return method.weighing or average
+    return method.weighting or average
 
 
 def mean_losses(told: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:

@@ -1,9 +1,16 @@
-"""The methods, one file each; ``base`` is the contract they are written on."""
+"""The methods, one file per paper. A method registers by being defined in this package.
+
+``METHODS`` has every class of this package that names itself, in alphabetical order of the names.
+``protofed.methods.FPL`` and the other classes are attributes of the package; a type checker sees
+them as ``type[Method]``, and sees all of a class in ``from protofed.methods.fpl import FPL``.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,60 +18,38 @@ from typing import Any
 
 from protofed import keys
 from protofed.errors import ProtofedError, unknown
-from protofed.method import Batch, Entry, Hyper, Method, Phase, Sizes, Terms, hyper
-from protofed.methods.copa import COPA
-from protofed.methods.fedadam import FedAdam
-from protofed.methods.fedavg import FedAvg
-from protofed.methods.fedavgm import FedAvgM
-from protofed.methods.fedbn import FedBN
-from protofed.methods.feddyn import FedDyn
-from protofed.methods.fedgh import FedGH
-from protofed.methods.fedmd import FedMD
-from protofed.methods.fedmlp import FedMLP
-from protofed.methods.fednova import FedNova
-from protofed.methods.fedopt import FedOpt
-from protofed.methods.fedplvm import FedPLVM
-from protofed.methods.fedproc import FedProc
-from protofed.methods.fedproto import FedProto
-from protofed.methods.fedprox import FedProx
-from protofed.methods.fedseproto import FedSeProto
-from protofed.methods.fedsr import FedSR
-from protofed.methods.fpl import FPL
-from protofed.methods.ga import FedAvgGA, FedGA
-from protofed.methods.i2pfl import I2PFL
-from protofed.methods.local import Local
-from protofed.methods.moon import Moon
-from protofed.methods.scaffold import Scaffold
+from protofed.method import Method
 
-METHODS: dict[str, type[Method]] = {
-    m.name: m
-    for m in (
-        FedAvg,
-        FedProx,
-        Moon,
-        FedDyn,
-        FedOpt,
-        FedAvgM,
-        FedAdam,
-        FedNova,
-        Scaffold,
-        FedBN,
-        FedProc,
-        FedProto,
-        FPL,
-        FedPLVM,
-        I2PFL,
-        FedSeProto,
-        FedMLP,
-        FedSR,
-        FedAvgGA,
-        FedGA,
-        COPA,
-        Local,
-        FedMD,
-        FedGH,
-    )
-}
+
+def _built_in() -> dict[str, type[Method]]:
+    found: dict[str, type[Method]] = {}
+    for info in pkgutil.iter_modules(__path__, f"{__name__}."):
+        for cls in vars(importlib.import_module(info.name)).values():
+            if isinstance(cls, type) and issubclass(cls, Method) and cls.__module__ == info.name:
+                if not vars(cls).get("name"):  # a base that methods share
+                    continue
+                if cls.name in found:
+                    raise ImportError(f"{found[cls.name]} and {cls} are both named {cls.name!r}")
+                found[cls.name] = cls
+    return dict(sorted(found.items()))
+
+
+METHODS: dict[str, type[Method]] = _built_in()
+
+_CLASSES = {cls.__name__: cls for cls in METHODS.values()}
+
+__all__ = ["METHODS", "create", "fingerprint", "method_class", "reference", *_CLASSES]
+
+
+def __getattr__(name: str) -> type[Method]:
+    try:
+        return _CLASSES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_CLASSES})
 
 
 def method_class(name: str) -> type[Method]:
@@ -77,12 +62,12 @@ def method_class(name: str) -> type[Method]:
 
 
 def create(name: str, options: Mapping[str, Any] | None = None, task: str = "") -> Method:
-    """The method of that name with these hyper-parameters, the others as on that task."""
+    """The method of that name with these hyper-parameters; the others have the task's defaults."""
     return method_class(name).create(options or {}, task)
 
 
 def reference(method: Method) -> str:
-    """The name by which a method can be named again: built-in, or ``path/to/file.py:Class``."""
+    """A name that leads back to the method: built-in, or ``path/to/file.py:Class``."""
     cls = type(method)
     if METHODS.get(cls.name) is cls:
         return cls.name
@@ -93,7 +78,7 @@ def reference(method: Method) -> str:
 
 
 def fingerprint(method: Method) -> str:
-    """Stands for the text of a method that is not built in; empty for those that are."""
+    """A hash of the source of a method that is not built in; empty for those that are."""
     cls = type(method)
     if METHODS.get(cls.name) is cls:
         return ""
@@ -110,9 +95,9 @@ def _from_file(name: str) -> type[Method]:
         raise ProtofedError(f"'{name}' names no class", "write path/to/file.py:Class")
     file = Path(path)
     if not file.is_file():
-        raise ProtofedError(f"no file '{path}' to take method {wanted} from")
-    # One module per content: a method's dataclass needs its module in sys.modules, and two
-    # files of the same name must not meet there.
+        raise ProtofedError(f"there is no file '{path}' to load method {wanted} from")
+    # One module per content: a dataclass needs its module in sys.modules, and two files of the
+    # same name must not collide there.
     module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_bytes().hex()):x}"
     module = sys.modules.get(module_name)
     if module is None:
@@ -122,6 +107,9 @@ def _from_file(name: str) -> type[Method]:
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
+        except ProtofedError as error:
+            del sys.modules[module_name]
+            raise ProtofedError(f"'{path}': {error.message}", error.hint) from error
         except Exception as error:
             del sys.modules[module_name]
             raise ProtofedError(f"'{path}' cannot be imported: {error!r}") from error
@@ -140,44 +128,3 @@ def _from_file(name: str) -> type[Method]:
     if cls.name in METHODS:  # a file's FPL is not the package's
         cls.name = f"{cls.name}-{file.stem}"
     return cls
-
-
-__all__ = [
-    "COPA",
-    "FPL",
-    "I2PFL",
-    "METHODS",
-    "Batch",
-    "Entry",
-    "FedAdam",
-    "FedAvg",
-    "FedAvgGA",
-    "FedAvgM",
-    "FedBN",
-    "FedDyn",
-    "FedGA",
-    "FedGH",
-    "FedMD",
-    "FedMLP",
-    "FedNova",
-    "FedOpt",
-    "FedPLVM",
-    "FedProc",
-    "FedProto",
-    "FedProx",
-    "FedSR",
-    "FedSeProto",
-    "Hyper",
-    "Local",
-    "Method",
-    "Moon",
-    "Phase",
-    "Scaffold",
-    "Sizes",
-    "Terms",
-    "create",
-    "fingerprint",
-    "hyper",
-    "method_class",
-    "reference",
-]

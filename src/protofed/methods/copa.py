@@ -1,26 +1,30 @@
-"""COPA: one extractor for all, a head for each client, an ensemble of the heads.
+"""COPA: one extractor for all, one head per client, an ensemble of the heads.
 
 Wu, Gong: "Collaborative Optimization and Aggregation for Decentralized Domain
 Generalization and Adaptation", ICCV 2021.
 
+A feature that every client's head can read is one that carries over to domains
+nobody has seen.
+
     client m     CE(h_m(f(x))) + Σ_{j≠m} CE(h_j(f(x))),
                  h_m its own head; the others' heads h_j are frozen, and their
-                 gradient goes into f alone
+                 gradient reaches f alone
     server       f averaged by sample counts; heads collected, not averaged
     inference    mean over the heads of softmax h_j(f(x))
+    cost         M heads on each feature
 
-Before a client has sent a head, the common initial one stands in its place:
-in round 0 all the h_j are that. A client that sits out keeps its head, at home
+Until a client has sent a head, the common initial one takes its place; in
+round 0 all h_j are that one. A client that sits out keeps its head, at home
 and at the server. The ensemble is of the heads that have been sent; before
-round 0, of the initial one.
+round 0, it is the initial one.
 
 Deviations
     normalization   The paper's extractor mixes batch and instance
-         normalization (BIN). Its details could not be had, and all methods
+         normalization (BIN). Its details were not available, and all methods
          share one network here: BIN is left out.
-    The sum over j is the form in which a public benchmark runs COPA, with no
+    The sum over j is the form in which a public benchmark runs COPA, without a
     weight. There the global network is tested with a head that never trained;
-    here the ensemble is.
+    here the ensemble is tested.
     All M heads go to every client in one broadcast; it skips its own.
 """
 
@@ -34,10 +38,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed import keys
-from protofed.method import Batch, Client, Entry, Method, ServerView, Sizes, Terms, Update
+from protofed.method import (
+    Batch,
+    Client,
+    Entry,
+    Method,
+    ServerView,
+    Sizes,
+    Slot,
+    Slots,
+    Terms,
+    Tree,
+    Update,
+)
 from protofed.prototypes import full_precision
-from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -46,7 +60,14 @@ class COPA(Method):
 
     name: ClassVar[str] = "copa"
     paper: ClassVar[str] = "Wu, Gong, ICCV 2021"
-    travels: ClassVar[str] = "extractor; own head (up), all heads (down)"
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(
+            model="extractor",
+            up={"head": "its own head"},
+            down={"heads": "the heads of all clients"},
+        )
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
         """The head is the client's own: it is sent in a slot of its own and never averaged."""
@@ -58,7 +79,6 @@ class COPA(Method):
         return {"heads": {"weight": weight[None], "bias": bias[None], "mask": torch.zeros(1)}}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """CE of the own head, and the sum of the others'."""
         z, logits = client.forward(batch.x)
         heads = client.received["heads"]
         logits_BMK = every_head(z, heads)
@@ -69,7 +89,6 @@ class COPA(Method):
         return {"ce": F.cross_entropy(logits, batch.y), "others": others_B.mean()}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """The own head."""
         weight, bias = client.parameters["head.weight"], client.parameters["head.bias"]
         return {"head": {"weight": weight, "bias": bias}}, {}
 
@@ -83,9 +102,9 @@ class COPA(Method):
         return {"model": mean, "heads": heads}
 
     def broadcast(self, server: ServerView) -> Tree:
-        """The extractor and all heads, with the clients' ids: a client knows its own by that."""
-        ids = torch.tensor([keys.key(name) for name in server.clients])
-        return {"model": server.state["model"], "heads": {**_heads(server), "id": ids}}
+        """The extractor and all heads, with the clients' ids, by which a client finds its own."""
+        heads = {**_heads(server), "id": server.client_ids()}
+        return {"model": server.state["model"], "heads": heads}
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
         """The mean of the heads' softmax."""
@@ -102,7 +121,7 @@ def every_head(z_Bd: Tensor, heads: Slot) -> Tensor:
 
 @full_precision
 def ensemble(logits_BMK: Tensor, mask_M: Tensor) -> Tensor:
-    """Class probabilities [B, K], averaged over the heads that were sent; all, if none was."""
+    """Class probabilities [B, K], averaged over the heads that were sent, or all if none was."""
     mask_M = mask_M.masked_fill((mask_M <= 0).all(), 1)
     return (logits_BMK.softmax(2) * mask_M[:, None]).sum(1) / mask_M.sum()
 

@@ -1,13 +1,13 @@
 """FedAvg: the reference of every comparison.
 
-McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning of Deep
-Networks from Decentralized Data", AISTATS 2017.
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas: "Communication-Efficient Learning
+of Deep Networks from Decentralized Data", AISTATS 2017.
 
-    client m   minimizes CE over its own samples, from the global θ^t
-    server     θ^{t+1} = Σ_m (n_m / Σ n) θ_m
+    client m   minimizes CE over its own samples, starting from the global θ^t
+    server     θ^{t+1} = Σ_m (n_m / Σn) θ_m
 
-Deviations: none. The whole state is averaged, BatchNorm statistics included; the integer
-batch counter is not (the largest is taken).
+Deviations: none. The whole state is averaged, BatchNorm statistics included; of
+the integer batch counter, the largest is taken.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 Li, Jiang, Zhang, Kamp, Dou: "FedBN: Federated Learning on Non-IID Features via
 Local Batch Normalization", ICLR 2021.
 
+BatchNorm statistics describe a domain's look. Averaged over domains they fit
+none of them, so they stay at home.
+
     client m    CE, with its own BatchNorm: scale, shift, running statistics
     server      as FedAvg, over all other entries
     state       the BatchNorm entries at each client, never sent
@@ -10,15 +13,15 @@ Local Batch Normalization", ICLR 2021.
                 domain's accuracy is the mean over the clients of that domain
 
 Deviations
-    BatchNorm is told by the layer's type. The authors look for "bn" in names,
-    which would miss those in a ResNet's shortcuts.
-    The authors weigh clients the same (they cut all to one size); here the
+    BatchNorm is recognized by the layer's type. The authors look for "bn" in
+    names, which would miss the layers in a ResNet's shortcuts.
+    The authors weigh clients equally (they cut all to one size); here the
     protocol's rule holds.
     There is no single global model. A domain without clients is tested with
-    the models of all clients; averaged BatchNorm would be another choice.
-    With partial participation a client that has not trained yet is tested
-    with the initial BatchNorm, and does badly.
-    A model without BatchNorm makes this FedAvg.
+    the models of all clients; averaging BatchNorm would be another choice.
+    With partial participation, a client that has not trained yet is tested
+    with the initial BatchNorm and does badly.
+    With a model without BatchNorm, this is FedAvg.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protofed.method import Entry, Method
+from protofed.method import Entry, Method, Slots
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,14 @@ class FedBN(Method):
 
     name: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al., ICLR 2021"
-    travels: ClassVar[str] = "model without BatchNorm"
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(model="model without BatchNorm")
 
     @property
     def evaluates(self) -> str:
-        """Each client its own model."""
         return "clients"
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
-        """All but BatchNorm."""
         return "no" if entry.kind == "bn" else "both"

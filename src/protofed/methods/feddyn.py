@@ -1,22 +1,28 @@
-"""FedDyn: a dynamic regularizer that lets local and global optima agree.
+"""FedDyn: a dynamic regularizer that makes local and global optima agree.
 
 Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama: "Federated Learning
 Based on Dynamic Regularization", ICLR 2021.
+
+Each client remembers in g_m how far its data pulled it in past rounds; the
+linear term cancels that pull, so that the optimum of the regularized local
+objective approaches the global one.
 
     client m    CE − ⟨g_m, θ⟩ + (α/2) ‖θ − θ^t‖²,  gradients clipped at norm 10
                 then g_m ← g_m − α (θ_m − θ^t)
     server      h ← h − (α/M) Σ_{m active} (θ_m − θ^t),  M: all clients
                 θ^{t+1} = mean_{m active} θ_m − h/α
-    state       g_m at each client, h at the server, both 0 at first and both
+    state       g_m at each client, h at the server, both initially 0 and both
                 over trainable entries only; buffers are averaged
+    cost        two passes over the weights per step, and clipping
 
 Deviations
     In the code behind FPL's and I²PFL's rows the regularizer is computed on
     the *global* network's parameters: it has no gradient for the local model,
-    and the server's correction is missing, so their rows are FedAvg.
-    `variant=reference` reproduces that; the default is the algorithm.
+    and the server's correction is missing, so those rows are FedAvg.
+    `variant=reference` reproduces them; the default is the algorithm.
     The authors scale α by 1/(M n_m/Σn); here α is the same for all clients.
-    The authors also report the plain mean of the clients; only θ is tested here.
+    The authors also report the plain mean of the clients; here only θ is
+    tested.
     With momentum 0.9 and BatchNorm the −h/α step can blow up: watch it.
 """
 
@@ -35,14 +41,16 @@ from protofed.method import (
     Phase,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
     hyper,
-    inner,
+    inner_product,
     squared_distance,
     zeros,
 )
-from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -63,31 +71,32 @@ class FedDyn(Method):
 
     @property
     def correct(self) -> bool:
-        """Whether this is the algorithm and not the reference's FedAvg."""
+        """Whether this is the algorithm rather than the reference's FedAvg."""
         return self.variant == "correct"
 
     @property
-    def weighing(self) -> str:
-        """The algorithm's mean over clients is a plain one."""
+    def slots(self) -> Slots:
+        if not self.correct:
+            return Slots()
+        return Slots(client={"g": "g_m, the dual variable"}, server={"h": "h, the correction"})
+
+    @property
+    def weighting(self) -> str:
         return "uniform" if self.correct else ""
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """h = 0."""
         return {"h": zeros(model, sizes.parameters)} if self.correct else {}
 
     def init_client(self, model: Slot, sizes: Sizes) -> Tree:
-        """g_m = 0."""
         return {"g": zeros(model, sizes.parameters)} if self.correct else {}
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
-        """One phase, with clipped gradients."""
         return (Phase(self.loss, clip=self.clip if self.correct else None),)
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """CE, the linear and the quadratic term."""
         terms = {"ce": F.cross_entropy(client.forward(batch.x).logits, batch.y)}
         if self.correct:
-            terms["linear"] = -inner(client.parameters, client.mine["g"])
+            terms["linear"] = -inner_product(client.parameters, client.mine["g"])
             spring = squared_distance(client.parameters, client.start)
             terms["quadratic"] = self.alpha / 2 * spring
         return terms
@@ -103,11 +112,9 @@ class FedDyn(Method):
         return {}, {"g": g}
 
     def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
-        """A plain mean over the active clients."""
         return [1.0] * len(updates) if self.correct else None
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """h, and the mean moved by −h/α."""
         if not self.correct:
             return {"model": mean}
         active = len(updates) / len(server.clients)
@@ -119,5 +126,4 @@ class FedDyn(Method):
         return {"model": mean | moved, "h": h}
 
     def broadcast(self, server: ServerView) -> Tree:
-        """h stays at the server."""
         return {"model": server.state["model"]}

@@ -1,23 +1,23 @@
 """FedGH: different extractors, one header that the server trains on class means.
 
 Yi, Wang, Liu, Shi, Yu: "FedGH: Heterogeneous Federated Learning with Generalized
-Global Header", ACM MM 2023. Client m has an extractor f_m of its own and the
-common header g: d features → K classes.
+Global Header", ACM MM 2023. Client m has its own extractor f_m; the header
+g: d features → K classes is common to all.
 
-    (1) client m     CE of g(f_m(x)), all of its model trains
+    (1) client m     CE of g(f_m(x)); its whole model trains
     (2) upload       C_m^k = mean of f_m(x) over its samples of class k
     (3) server       g ← g − η ∇ CE(g(C_m^k), k), SGD over all pairs (C_m^k, k)
-                     in random batches of B, E times over them
-    (4) download     g, which takes the place of each client's header
+                     in random batches of B, for E epochs
+    (4) download     g, which replaces each client's header
     test             g(f_m(x)), with the header of (3)
 
 Round 0 starts from one header for all. A class that a client does not have gives
-no pair; without any pair the header stays.
+no pair; without any pair the header stays the same.
 
 Deviations
-    (3)  The authors' code steps the optimizer of a client's network there: the
-         header never changes. Here it is SGD on the header, without momentum;
-         η = 0.01, B = 10 and E = 10 are parameters.
+    (3)  The authors' code steps the optimizer of a client's network here, so the
+         header never changes. This is SGD on the header, without momentum; η = 0.01,
+         B = 10 and E = 10 are hyper-parameters.
     (2)  Features of the last local epoch, or of a clean pass afterwards
          (`proto_pass`), as in FedProto.
 """
@@ -32,19 +32,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from protofed import keys
 from protofed.method import (
     Client,
     Entry,
     Method,
     ServerView,
+    Slot,
+    Slots,
+    Tree,
     Update,
+    clients_class_means,
     hyper,
     proto_pass_hyper,
-    upload_means,
-    uploaded_means,
+    upload_class_means,
 )
-from protofed.tree import Slot, Tree
 
 HEADER = "head."
 
@@ -55,36 +56,36 @@ class FedGH(Method):
 
     name: ClassVar[str] = "fedgh"
     paper: ClassVar[str] = "Yi et al., ACM MM 2023"
-    travels: ClassVar[str] = "class means (up), header (down)"
 
-    eta: float = hyper(0.01, "η", "the server's learning rate", above=0)
-    epochs: int = hyper(10, "E", "the server's passes over the class means a round", least=1)
-    batch: int = hyper(10, "B", "class means in a batch of the server", least=1)
+    eta: float = hyper(0.01, "η", "learning rate at the server", above=0)
+    header_epochs: int = hyper(10, "E", "the server's epochs over the class means", least=1)
+    header_batch: int = hyper(10, "B", "class means in a batch at the server", least=1)
     proto_pass: str = proto_pass_hyper("features of (2)")
 
     @property
+    def slots(self) -> Slots:
+        return Slots(model="header (down)", up={"prototypes": "class means"})
+
+    @property
     def evaluates(self) -> str:
-        """Every client its own model, on all domains."""
         return "everyone"
 
     def shared(self, entry: Entry) -> Literal["down", "no"]:
-        """The header comes down; extractors stay."""
         return "down" if entry.name.startswith(HEADER) else "no"
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """(2)."""
-        return upload_means(client), {}
+        return upload_class_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """(3); ``mean`` has the header as it is, since no client sends one."""
-        means_MKd, counts_MK = uploaded_means(updates)
-        there = counts_MK > 0
-        z_Nd, y_N = means_MKd[there], there.nonzero()[:, 1]
+        """(3); ``mean`` has the header unchanged, since no client sends one."""
+        C = clients_class_means(updates)
+        there_MK = C.mask.T > 0
+        z_Nd, y_N = C.mean.transpose(0, 1)[there_MK], there_MK.nonzero()[:, 1]
         weight, bias = (mean[f"{HEADER}{n}"] for n in ("weight", "bias"))
-        for epoch in range(self.epochs):
-            rng = keys.generator(server.seed, server.round, epoch, "header")
+        for epoch in range(self.header_epochs):
+            rng = server.generator(epoch, "header")
             order = torch.from_numpy(rng.permutation(len(y_N))).to(y_N.device)
-            for rows in order.split(self.batch):
+            for rows in order.split(self.header_batch):
                 if len(rows):
                     weight, bias = step(weight, bias, z_Nd[rows], y_N[rows], self.eta)
         return {"model": {f"{HEADER}weight": weight, f"{HEADER}bias": bias}}

@@ -1,35 +1,36 @@
-"""FedMD: clients agree on what they say of public images.
+"""FedMD: clients agree on what they say about public images.
 
 Li, Wang: "FedMD: Heterogenous Federated Learning via Model Distillation",
 arXiv 2019. Clients have models of their own, and all see N public images
-x_1 ... x_N, other ones in every round, without labels. h_m is client m's model up
-to its logits.
+x_1 ... x_N without labels, different ones in every round. h_m is client m's model
+up to its logits.
 
     (1) communicate    ℓ_m = h_m(x_1), ..., h_m(x_N) go up            [N, K]
     (2) aggregate      ℓ = mean of ℓ_m over the clients of the round
     (3) digest         min (1/NK) Σ |h_m(x_i) − ℓ_i|, before
     (4) revisit        min CE on the client's own samples
 
-(1) is at the end of a round, for the public images of the next one: its digest is
-what the round begins with. The first rounds (`warm_up`, at least one) have none.
+(1) happens at the end of a round, for the public images of the next one, which
+begins with their digest. The first rounds (`warm_up`, at least one) have none.
 
-Where the paper is silent or other, and what is done
-    public set    A parameter, `public`. `unused` (default): training images that no
-         client holds, as many of each domain that has clients, without their
-         labels; a domain's name: those of that domain alone; a task's name: its
-         training images; `folder:PATH`: all images below that folder. Never a test
-         image of the task. N (`images`) is 2,000, or what there is. FedSeProto's
-         table 3 does not say what it took. Between machines whose images are their
-         own, each has a copy of such a folder (docs/deploy.md).
+Where the paper is silent or differs, and what is done
+    public set    A hyper-parameter, `public`. `unused` (default): training images
+         that no client holds, equally many from each domain that has clients,
+         without their labels; a domain's name: those of that domain alone; a task's
+         name: its training images; `folder:PATH`: all images below that folder.
+         Never a test image of the task. N (`images`) is 2,000, or as many as there
+         are. FedSeProto's table 3 does not say what it used. Between machines that
+         keep their images to themselves, each has a copy of such a folder
+         (docs/deploy.md).
     transfer learning    The paper first trains every model on the labeled public
-         set, then on its own. There are no public labels here: the first is left
-         out, and `warm_up` rounds stand for the second. Clients that have hardly
-         learned anything hold each other there: where a round has few steps, take
-         more.
+         set, then on its own. There are no public labels here: the first step is
+         left out, and `warm_up` rounds stand for the second. Clients that have
+         hardly learned anything hold each other back: where a round has few steps,
+         use more of them.
     (1)  Models are in evaluation mode; a public benchmark has them in training
          mode. Public images are not augmented.
-    (3)  One pass in batches of 256 with Adam, learning rate 0.001, of the authors'
-         range.
+    (3)  One epoch in batches of 256 with Adam at learning rate 0.001, within the
+         authors' range.
     A round without any reply leaves ℓ as it was, for images that are gone: the next
     digest is then 0.
 """
@@ -52,12 +53,14 @@ from protofed.method import (
     Phase,
     PublicImages,
     ServerView,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
     hyper,
 )
 from protofed.prototypes import full_precision
-from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -66,35 +69,38 @@ class FedMD(Method):
 
     name: ClassVar[str] = "fedmd"
     paper: ClassVar[str] = "Li, Wang, arXiv 2019"
-    travels: ClassVar[str] = "logits of public images (up), their mean (down)"
 
     public: str = hyper(
         "unused",
         "",
         "the public images: unused (by any client), a domain's name, a task's name, folder:PATH",
     )
-    images: int = hyper(2000, "N", "public images a round, if there are as many", least=1)
+    images: int = hyper(2000, "N", "public images per round, if there are as many", least=1)
     warm_up: int = hyper(1, "", "rounds of (4) alone before the first digest", least=1)
-    digest_epochs: int = hyper(1, "", "passes of (3)", least=1)
+    digest_epochs: int = hyper(1, "", "epochs of (3)", least=1)
     digest_batch: int = hyper(256, "", "batch size of (3)", least=1)
-    digest_lr: float = hyper(0.001, "", "learning rate of (3), by Adam", above=0)
+    digest_lr: float = hyper(0.001, "", "Adam's learning rate in (3)", above=0)
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(
+            model="",
+            up={"logits": "logits of public images"},
+            down={"consensus": "mean logits of public images"},
+        )
 
     @property
     def public_images(self) -> PublicImages:
-        """N of the chosen ones."""
         return PublicImages(self.public, self.images)
 
     @property
     def evaluates(self) -> str:
-        """Every client its own model, on all domains."""
         return "everyone"
 
     def shared(self, entry: Entry) -> Literal["no"]:
-        """No entry of a model travels."""
         return "no"
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
-        """(3) and (4)."""
         digest = Phase(
             self.digest,
             self.digest_epochs,
@@ -109,20 +115,21 @@ class FedMD(Method):
     def digest(self, client: Client, batch: Batch) -> Terms:
         """(3)."""
         consensus = client.received["consensus"]
-        away = apart(client.forward(batch.x).logits, consensus["logits"][batch.rows])
-        return {"digest": away * (consensus["round"] == client.round)}
+        logits = client.forward(batch.x).logits
+        distance = mean_absolute_error(logits, consensus["logits"][batch.rows])
+        return {"digest": distance * (consensus["round"] == client.round)}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """(1)."""
         return {"logits": {"public": client.public_logits()}}, {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """(2), and the round whose images it is of."""
+        """(2), and the round whose images it is about."""
         logits = torch.stack([u["logits"]["public"] for u in updates]).mean(0)
         return {"consensus": {"logits": logits, "round": torch.tensor(server.round + 1)}}
 
 
 @full_precision
-def apart(logits_BK: Tensor, target_BK: Tensor) -> Tensor:
-    """The mean absolute error of (3)."""
+def mean_absolute_error(logits_BK: Tensor, target_BK: Tensor) -> Tensor:
+    """(3)."""
     return F.l1_loss(logits_BK, target_BK)

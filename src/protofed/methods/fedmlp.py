@@ -1,8 +1,8 @@
-"""FedMLP-style: class prototypes, and prototypes of groups of like classes.
+"""FedMLP-style: class prototypes, and prototypes of groups of similar classes.
 
 A reconstruction from the abstract, not a replication. Guo, Wang, Geng:
 "Dynamic Heterogeneous Federated Learning with Multi-Level Prototypes",
-Pattern Recognition 2024: neither equations nor code could be had. The paper
+Pattern Recognition 2024: neither equations nor code were available. The paper
 names prototypes of classes, "semantic" prototypes, and three regularizers:
 prototype-based, semantic-prototype-based, inter-task. The equations are ours:
 
@@ -34,7 +34,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from protofed.method import (
     Batch,
@@ -42,23 +41,24 @@ from protofed.method import (
     Method,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
+    clients_class_means,
     hyper,
-    no_prototypes,
     proto_pass_hyper,
-    upload_means,
-    uploaded_means,
+    upload_class_means,
 )
 from protofed.prototypes import (
+    Prototypes,
     class_means,
     class_sums,
     consistency,
     contrast,
     finch,
-    owners_mean,
 )
-from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -67,57 +67,59 @@ class FedMLP(Method):
 
     name: ClassVar[str] = "fedmlp"
     paper: ClassVar[str] = "Guo, Wang, Geng, Pattern Recognition 2024"
-    travels: ClassVar[str] = "model, class means (up), class and semantic prototypes (down)"
 
     lambda1: float = hyper(1.0, "λ1", "weight of the class prototypes", least=0, weight=True)
     lambda2: float = hyper(1.0, "λ2", "weight of the semantic contrast", least=0, weight=True)
     tau: float = hyper(0.5, "τ", "temperature of the semantic contrast", above=0)
     proto_pass: str = proto_pass_hyper("features of (1)")
 
+    @property
+    def slots(self) -> Slots:
+        return Slots(
+            up={"prototypes": "class means"},
+            down={"prototypes": "class prototypes", "semantic": "semantic prototypes"},
+        )
+
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """No prototypes yet."""
-        none = no_prototypes(sizes)
-        return {"prototypes": none, "semantic": semantic(none["mean"], none["mask"])}
+        none = Prototypes.empty(sizes.classes, sizes.features)
+        return {"prototypes": none.slot(), "semantic": semantic(none)}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(4)."""
         z, logits = client.forward(batch.x)
         terms = {"ce": F.cross_entropy(logits, batch.y)}
         if self.lambda1:
-            C = client.received["prototypes"]
-            drawn = consistency(z, batch.y, C["mean"], C["mask"], "mean")
-            terms["proto"] = self.lambda1 * drawn
+            C = Prototypes.of(client.received["prototypes"])
+            terms["proto"] = self.lambda1 * consistency(z, batch.y, C, "mean")
         if self.lambda2:
             S = client.received["semantic"]
-            group = S["group"][batch.y]
-            apart = contrast(z, group, S["mean"][:, None], S["mask"][:, None], self.tau)
-            terms["semantic"] = self.lambda2 * apart
+            between_groups = contrast(z, S["group"][batch.y], Prototypes.of(S), self.tau)
+            terms["semantic"] = self.lambda2 * between_groups
         return terms
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """(1)."""
-        return upload_means(client), {}
+        return upload_class_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, (2) and (3)."""
-        C, mask = owners_mean(*uploaded_means(updates))
-        prototypes = {"mean": C, "mask": mask}
-        return {"model": mean, "prototypes": prototypes, "semantic": semantic(C, mask)}
+        C = clients_class_means(updates).per_class_mean()
+        return {"model": mean, "prototypes": C.slot(), "semantic": semantic(C)}
 
 
-def semantic(C_Kd: Tensor, mask_K: Tensor) -> Slot:
-    """(3): centres [K, d] of the groups, which of them there are, the group [K] of each class.
+def semantic(C: Prototypes) -> Slot:
+    """(3): centers [K, d] of the groups, which of them exist, and the group [K] of each class.
 
     There are at most as many groups as classes with a prototype. So if a class has none, the last
-    row is empty, and that is its group: the contrast then counts it as 0.
+    row is empty; that is its group, and the contrast counts it as 0.
     """
-    classes, known = len(mask_K), mask_K > 0
-    group = torch.full_like(mask_K, classes - 1, dtype=torch.int64)
+    classes, known = len(C.mask), C.mask > 0
+    group = torch.full_like(C.mask, classes - 1, dtype=torch.int64)
     if known.any():
-        group[known] = finch(C_Kd[known])[0]
-    sums, counts = class_sums(C_Kd[known], group[known], classes)
+        group[known] = finch(C.mean[known])[0]
+    sums, counts = class_sums(C.mean[known], group[known], classes)
     return {
-        "mean": class_means(sums, counts).to(C_Kd.dtype),
-        "mask": (counts > 0).to(mask_K.dtype),
+        "mean": class_means(sums, counts).to(C.mean.dtype),
+        "mask": (counts > 0).to(C.mask.dtype),
         "group": group,
     }

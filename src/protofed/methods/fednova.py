@@ -1,4 +1,4 @@
-"""FedNova: each client's change is divided by how far its steps could carry it.
+"""FedNova: each client's change is divided by the number of gradients in it.
 
 Wang, Liu, Liang, Joshi, Poor: "Tackling the Objective Inconsistency Problem in
 Heterogeneous Federated Optimization", NeurIPS 2020.
@@ -9,19 +9,19 @@ Heterogeneous Federated Optimization", NeurIPS 2020.
     server      θ^{t+1} = θ^t − (Σ_m p_m a_m) Σ_m p_m (θ^t − θ_m)/a_m,
                 p_m = n_m/Σn
 
-FedAvg lets clients with more samples count twice, by p_m and by their longer
-way; here they count by p_m alone. With the mean θ̄ by weights p_m/a_m the step
-is θ^t + γ (θ̄ − θ^t),  γ = (Σ p_m a_m)(Σ p_m/a_m) ≥ 1. When all clients take
-the same number of steps γ = 1 and the method is FedAvg, to rounding.
+In FedAvg, clients with more samples count twice: by p_m and by their longer
+path. Here they count by p_m alone. With θ̄, the mean by weights p_m/a_m, the
+step is θ^t + γ (θ̄ − θ^t),  γ = (Σ p_m a_m)(Σ p_m/a_m) ≥ 1. When all clients
+take the same number of steps, γ = 1 and the method is FedAvg, up to rounding.
 
 Deviations
-    ρ          Is also the momentum that the clients train with, whatever the
+    ρ          Also the momentum that the clients train with, whatever the
                protocol says: the two cannot disagree.
     p_m        By sample counts, also with `--average uniform`. MarsFL takes
                the number of batches.
     buffers    Averaged by p_m/a_m like θ̄, without the step beyond it: a
                variance must not turn negative.
-    Server momentum and the proximal form of the paper are left out.
+    The paper's server momentum and proximal form are left out.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from typing import ClassVar
 
 import torch
 
-from protofed.method import Method, Phase, ServerView, Update, effective_steps, hyper
-from protofed.tree import Slot, Tree
+from protofed.method import Method, Phase, ServerView, Slot, Tree, Update, effective_steps, hyper
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class FedNova(Method):
     rho: float = hyper(0.9, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
 
     @property
-    def weighing(self) -> str:
-        """p_m/a_m."""
+    def weighting(self) -> str:
         return "samples over steps"
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
@@ -56,7 +54,7 @@ class FedNova(Method):
         return (Phase(self.loss, momentum=self.rho),)
 
     def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
-        """p_m/a_m, but for the factor 1/Σn."""
+        """p_m/a_m, up to the factor 1/Σn."""
         return [u.samples / effective_steps(u.steps, self.rho) for u in updates]
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:

@@ -10,7 +10,7 @@ Federated Learning on Non-IID Data", 2021 (FGCS 2023).
 
 Deviations
     Round 0: α = 1 and there are no prototypes, so the loss is identically 0
-    and nothing learns but BatchNorm statistics (and the weights decay). The
+    and nothing learns except BatchNorm statistics (and the weights decay). The
     code behind FPL's and I²PFL's rows does that, and so does the default.
     `warmup=true` trains round 0 with CE. A run of a single round has α = 1 and
     learns nothing without it.
@@ -31,16 +31,17 @@ from protofed.method import (
     Method,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
+    clients_class_means,
     hyper,
-    no_prototypes,
     proto_pass_hyper,
-    upload_means,
-    uploaded_means,
+    upload_class_means,
 )
-from protofed.prototypes import contrast, owners_mean
-from protofed.tree import Slot, Tree
+from protofed.prototypes import Prototypes, contrast
 
 
 @dataclass(frozen=True)
@@ -49,31 +50,30 @@ class FedProc(Method):
 
     name: ClassVar[str] = "fedproc"
     paper: ClassVar[str] = "Mu et al., FGCS 2023"
-    travels: ClassVar[str] = "model, class means (up), global prototypes (down)"
 
     tau: float = hyper(1.0, "τ", "temperature of the contrast", above=0)
     warmup: bool = hyper(False, "", "cross-entropy in round 0, where the published code has 0")
     proto_pass: str = proto_pass_hyper("features of the class means")
 
+    @property
+    def slots(self) -> Slots:
+        return Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
+
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """No prototypes yet."""
-        return {"prototypes": no_prototypes(sizes)}
+        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """Both terms with the weights of this round."""
         z, logits = client.forward(batch.x)
-        C = client.received["prototypes"]
         alpha = 1 - client.progress
         if self.warmup:
             alpha = alpha * (client.round > 0)
-        gpc = contrast(z, batch.y, C["mean"][:, None], C["mask"][:, None], self.tau)
+        C = Prototypes.of(client.received["prototypes"])
+        gpc = contrast(z, batch.y, C, self.tau)
         return {"ce": (1 - alpha) * F.cross_entropy(logits, batch.y), "gpc": alpha * gpc}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """The class means."""
-        return upload_means(client), {}
+        return upload_class_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """FedAvg, and the mean of each class over its owners."""
-        C, mask = owners_mean(*uploaded_means(updates))
-        return {"model": mean, "prototypes": {"mean": C, "mask": mask}}
+        C = clients_class_means(updates).per_class_mean()
+        return {"model": mean, "prototypes": C.slot()}

@@ -1,29 +1,33 @@
 """FedProto: features drawn to the global prototype, with or without a common model.
 
-Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning across
-Heterogeneous Clients", AAAI 2022. `share` is its form:
+Tan, Long, Liu, Zhou, Lu, Jiang, Zhang: "FedProto: Federated Prototype Learning
+across Heterogeneous Clients", AAAI 2022.
 
-    model         as FPL, I²PFL and FedSeProto compare with it: the model is averaged as in
-                  FedAvg, and prototypes travel beside it
-    prototypes    the paper's own: nothing but prototypes travels, clients keep their models,
-                  which may differ in all but the size d of the feature
+A prototype, the mean feature of a class, gives the class one address for all
+domains. `share` selects the form of the method:
+
+    model         as FPL, I²PFL and FedSeProto compare with it: the model is averaged
+                  as in FedAvg, and prototypes travel beside it
+    prototypes    the paper's own: only prototypes travel; clients keep their models,
+                  which may differ in everything but the size d of the feature
     auto          model; prototypes where the clients' models differ
 
     (1) prototype of client m    C_m^k = mean of f_m(x) over its samples of class k
     (2) global prototype         C^k   = mean of C_m^k over the clients that have class k
     (3) local objective          CE + λ · (1/d) ‖f_m(x) − C^y‖²,  mean over the batch
 
-Round 0, and a sample whose class has no prototype: the term is 0, the sample still counts.
-With `share=prototypes` every client's own model is tested on every domain: by its head, so that
-the figure compares with other methods', and beside it by the paper's rule, as `nearest`:
+In round 0, and for a sample whose class has no prototype, the term is 0; the sample
+still counts in the mean. With `share=prototypes` every client's own model is tested on
+every domain: by its head, so that the figure compares with other methods', and beside
+it by the paper's rule, recorded as `nearest`:
 
     (4) inference                ŷ = argmin_k ‖f_m(x) − C^k‖
 
 Deviations
-    (2) the paper weighs by sample counts and then divides by the number of owners once more; its
-        code takes the plain mean, and so do the papers that compare with it.
-    (3) the paper's distance is per class; the code's is the squared error per sample, averaged
-        over the d dimensions (with a sum over d, λ would be d times stronger).
+    (2) The paper weighs by sample counts and then divides by the number of owners once
+        more; its code takes the plain mean, as do the papers that compare with it.
+    (3) The paper's distance is per class; the code's is the squared error per sample,
+        averaged over the d dimensions (with a sum over d, λ would be d times stronger).
     (4) is not the main figure.
 """
 
@@ -43,17 +47,18 @@ from protofed.method import (
     Method,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
+    clients_class_means,
     hyper,
-    no_prototypes,
     proto_pass_hyper,
     share_hyper,
-    upload_means,
-    uploaded_means,
+    upload_class_means,
 )
-from protofed.prototypes import consistency, nearest, owners_mean
-from protofed.tree import Slot, Tree
+from protofed.prototypes import Prototypes, consistency, nearest
 
 
 @dataclass(frozen=True)
@@ -62,51 +67,54 @@ class FedProto(Method):
 
     name: ClassVar[str] = "fedproto"
     paper: ClassVar[str] = "Tan et al., AAAI 2022"
-    travels: ClassVar[str] = "model (unless models differ), class means (up), prototypes (down)"
 
     weight: float = hyper(1.0, "λ", "weight of the prototype term", least=0, weight=True)
     proto_pass: str = proto_pass_hyper("features of (1)")
     share: str = share_hyper()
 
     @property
+    def slots(self) -> Slots:
+        return Slots(
+            model="" if self.share == "prototypes" else "model",
+            up={"prototypes": "class means"},
+            down={"prototypes": "global prototypes"},
+        )
+
+    @property
     def evaluates(self) -> str:
-        """The global model; without one, every client its own, on all domains."""
         return "everyone" if self.share == "prototypes" else "global"
 
-    def apart(self) -> Self:
-        """Prototypes alone."""
+    def for_mixed_models(self) -> Self:
         return replace(self, share="prototypes") if self.share == "auto" else self
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
-        """The whole model, or nothing of it."""
         return "no" if self.share == "prototypes" else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """No prototypes yet."""
-        return {"prototypes": no_prototypes(sizes)}
+        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(3)."""
         z, logits = client.forward(batch.x)
-        C = client.received["prototypes"]
+        C = Prototypes.of(client.received["prototypes"])
         return {
             "ce": F.cross_entropy(logits, batch.y),
-            "proto": self.weight * consistency(z, batch.y, C["mean"], C["mask"], "mean"),
+            "proto": self.weight * consistency(z, batch.y, C, "mean"),
         }
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """(1)."""
-        return upload_means(client), {}
+        return upload_class_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, and (2) over the clients of this round."""
-        C, mask = owners_mean(*uploaded_means(updates))
-        return {"model": mean, "prototypes": {"mean": C, "mask": mask}}
+        C = clients_class_means(updates).per_class_mean()
+        return {"model": mean, "prototypes": C.slot()}
 
     def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
         """The head's scores; without a common model also (4)."""
         z, logits = client.forward(x)
         if self.share != "prototypes":
             return {"accuracy": logits}
-        C = client.received["prototypes"]
-        return {"accuracy": logits, "nearest": nearest(z, C["mean"], C["mask"])}
+        C = Prototypes.of(client.received["prototypes"])
+        return {"accuracy": logits, "nearest": nearest(z, C)}

@@ -3,12 +3,16 @@
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in
 Heterogeneous Networks", MLSys 2020.
 
+The spring damps client drift: over many local steps, clients with different
+data move away from each other, and their average is worse than its parts.
+
     client    CE + (μ/2) ‖θ − θ^t‖², over the trainable entries (no buffers)
     server    as FedAvg
+    cost      one pass over the weights per step
 
 Deviations
     μ    The code behind FPL's and I²PFL's rows multiplies μ = 0.01 by another
-         0.01 before halving: the coefficient in force is 1e-4, and that is
+         0.01 before halving it: the effective coefficient is 1e-4, which is
          the default here. `mu=0.01` is the textbook method.
 """
 
@@ -34,7 +38,6 @@ class FedProx(Method):
     )
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """CE and the spring."""
         logits = client.forward(batch.x).logits
         return {
             "ce": F.cross_entropy(logits, batch.y),

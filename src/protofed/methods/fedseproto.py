@@ -1,52 +1,71 @@
 """FedSeProto: semantic features, separated from what only tells the domain.
 
 Lai, Fu, Liao, Chen, Zheng: "FedSeProto: Learning Semantic Prototype in
-Federated Learning", ECAI 2024. Equation numbers are the paper's. Modules of a
-client: general encoder F, semantic and domain encoders F^s, F^d (one linear
-layer each), head H, decoder G.
+Federated Learning", ECAI 2024. Modules of a client n: general encoder F_n,
+semantic and domain encoders F_n^s and F_n^d (one linear layer each), head H_n,
+decoder G_n. z = F_n(x), z^s = F_n^s(z), z^d = F_n^d(z).
 
-    z = F(x),  z^s = F^s(z),  z^d = F^d(z),  p(·) = softmax H(·)
-    prototypes    C_m^k = mean of z^s over class k                            (12)
-                  C^k = mean of C_m^k over the owners of class k               (3)
-    L_MI          mean[KL(z^s, N(0,1)) + KL(z^d, N(0,1))]
-                  + MSE(x, G(z^s, z^d))                                       (10)
-    L_KD          s1 = KL(p(z) ‖ p(z^s)),  s2 = KL(p(z) ‖ p(z^d)):
-                  −log e^{−s1} / (e^{−s1} + e^{−s2}) = softplus(s1 − s2)
-                                                        (11, sign corrected)
-    L_Proto       mean over classes of mean over their samples of
-                  ‖z^s − C^k‖²                                                (13)
-    phase 1       trains F and H with CE of H(z)                   (section 3.3.2)
-    phase 2       H stays; F, F^s, F^d, G train with                          (15)
-                  CE of H(z^s) (14) + α L_KD + β L_MI + λ L_Proto
-    server        F, F^s, H averaged by sample counts                         (16)
-    inference     H(z^s)
+An image's feature is split in two: what tells the class and what tells the
+domain. Little mutual information keeps the two apart, distillation decides
+which is which, and only prototypes of the semantic half are shared.
 
-Where clients' models differ (section 3.4; `share=prototypes`) nothing but prototypes
-travels, every client keeps all of its modules, and its own model is tested on every
-domain. `share=auto` is that where models differ, and the above elsewhere.
+Equations as printed; → says where each is computed, and how if it differs.
 
-F^d and G never leave the client. Round 0 has no C: L_Proto is 0. A class absent
-from a round has no C in the next. With α = β = λ = 0 it is not FedAvg: F^s and
-the two phases remain.
+    (3)   c_g^k = 1/N^k Σ_{n=1..N^k} c_n^k
+          → prototypes.Prototypes.per_class_mean, over the owners of class k.
+    (9)   I(Z^s;Z^d) ≤ 1/|D_n| Σ_i ( KL[p(z_i^s|x_i) ‖ q(z_i^s)]
+                       + KL[p(z_i^d|x_i) ‖ r(z_i^d)] + log(−t(x_i|z_i^s,z_i^d)) )
+          log(−t) is read as −log t, the reconstruction error of (10).
+    (10)  L_MI = 1/|D_n| Σ_i ( KL(z_i^s, N(0,1)) + KL(z_i^d, N(0,1)) )
+                 + ℓ_MSE(x_i, G_n(z_i^s ∘ z_i^d))
+          → to_normal, FedSeProto.loss. The encoders have no variance output:
+            KL of a unit-variance Gaussian around z, ½ z² averaged over d
+            (`kl=unit`, default); `kl=moments` takes the batch's mean and
+            variance in each dimension. MSE is a mean over pixels and batch.
+    (11)  L_KD = 1/|D_n| Σ_i ( −log exp(s_1) / (exp(s_1) + exp(s_2)) )
+          s_1 = KL(H(z) ‖ H(z^s)), s_2 = KL(H(z) ‖ H(z^d))
+          → distillation. As printed it equals softplus(s_2 − s_1), and
+            minimizing it *raises* the semantic branch's divergence; computed is
+            softplus(s_1 − s_2). `kd_sign`: corrected (default), printed. The
+            teacher H(z), of the F being trained (not phase 1's), is held
+            constant; s_2 is clamped at 50.
+    (12)  c_n^k = 1/|D_n^k| Σ_i F_n^s(F_n(x_i))
+          → method.Client.class_means. After training in Algorithm 1;
+            `proto_pass` as in FPL.
+    (13)  L_Proto = 1/K Σ_k ( 1/|D_n^k| Σ_i ‖F_n^s(F_n(x_i)) − c_g^k‖² )
+          → to_prototypes: over the batch's classes that have a c_g, and the
+            mean over d, beside λ = 1. `proto_reduction`: mean (default), sum
+            (as printed; use λ near 0.01 with it).
+    (14)  L_CE = 1/|D_n| Σ_i −y_i log(H_n(z_i^s))
+    (15)  L = L_CE + α L_KD + β L_MI + λ L_Proto
+          → FedSeProto.loss. α, β, λ are in a supplement that was not
+            available: 1, 0.01, 1 are ours.
+    (16)  w = Σ_n |D_n|/|D| w_n
+          → federation.server.Server.finish. w: F, F^s and H. F^d and G never
+            leave the client.
 
-Where the paper is silent or wrong, and what is done
-    (11)  As printed it equals softplus(s2 − s1): minimizing it *raises* the
-          semantic branch's divergence. `kd_sign`: corrected (default), printed.
-          The teacher p(z), of the F being trained (not phase 1's), is held
-          constant; s2 is cut at 50.
-    (10)  The encoders have no variance output: KL of a unit-variance Gaussian
-          around z, ½ z² averaged over d (`kl=unit`); `kl=moments` takes the
-          batch's mean and variance in each dimension. Eq. 9's log(−t) is read
-          as −log t, the reconstruction error: mean over pixels and batch.
-    (12)  After training in algorithm 1; `proto_pass` as in FPL.
-    (13)  1/K over all classes in the paper; here over the batch's classes that
-          have a C. Mean over d beside λ = 1 (`proto_reduction=sum` as printed;
-          take λ near 0.01 with it).
-    α, β, λ are in a supplement that could not be had: 1, 0.01, 1 are ours.
-    Phases (algorithm 1 has none): 2 of 10 epochs for phase 1 (`first_phase`),
-    at least one each, so that with 1 epoch a client trains 2.
-    F^s starts as the identity, because H was fitted on z. Decoder: a linear
-    layer, then three transposed convolutions 128-64-32-3, ReLU between.
+(1) is FedAvg's objective, (2) defines a prototype in general, and (4) to (8)
+derive (9).
+
+Deviations under the equations, and where the paper is silent
+    phases     (section 3.3.2) Phase 1 trains F and H with CE of H(z), phase 2
+               all but H with (15). Algorithm 1 has no phases: phase 1 gets 2 of
+               10 epochs (`first_phase`), and each at least one, so that with 1
+               epoch a client trains 2.
+    inference  H(z^s)
+    F^s        starts as the identity, because H was fitted on z.
+    decoder    a linear layer, then three transposed convolutions 128-64-32-3
+               with ReLU between them.
+    models     Where clients' models differ (section 3.4; `share=prototypes`),
+               only prototypes travel, every client keeps all of its modules,
+               and its own model is tested on every domain. `share=auto` does
+               that where models differ, and the above elsewhere.
+    In round 0 there is no c_g, and L_Proto is 0. A class absent from a round
+    has no c_g in the next. With α = β = λ = 0 it is not FedAvg: F^s and the two
+    phases remain.
+
+Ablations
+    figure 3   `alpha=0` (without L_KD), `beta=0` (L_MI), `lam=0` (L_Proto)
 """
 
 from __future__ import annotations
@@ -59,41 +78,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protofed.errors import ProtofedError
 from protofed.method import (
     Batch,
     Client,
     Entry,
     Method,
+    Network,
+    Output,
     Phase,
+    ProtofedError,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
+    clients_class_means,
     hyper,
-    no_prototypes,
     proto_pass_hyper,
     share_hyper,
-    upload_means,
-    uploaded_means,
+    upload_class_means,
 )
-from protofed.models import Network, Output
-from protofed.prototypes import class_means, class_sums, full_precision, owners_mean
-from protofed.tree import Slot, Tree
+from protofed.prototypes import Prototypes, class_means, class_sums, full_precision
 
 PRIVATE = ("domain.", "decoder.")
-"""What never leaves the client."""
+"""The entries that never leave the client."""
 
 
-class Separated(Output):
-    """z^s (as ``feature``) and its logits, with the features it was separated from."""
+@dataclass(frozen=True)
+class SeparatedOutput(Output):
+    """z^s (as ``feature``) and its logits, with z and z^d beside them."""
 
     general: Tensor
     domain: Tensor
 
 
 class SeparatedNetwork(Network):
-    """A backbone with semantic and domain encoders behind it, and a decoder of both."""
+    """A backbone followed by semantic and domain encoders, and a decoder of both."""
 
     def __init__(self, backbone: Network, sizes: Sizes) -> None:
         super().__init__(backbone.encoder, sizes.features, sizes.classes)
@@ -119,17 +141,15 @@ class SeparatedNetwork(Network):
             nn.ConvTranspose2d(32, 3, 4, 2, 1),
         )
 
-    def decode(self, out: Separated) -> Tensor:
-        """G(z^s, z^d)."""
+    def decode(self, out: SeparatedOutput) -> Tensor:
+        """G(z^s ∘ z^d)."""
         return self.decoder(torch.cat([out.feature, out.domain], 1))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Separated:
+    def forward(self, x: Tensor) -> SeparatedOutput:
         """z^s and H(z^s), with z and z^d beside them."""
         z = self.encoder(x)
         z_s = self.semantic(z)
-        out = Separated(z_s, self.head(z_s))
-        out.general, out.domain = z, self.domain(z)
-        return out
+        return SeparatedOutput(z_s, self.head(z_s), z, self.domain(z))
 
 
 @dataclass(frozen=True)
@@ -138,9 +158,6 @@ class FedSeProto(Method):
 
     name: ClassVar[str] = "fedseproto"
     paper: ClassVar[str] = "Lai et al., ECAI 2024"
-    travels: ClassVar[str] = (
-        "encoder, semantic encoder, head (unless models differ); prototypes (both ways)"
-    )
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
     beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)
@@ -153,34 +170,36 @@ class FedSeProto(Method):
     share: str = share_hyper()
 
     @property
-    def evaluates(self) -> str:
-        """The global model; without one, every client its own, on all domains."""
-        return "everyone" if self.share == "prototypes" else "global"
-
-    def apart(self) -> Self:
-        """Prototypes alone."""
-        return replace(self, share="prototypes") if self.share == "auto" else self
+    def slots(self) -> Slots:
+        return Slots(
+            model="" if self.share == "prototypes" else "encoder, semantic encoder, head",
+            up={"prototypes": "class means"},
+            down={"prototypes": "global prototypes"},
+        )
 
     @property
-    def constant_parts(self) -> tuple[str, ...]:
-        """The teacher p(z) is held constant."""
-        return ("kd",)
+    def evaluates(self) -> str:
+        return "everyone" if self.share == "prototypes" else "global"
+
+    @property
+    def detached_terms(self) -> tuple[str, ...]:
+        return ("kd",)  # the teacher
+
+    def for_mixed_models(self) -> Self:
+        return replace(self, share="prototypes") if self.share == "auto" else self
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
-        """The backbone with F^s, F^d and G."""
         return SeparatedNetwork(backbone, sizes)
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
-        """All but F^d and G travels, or nothing does."""
         alone = self.share == "prototypes"
         return "no" if alone or entry.name.startswith(PRIVATE) else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """No prototypes yet."""
-        return {"prototypes": no_prototypes(sizes)}
+        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
-        """CE for F and H; then everything else with H as it is."""
+        """CE for F and H; then everything else, with H fixed."""
         first = min(max(1, int(self.first_phase * epochs + 0.5)), max(1, epochs - 1))
         return (
             Phase(self.basic, first, trainable=lambda n: n.startswith(("encoder.", "head."))),
@@ -193,9 +212,9 @@ class FedSeProto(Method):
         return {"basic": F.cross_entropy(logits, batch.y)}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """(15)."""
+        """Phase 2: (15)."""
         network, out = client.network, client.forward(batch.x)
-        assert isinstance(network, SeparatedNetwork) and isinstance(out, Separated)
+        assert isinstance(network, SeparatedNetwork) and isinstance(out, SeparatedOutput)
         terms = {"ce": F.cross_entropy(out.logits, batch.y)}
         if self.alpha:
             from_z, from_z_d = network.head(out.general), network.head(out.domain)
@@ -206,30 +225,30 @@ class FedSeProto(Method):
             kl = to_normal(out.feature, self.kl) + to_normal(out.domain, self.kl)
             terms["mi"] = self.beta * (kl + F.mse_loss(image.to(batch.x.dtype), batch.x))
         if self.lam:
-            C = client.received["prototypes"]
-            drawn = to_prototypes(out.feature, batch.y, C["mean"], C["mask"], self.proto_reduction)
-            terms["proto"] = self.lam * drawn
+            C = Prototypes.of(client.received["prototypes"])
+            distance = to_prototypes(out.feature, batch.y, C, self.proto_reduction)
+            terms["proto"] = self.lam * distance
         return terms
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """Class means of z^s."""
-        return upload_means(client), {}
+        """(12)."""
+        return upload_class_means(client), {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """FedAvg of what is shared, and (3)."""
-        C, mask = owners_mean(*uploaded_means(updates))
-        return {"model": mean, "prototypes": {"mean": C, "mask": mask}}
+        """(16) and (3)."""
+        C = clients_class_means(updates).per_class_mean()
+        return {"model": mean, "prototypes": C.slot()}
 
 
 @full_precision
 def distillation(teacher: Tensor, semantic: Tensor, domain: Tensor, sign: str) -> Tensor:
-    """(11) from the three logits [B, K]: batch mean of softplus(s1 − s2), or as printed."""
+    """(11) from the three logits [B, K]: batch mean of softplus(s_1 − s_2), or as printed."""
     target = teacher.detach().log_softmax(1)
     s1, s2 = (
         F.kl_div(logits.log_softmax(1), target, reduction="none", log_target=True).sum(1)
         for logits in (semantic, domain)
     )
-    s2 = s2.clamp(max=50)  # the domain branch is pushed away without end otherwise
+    s2 = s2.clamp(max=50)  # otherwise the domain branch is pushed away without end
     return F.softplus(s1 - s2 if sign == "corrected" else s2 - s1).mean()
 
 
@@ -243,8 +262,9 @@ def to_normal(z: Tensor, kind: str) -> Tensor:
 
 
 @full_precision
-def to_prototypes(z: Tensor, y: Tensor, mean_Kd: Tensor, mask_K: Tensor, reduction: str) -> Tensor:
+def to_prototypes(z: Tensor, y: Tensor, prototypes: Prototypes, reduction: str) -> Tensor:
     """(13): over the batch's classes with a prototype, the mean of each one's mean distance."""
+    mean_Kd, mask_K = prototypes
     square_B = (z - mean_Kd.detach()[y]).square().sum(1) / (
         z.shape[1] if reduction == "mean" else 1
     )

@@ -1,34 +1,38 @@
-"""FedSR: a simple representation, by its norm and what it says beyond the label.
+"""FedSR: a simple representation, by its norm and by what it says beyond the label.
 
 Nguyen, Torr, Lim: "FedSR: A Simple and Effective Domain Generalization Method
 for Federated Learning", NeurIPS 2022.
 
+A feature that is short and says little beyond the label has less room for what
+is peculiar to a domain.
+
     feature     μ, s = two halves of a linear layer on f(x),  σ = softplus(s)
-                z = μ + σ ε,  ε ~ N(0, 1): one sample a step
+                z = μ + σ ε,  ε ~ N(0, 1): one sample per step
     L2R         mean of ‖z‖ (not squared)
     CMI         mean of Σ_d KL( N(Cμ, (Cσ)²) ‖ N(r_y, ρ_y²) ), ρ = softplus(ρ')
     client      CE(head(z)) + c1 L2R + c2 CMI
     inference   mean of softmax(head(z)) over 20 samples of z
     server      encoder, the layer of μ and s, and head averaged
-    kept        r (0 at first), ρ' (1) and the scalar C (1) are learnt by each
+    kept        r (initially 0), ρ' (1) and the scalar C (1) are learned by each
                 client and never leave it; a prediction does not need them
+    cost        a d×2d layer; predictions sample 20 times
 
 Round 0 is no exception. A class that a client does not have leaves its row of
 r and ρ' without a gradient. With c1 = c2 = 0 it is not FedAvg: the sampled
 feature remains.
 
 Deviations
-    averaging   uniform in the authors' code; by sample counts here, as for
-         every method (`--average uniform` changes it). Their local training
-         is 5 mini-batches a round; here the protocol's epochs.
+    averaging   plain in the authors' code; by sample counts here, as for every
+         method (`--average uniform` changes it). Their local training is 5
+         mini-batches per round; here it is the protocol's epochs.
     network     the authors widen the backbone's last layer to 2 d; here a
-         layer d → 2 d stands behind the encoder, so that all methods share it.
-    σ    1e-6 is added: the logarithm in CMI has no bottom. C may become
-         negative; only its square counts, so log |C| is taken.
+         layer d → 2 d follows the encoder, so that all methods share it.
+    σ    1e-6 is added, because the logarithm in CMI is unbounded below. C may
+         become negative; only its square counts, so log |C| is used.
     c2   0.001 for PACS in their description, 0.0005 as their code's default.
-    The feature, for whoever asks the network for one, is z: what the head
-    reads. The 20 ε of a prediction are drawn for each round and used for all
-    images: a score does not depend on how images are cut into batches.
+    The feature, for anyone who asks the network for one, is z: what the head
+    reads. The 20 ε of a prediction are drawn once per round and used for all
+    images, so that scores do not depend on how images are batched.
 """
 
 from __future__ import annotations
@@ -40,15 +44,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protofed.method import Batch, Client, Entry, Method, Sizes, Terms, hyper
-from protofed.models import Network, Output
+from protofed.method import (
+    Batch,
+    Client,
+    Entry,
+    Method,
+    Network,
+    Output,
+    Sizes,
+    Slots,
+    Terms,
+    hyper,
+)
 from protofed.prototypes import full_precision
 
 PRIVATE = "reference."
-"""What never leaves the client."""
+"""The entries that never leave the client."""
 
 
-class Sampled(Output):
+@dataclass(frozen=True)
+class SampledOutput(Output):
     """z (as ``feature``) and its logits, with the Gaussian that z was drawn from."""
 
     mu: Tensor
@@ -66,7 +81,7 @@ class Reference(nn.Module):
 
 
 class GaussianNetwork(Network):
-    """A backbone with a layer behind it that gives μ and s, and a client's reference."""
+    """A backbone followed by a layer that gives μ and s, and a client's reference."""
 
     def __init__(self, backbone: Network, sizes: Sizes) -> None:
         super().__init__(backbone.encoder, sizes.features, sizes.classes)
@@ -81,38 +96,36 @@ class GaussianNetwork(Network):
 
 @dataclass(frozen=True)
 class FedSR(Method):
-    """A probabilistic feature, kept short and close to one Gaussian a class."""
+    """A probabilistic feature, kept short and close to one Gaussian per class."""
 
     name: ClassVar[str] = "fedsr"
     paper: ClassVar[str] = "Nguyen, Torr, Lim, NeurIPS 2022"
-    travels: ClassVar[str] = "encoder, Gaussian layer, head"
 
     c1: float = hyper(0.01, "c1", "weight of L2R (0 = off)", least=0)
     c2: float = hyper(0.001, "c2", "weight of CMI (0 = off)", least=0)
-    samples: int = hyper(20, "", "samples of z in a prediction", least=1)
+    z_samples: int = hyper(20, "", "samples of z per prediction", least=1)
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(model="encoder, Gaussian layer, head")
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
-        """The backbone with the layer of μ and s, and with r, ρ', C."""
         return GaussianNetwork(backbone, sizes)
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
-        """All but r, ρ', C travels."""
         return "no" if entry.name.startswith(PRIVATE) else "both"
 
-    def forward(self, client: Client, x: Tensor) -> Sampled:
+    def forward(self, client: Client, x: Tensor) -> SampledOutput:
         """One sample of z, and its logits."""
         network = client.network
         assert isinstance(network, GaussianNetwork)
         mu, sigma = network.distribution(x)
         z = mu + sigma * client.normal(*mu.shape)
-        out = Sampled(z, network.head(z))
-        out.mu, out.sigma = mu, sigma
-        return out
+        return SampledOutput(z, network.head(z), mu, sigma)
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        """CE, L2R, CMI."""
         network, out = client.network, client.forward(batch.x)
-        assert isinstance(network, GaussianNetwork) and isinstance(out, Sampled)
+        assert isinstance(network, GaussianNetwork) and isinstance(out, SampledOutput)
         terms = {"ce": F.cross_entropy(out.logits, batch.y)}
         if self.c1:
             terms["l2r"] = self.c1 * out.feature.norm(dim=1).mean()
@@ -126,7 +139,7 @@ class FedSR(Method):
         network = client.network
         assert isinstance(network, GaussianNetwork)
         mu, sigma = network.distribution(x)
-        epsilon = client.normal(self.samples, 1, mu.shape[1])
+        epsilon = client.normal(self.z_samples, 1, mu.shape[1])
         return mean_softmax(network.head(mu + sigma * epsilon))
 
 
@@ -145,7 +158,7 @@ def mean_softmax(logits_SBK: Tensor) -> Tensor:
 @full_precision
 def cmi(mu: Tensor, sigma: Tensor, y: Tensor, r: Tensor, rho: Tensor, C: Tensor) -> Tensor:
     """Batch mean of Σ_d KL( N(Cμ, (Cσ)²) ‖ N(r_y, ρ_y²) ), ρ = softplus of ``rho``."""
-    # a product, not an index: its gradient adds up in a fixed order
+    # a product rather than an index: its gradient adds up in a fixed order
     own_BK = (y[:, None] == torch.arange(len(r), device=y.device)).to(r.dtype)
     r_B, rho_B = own_BK @ r, own_BK @ F.softplus(rho)
     scaled = C.abs() * sigma

@@ -2,43 +2,61 @@
 
 Le, Tun, Qiao, Nguyen, Kim, Hong: "Mitigating Domain Shift in Federated
 Learning via Intra- and Inter-Domain Prototypes", arXiv 2501.08521, 2025.
-Equation numbers are the paper's. h = f(x) is a feature, d its size.
 
-    local prototypes   p_m^k = mean of h over client m's samples of class k     (2)
-    inter-domain       μ^k = mean of p_m^k over the owners of class k           (3)
-                       d_m^k = ‖p_m^k − μ^k‖²
-                       g^k = Σ_m (d_m^k / Σ_m d_m^k) p_m^k                      (4)
-                       G^k ← β g^k + (1−β) G^k                                  (5)
-    GPCL               −log e^{cos(h,G^y)/τ} / Σ_k e^{cos(h,G^k)/τ}             (6)
-    intra-domain       h̃_i = γ h_i + (1−γ) h_j, y_j ≠ y_i, γ ~ Beta(α,α)        (7)
-                       p̃^k = mean of h̃_i over class k                           (8)
-    APA                (1/d) ‖h_i − p̃^{y_i}‖², mean over the batch              (9)
-    client             CE + λ_intra APA + λ_inter GPCL                         (10)
-    server             θ averaged by sample counts, as FedAvg
+Between domains, a client whose class means lie far from the others' counts more
+in the global ("generalized") prototypes, so that a small, unusual domain is not
+drowned out. Within a domain, features are drawn to class means of mixed
+features, which vary more than the plain ones.
 
-The p̃ never leave the client. Only GPCL needs p and G: without it (λ_inter = 0)
-they do not travel. Round 0 has no G: GPCL is 0. A sample whose class has no G
-adds 0 to GPCL and still counts in its mean. A class absent from a round keeps
-its G. One owner, or equal prototypes: g = μ.
+Equations as printed; → says where each is computed, and how if it differs.
 
-Where the paper is ambiguous, and what is done
-    (5)   Equation and algorithm put β = 0.99 on the new prototypes; the text
-          says the past gets more weight. `ema`: as_written (default), as_text,
-          off.
-    (3)   1/M with missing classes: divided by the number of owners.
-    (7)   j from the same batch (a batch of one class: APA is 0); one γ a batch.
-          Beta(α,α) is symmetric and labels are not mixed, so on average p̃ lies
-          halfway to other classes; `gamma_max` takes max(γ, 1−γ), our variant.
-    (9)   Printed as Σ_k ‖h^k − p̃^k‖². Read per sample against its class's p̃
-          (with class means, "w/o MixUp" of table 6 would be 0 always); the mean
-          over d, since a sum over 512 would dwarf CE at λ = 10.
-          `apa_reduction`: mean, sum. p̃ is held constant (`detach`), else both
-          sides move, and may collapse.
-    (2)   After training in algorithm 1; here features of the last local epoch,
-          as in FPL's code. `proto_pass`: last_epoch, post.
-The paper's ablations: `inter` = reweight / average / cluster (table 5; the mean
-of FINCH's last clusters), `mixup` = feature / input / none (table 6),
-`lambda_intra=0`, `lambda_inter=0`, `ema=off` (table 4).
+    (2)   p_m^k = 1/|S_m^k| Σ_{i ∈ S_m^k} h_i,  h_i = f(x_i)
+          → method.Client.class_means. Algorithm 1 does it after training; here
+            features of the last local epoch, as in FPL's code. `proto_pass`:
+            last_epoch (default), post.
+    (3)   μ^k = 1/M Σ_{m=1..M} p_m^k
+          → prototypes.Prototypes.per_class_mean, over the owners of class k
+            rather than all M clients.
+    (4)   g^k = Σ_{m=1..M} (d_m^k/d^k) p_m^k,  d_m^k = ‖p_m^k − μ^k‖²,
+          d^k = Σ_m d_m^k
+          → prototypes.Prototypes.reweighted_mean. One owner, or equal
+            prototypes: g = μ.
+    (5)   G^{t+1} = β G^{t+1} + (1−β) G^t
+          → prototypes.Prototypes.smoothed. Equation and algorithm put β = 0.99
+            on the new prototypes; the text says that the past gets more weight.
+            `ema`: as_written (default), as_text. A class absent from a round
+            keeps its G.
+    (6)   L_GPCL = −1/B Σ_{i=1..B} log exp(s(h_i,g⁺)/τ)
+                   / Σ_{g^k ∈ G} exp(s(h_i,g^k)/τ)
+          → prototypes.losses.contrast, s: the cosine. A sample whose class has
+            no G adds 0 and still counts in the mean.
+    (7)   h̃_i = γ h_i + (1−γ) h_j
+          → I2PFL._apa. y_j ≠ y_i, j from the same batch (a batch of one class:
+            APA is 0), one γ ~ Beta(α,α) per batch. Beta(α,α) is symmetric and
+            labels are not mixed, so on average p̃ lies halfway to other classes;
+            `gamma_max` takes max(γ, 1−γ), a variant of ours.
+    (8)   p̃_m^k = 1/|S_m^k| Σ_{i ∈ S_m^k} h̃_i
+          → prototypes.means.class_means, over the batch.
+    (9)   L_APA = Σ_k ‖h_m^k − p̃_m^k‖²
+          → prototypes.losses.consistency: (1/d) ‖h_i − p̃^{y_i}‖² per sample,
+            mean over the batch. With class means for h^k, "w/o MixUp" of table
+            6 would always be 0; a sum over d = 512 would dwarf CE at λ = 10.
+            `apa_reduction`: mean (default), sum. p̃ is held constant (`detach`);
+            otherwise both sides move, and may collapse.
+    (10)  L = L_CE + λ_intra L_APA + λ_inter L_GPCL
+          → I2PFL.loss.
+    server: θ averaged by sample counts, as FedAvg
+
+(1) is FedAvg's objective. p̃ never leaves the client. Only GPCL needs p and G:
+with λ_inter = 0 they do not travel. In round 0 there is no G, and GPCL is 0.
+
+Deviations: under (2), (3), (5), (7), (9).
+
+Ablations
+    table 4    `lambda_intra=0`, `lambda_inter=0`, `ema=off`
+    table 5    `inter`: reweight, average, cluster (the mean of FINCH's last
+               clusters)
+    table 6    `mixup`: feature, input, none
 """
 
 from __future__ import annotations
@@ -59,29 +77,24 @@ from protofed.method import (
     Method,
     ServerView,
     Sizes,
+    Slot,
+    Slots,
     Terms,
+    Tree,
     Update,
-    clustered,
+    clients_class_means,
     hyper,
-    no_prototypes,
-    owned,
     proto_pass_hyper,
-    upload_means,
-    uploaded_means,
+    upload_class_means,
 )
 from protofed.prototypes import (
+    Prototypes,
     class_means,
     class_sums,
     consistency,
     contrast,
     full_precision,
-    owners_mean,
-    pad,
-    per_class_mean,
-    reweighted_mean,
-    smoothed,
 )
-from protofed.tree import Slot, Tree
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,6 @@ class I2PFL(Method):
 
     name: ClassVar[str] = "i2pfl"
     paper: ClassVar[str] = "Le et al., arXiv 2025"
-    travels: ClassVar[str] = "model, class means (up), generalized prototypes (down)"
 
     tau: float = hyper(
         0.07,
@@ -126,22 +138,29 @@ class I2PFL(Method):
         "what (7) mixes: features, images, or nothing",
         choices=("feature", "input", "none"),
     )
-    gamma_max: bool = hyper(False, "", "max(γ, 1−γ) for γ: stay nearer to the own class")
+    gamma_max: bool = hyper(False, "", "max(γ, 1−γ) for γ: stay closer to the own class")
     apa_reduction: str = hyper("mean", "", "(9) over the d dimensions", choices=("mean", "sum"))
     detach: bool = hyper(True, "", "hold p̃ constant in (9)")
     proto_pass: str = proto_pass_hyper("features of (2)")
 
     @property
-    def constant_parts(self) -> tuple[str, ...]:
-        """p̃ depends on the weights and is held constant."""
+    def slots(self) -> Slots:
+        if not self.lambda_inter:
+            return Slots()
+        return Slots(
+            up={"prototypes": "class means"}, down={"prototypes": "generalized prototypes"}
+        )
+
+    @property
+    def detached_terms(self) -> tuple[str, ...]:
         return ("apa",) if self.detach else ()
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """No prototypes yet."""
-        return {"prototypes": no_prototypes(sizes)} if self.lambda_inter else {}
+        none = Prototypes.empty(sizes.classes, sizes.features)
+        return {"prototypes": none.slot()} if self.lambda_inter else {}
 
     def draws(self, rng: np.random.Generator, steps: int) -> Mapping[str, NDArray[Any]]:
-        """γ, one a batch."""
+        """γ, one per batch."""
         gamma = rng.beta(self.alpha, self.alpha, size=steps)
         return {"gamma": np.maximum(gamma, 1 - gamma) if self.gamma_max else gamma}
 
@@ -151,10 +170,9 @@ class I2PFL(Method):
         terms = {"ce": F.cross_entropy(logits, batch.y)}
         if self.lambda_intra:
             terms["apa"] = self.lambda_intra * self._apa(client, batch, h)
-        if self.lambda_inter:
-            G = client.received["prototypes"]
-            gpcl = contrast(h, batch.y, G["mean"][:, None], G["mask"][:, None], self.tau)  # (6)
-            terms["gpcl"] = self.lambda_inter * gpcl
+        if self.lambda_inter:  # (6)
+            G = Prototypes.of(client.received["prototypes"])
+            terms["gpcl"] = self.lambda_inter * contrast(h, batch.y, G, self.tau)
         return terms
 
     def _apa(self, client: Client, batch: Batch, h: Tensor) -> Tensor:
@@ -168,36 +186,30 @@ class I2PFL(Method):
             else:
                 mixed = client.forward(gamma * batch.x + (1 - gamma) * batch.x[j]).feature
         sums, counts = class_sums(mixed, batch.y, client.classes)
-        prototypes = class_means(sums, counts)  # (8)
         # Mixing needs a second class in the batch: without one, APA is 0.
-        there = (counts > 0) & mixable.any()
-        if self.detach:
-            return consistency(h, batch.y, prototypes, there, self.apa_reduction)
-        size = h.shape[1] if self.apa_reduction == "mean" else 1
-        return ((h - prototypes[batch.y]).square().sum(1) * there[batch.y]).mean() / size
+        p = Prototypes(class_means(sums, counts), (counts > 0) & mixable.any())  # (8)
+        return consistency(h, batch.y, p, self.apa_reduction, self.detach)  # (9)
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """(2), which GPCL alone is for."""
-        return upload_means(client) if self.lambda_inter else {}, {}
+        """(2), which only GPCL needs."""
+        return upload_class_means(client) if self.lambda_inter else {}, {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """FedAvg, and (3) to (5)."""
         if not self.lambda_inter:
             return {"model": mean}
-        new, new_mask = self._joined(*uploaded_means(updates))
-        old = server.state["prototypes"]
+        g = self._joined(clients_class_means(updates))
         share = {"as_written": self.beta, "as_text": 1 - self.beta, "off": 1.0}[self.ema]
-        G, mask = smoothed(new, new_mask, old["mean"], old["mask"], share)
-        return {"model": mean, "prototypes": {"mean": G, "mask": mask}}
+        G = g.smoothed(Prototypes.of(server.state["prototypes"]), share)
+        return {"model": mean, "prototypes": G.slot()}
 
-    def _joined(self, p_MKd: Tensor, count_MK: Tensor) -> tuple[Tensor, Tensor]:
+    def _joined(self, p: Prototypes) -> Prototypes:
         """(3) and (4), or what table 5 puts in their place."""
         if self.inter == "reweight":
-            return reweighted_mean(p_MKd, count_MK)
+            return p.reweighted_mean()
         if self.inter == "average":
-            return owners_mean(p_MKd, count_MK)
-        clusters = clustered(owned(p_MKd, count_MK))
-        return per_class_mean(*pad(clusters, p_MKd.shape[2]))
+            return p.per_class_mean()
+        return p.clustered().per_class_mean()
 
 
 @full_precision

@@ -1,16 +1,17 @@
-"""Local: every client for itself.
+"""Local: every client on its own.
 
-No paper of its own: the row "Local" of comparisons, e.g. of table 3 in Lai, Fu, Liao, Chen,
-Zheng: "FedSeProto: Learning Semantic Prototype in Federated Learning", ECAI 2024.
+No paper of its own: it is the row "Local" of comparisons, e.g. of table 3 in Lai,
+Fu, Liao, Chen, Zheng: "FedSeProto: Learning Semantic Prototype in Federated
+Learning", ECAI 2024. It tells what a federation adds.
 
-    client m    CE on its own samples, going on from its own model
+    client m    CE on its own samples, continuing from its own model
     server      nothing; nothing travels
     test        every client's model on every domain: a domain's accuracy is the mean
-                over all clients; on its own domain alone, the mean over that domain's
+                over all clients, and beside it the mean over that domain's own clients
 
 Deviations
-    A round is what it is for other methods (so many epochs, momentum starts anew), so
-    that after as many rounds a client has taken as many steps.
+    A round is what it is for other methods (as many epochs, fresh momentum), so that
+    after as many rounds a client has taken as many steps.
     Clients with the same model start from the same weights.
 """
 
@@ -19,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from protofed.method import Entry, Method
+from protofed.method import Entry, Method, Slots
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,14 @@ class Local(Method):
 
     name: ClassVar[str] = "local"
     paper: ClassVar[str] = "Lai et al., ECAI 2024"
-    travels: ClassVar[str] = "nothing"
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(model="")
 
     @property
     def evaluates(self) -> str:
-        """Every client its own model, on all domains."""
         return "everyone"
 
     def shared(self, entry: Entry) -> Literal["no"]:
-        """Nothing."""
         return "no"

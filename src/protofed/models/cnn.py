@@ -11,7 +11,7 @@ FEATURES = 512
 
 
 def cnn(convolutions: int, classes: int, image_size: int, width: int, norm: str) -> Network:
-    """A CNN with channels ``width``, 2 × ``width``, ...; its features are always 512."""
+    """A CNN with ``width``, 2 × ``width``, ... channels and 512 features."""
     shrink = 2**convolutions
     if image_size % shrink:
         raise ProtofedError(
@@ -24,7 +24,7 @@ def cnn(convolutions: int, classes: int, image_size: int, width: int, norm: str)
     for layer in range(convolutions):
         outputs = width * 2**layer
         layers += [conv(inputs, outputs, 3, 1, norm), normalize(norm, outputs)]
-        # Pooled first: the largest stays the largest under ReLU, which then has a quarter to do.
+        # Pool first: ReLU keeps the order, and then has a quarter of the work.
         layers += [nn.MaxPool2d(2), nn.ReLU()]
         inputs = outputs
     layers += [nn.Flatten(), nn.Linear(inputs * (image_size // shrink) ** 2, FEATURES), nn.ReLU()]

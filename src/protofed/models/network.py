@@ -1,9 +1,10 @@
-"""What every model is: an encoder, a linear head, and names for what its state holds."""
+"""What every model is: an encoder and a linear head, with named entries of three kinds."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,15 +14,23 @@ from protofed.errors import unknown
 NORMS = ("batch", "group", "none")
 
 
-class Output(NamedTuple):
-    """What a network says of a batch: ``feature`` [B, d] and ``logits`` [B, K]."""
+@dataclass(frozen=True)
+class Output:
+    """What a network says about a batch: ``feature`` [B, d] and ``logits`` [B, K].
+
+    It unpacks into these two, also where a subclass carries more.
+    """
 
     feature: Tensor
     logits: Tensor
 
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.feature
+        yield self.logits
+
 
 class Network(nn.Module):
-    """An encoder and a linear head on its feature; ``features`` is the feature's size."""
+    """An encoder and a linear head on its feature, whose size is ``features``."""
 
     def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
         super().__init__()
@@ -48,15 +57,15 @@ def normalize(norm: str, channels: int) -> nn.Module:
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int, norm: str) -> nn.Conv2d:
     """A convolution that keeps the image size up to its stride, for use before ``norm``."""
-    # A norm subtracts any bias again and has its own, so a bias before it would do nothing.
+    # A norm cancels any bias before it and has its own.
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=norm == "none")
 
 
 def entries(network: nn.Module) -> dict[str, str]:
     """The kind of every name in ``network.state_dict()``: "bn", "weight" or "buffer".
 
-    "bn" is a parameter or buffer of a batch normalization, "weight" any other parameter. The
-    module's type decides: a shortcut's batch normalization has no "bn" in its name.
+    "bn" is a parameter or buffer of a BatchNorm layer, "weight" any other parameter. The module's
+    type decides: the BatchNorm of a ResNet's shortcut has no "bn" in its name.
     """
     batch_norms = {
         name

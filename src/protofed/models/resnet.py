@@ -1,4 +1,4 @@
-"""ResNets for small images: a 3×3 stem without max-pool, then four stages of BasicBlocks."""
+"""ResNets for small images: a 3×3 stem without max-pooling, then four stages of BasicBlocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU of the convolutions' result plus the shortcut's."""
+        """ReLU of the sum of both paths."""
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
 def resnet(blocks: int, classes: int, width: int, norm: str) -> Network:
-    """A ResNet with ``blocks`` BasicBlocks in each stage; its features are 8 × ``width``."""
+    """A ResNet with ``blocks`` BasicBlocks per stage and 8 × ``width`` features."""
     layers: list[nn.Module] = [conv(3, width, 3, 1, norm), normalize(norm, width), nn.ReLU()]
     inputs = width
     for stage, first_stride in enumerate((1, 2, 2, 2)):

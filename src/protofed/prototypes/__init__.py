@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from protofed.prototypes.finch import cluster_means, finch
 from protofed.prototypes.losses import consistency, contrast, cosine, nearest, paired_cosine
-from protofed.prototypes.means import (
-    class_means,
-    class_sums,
-    full_precision,
-    owners_mean,
-    pad,
-    per_class_mean,
-    reweighted_mean,
-    smoothed,
-    widened,
-)
+from protofed.prototypes.means import class_means, class_sums
+from protofed.prototypes.precision import full_precision, widened
+from protofed.prototypes.table import Prototypes
 
 __all__ = [
+    "Prototypes",
     "class_means",
     "class_sums",
     "cluster_means",
@@ -26,11 +19,6 @@ __all__ = [
     "finch",
     "full_precision",
     "nearest",
-    "owners_mean",
-    "pad",
     "paired_cosine",
-    "per_class_mean",
-    "reweighted_mean",
-    "smoothed",
     "widened",
 ]

@@ -1,4 +1,4 @@
-"""FINCH: clusters without a number of clusters, by linking each row to its first neighbor.
+"""FINCH: clustering without a number of clusters, by linking each row to its first neighbor.
 
 Sarfraz, Sharma, Stiefelhagen, CVPR 2019. Shapes: N rows, d features, C clusters.
 """
@@ -12,24 +12,24 @@ from protofed.errors import unknown
 from protofed.prototypes.means import class_means, class_sums
 
 BLOCK = 2048
-"""Rows whose cosines with as many others are in memory at a time: 32 MB."""
+"""Rows per block: the cosines of one block with another are in memory at a time, 32 MB."""
 
 FEW = 128
-"""Rows clustered on the host: a hundred tiny operations, many of which a GPU's host waits for."""
+"""Up to this many rows are clustered on the host: on a GPU, a hundred tiny kernels cost more."""
 
 PART = 256
-"""Clusters whose means are taken at a time: their table of members is [N, PART], not [N, C]."""
+"""Clusters averaged at a time: their membership table is [N, PART], not [N, C]."""
 
 
 def _neighbors(rows_Nd: Tensor) -> Tensor:
-    """For each row the index [N] of the one at the smallest cosine distance; the lowest on ties.
+    """For each row, the index [N] of the closest other row by cosine; the lowest index on ties.
 
     Block by block, so that memory grows with N and not with N². A cosine belongs to both of its
-    rows, so only blocks on and above the diagonal are computed. Every row still meets the others
-    in the order of their indices, and only a larger cosine takes the place of an earlier one.
+    rows, so only blocks on and above the diagonal are computed. Each row still sees the others in
+    the order of their indices, and only a larger cosine replaces an earlier one.
     """
     norm_N1 = rows_Nd.norm(dim=1, keepdim=True)
-    # A row without a direction gets cosine 0 with every other, not NaN.
+    # A row of norm 0 gets cosine 0 with every other row, not NaN.
     unit_Nd = rows_Nd / torch.where(norm_N1 > 0, norm_N1, 1)
     best_N = norm_N1.new_full((len(rows_Nd),), -torch.inf)
     index_N = torch.zeros_like(best_N, dtype=torch.int64)
@@ -43,9 +43,9 @@ def _neighbors(rows_Nd: Tensor) -> Tensor:
     blocks = [slice(first, first + BLOCK) for first in range(0, len(rows_Nd), BLOCK)]
     for i, rows in enumerate(blocks):
         for others in blocks[i:]:
-            # Rows of one direction must tie exactly, so that the lowest index wins; the last bits
-            # of a matrix product depend on a column's position, and four equal rows could become
-            # two pairs.
+            # Rows of the same direction must tie exactly, so that the lowest index wins. The last
+            # bits of a matrix product depend on a column's position, and four equal rows could
+            # otherwise become two pairs.
             cosine_RO = (unit_Nd[rows] @ unit_Nd[others].T).round_(decimals=12)
             if others is rows:
                 meet(rows, rows, cosine_RO.fill_diagonal_(-torch.inf))
@@ -56,12 +56,12 @@ def _neighbors(rows_Nd: Tensor) -> Tensor:
 
 
 def _link(rows_Nd: Tensor) -> Tensor:
-    """Labels [N] after joining each row to the one at the smallest cosine distance."""
-    # Union-find in plain Python: for the few rows of most rounds cheaper than a sparse matrix.
+    """Labels [N] after joining each row to its closest other row."""
+    # Union-find in plain Python: cheaper than a sparse matrix for the few rows of most rounds.
     parent = list(range(len(rows_Nd)))
 
     def first(row: int) -> int:
-        """The lowest row of the cluster, as far as it is known."""
+        """The lowest row of the cluster, as far as is known."""
         while parent[row] != row:
             parent[row] = row = parent[parent[row]]
         return row
@@ -75,7 +75,7 @@ def _link(rows_Nd: Tensor) -> Tensor:
 
 
 def _means(rows_Nd: Tensor, label_N: Tensor) -> Tensor:
-    """The means [C, d] of the clusters, some clusters at a time."""
+    """The means [C, d] of the clusters, a few clusters at a time."""
     count = int(label_N.max()) + 1
     parts = []
     for first in range(0, count, PART):
@@ -86,18 +86,18 @@ def _means(rows_Nd: Tensor, label_N: Tensor) -> Tensor:
 
 
 def finch(rows_Nd: Tensor) -> list[Tensor]:
-    """The kept partitions, finest first: int64 labels [N], numbered as clusters first appear.
+    """The partitions, finest first: int64 labels [N], numbered in order of first appearance.
 
-    Each partition joins clusters of the one before, by the means of their original rows. A
-    partition into one cluster is kept only if it is the first.
+    Each partition joins clusters of the previous one by the means of their original rows. A
+    partition into a single cluster is kept only if it is the first.
     """
     if rows_Nd.ndim != 2 or len(rows_Nd) == 0:
         raise ValueError(f"FINCH needs rows [N, d] with N > 0, got {tuple(rows_Nd.shape)}")
     rows_Nd = rows_Nd.detach().double()
     partitions = [_link(rows_Nd)]
-    # Every cluster joins at least one other, so a count at least halves. FINCH's two other stops
-    # (a count that stays, or falls by one to more than one) therefore cannot happen here; they
-    # belong to the variant that drops long links.
+    # Every cluster joins at least one other, so each step at least halves their number. FINCH's two
+    # other stopping rules (the number stays, or drops by one to more than one) cannot apply here:
+    # they belong to the variant that drops long links.
     while (label_N := partitions[-1]).max() > 0:
         coarser_N = _link(_means(rows_Nd, label_N))[label_N]
         if coarser_N.max() == 0:
@@ -107,7 +107,7 @@ def finch(rows_Nd: Tensor) -> list[Tensor]:
 
 
 def cluster_means(rows_Nd: Tensor, level: str = "last") -> Tensor:
-    """Plain means [J, d] of the clusters of the first or the last kept partition."""
+    """Plain means [J, d] of the clusters of the first or the last partition."""
     if level not in ("first", "last"):
         raise unknown("FINCH level", level, ("first", "last"))
     near_Nd = rows_Nd.detach().cpu() if len(rows_Nd) <= FEW else rows_Nd.detach()

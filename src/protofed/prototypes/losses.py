@@ -1,9 +1,9 @@
-"""Losses that pull features to prototypes.
+"""Losses that pull features toward prototypes.
 
 Shapes: B batch, K classes, d features, J prototypes of a class (padded), N rows.
 
 These run in every training step, also inside a captured graph: tensor expressions only, nothing
-that looks at a value, and masked_fill instead of torch.where with a number, which would copy
+that looks at a value, and masked_fill rather than torch.where with a number, which would copy
 the number from the host.
 """
 
@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 
 from protofed.errors import unknown
-from protofed.prototypes.means import full_precision
+from protofed.prototypes.precision import full_precision
+from protofed.prototypes.table import Prototypes
 
-# Stands for minus infinity. Finite, since a sample without prototypes takes the difference of two
-# such numbers, and inf - inf is NaN.
+# Stands in for minus infinity. Finite, because a sample without prototypes subtracts two such
+# numbers, and inf - inf is NaN.
 ABSENT = -1e30
 
-# A row shorter than 1e-12 has no direction. The backward of rsqrt cubes it, and (1e-24)^-1.5 is
-# still a float32.
+# A row shorter than 1e-12 has no direction. The backward pass of rsqrt cubes it, and (1e-24)^-1.5
+# still fits into float32.
 NO_LENGTH = 1e-24
 
 
 def _unit(rows_Nd: Tensor) -> Tensor:
-    # A feature whose ReLUs are all dead has no direction. Dividing by max(norm, eps), as is usual,
-    # would give it a gradient of 1/eps. Both fills are needed: the 0 gives the row cosine 0 and
-    # gradient 0, the 1 keeps the backward of rsqrt from 0 · inf = NaN.
+    # A feature whose ReLUs are all dead has no direction. The usual max(norm, eps) would give it a
+    # gradient of 1/eps. Both fills are needed: 0 gives the row cosine 0 and gradient 0, and 1
+    # keeps the backward pass of rsqrt from 0 · inf = NaN.
     square_N1 = (rows_Nd * rows_Nd).sum(-1, keepdim=True)
     none_N1 = square_N1 <= NO_LENGTH
     return rows_Nd * square_N1.masked_fill(none_N1, 1).rsqrt().masked_fill(none_N1, 0)
@@ -47,20 +48,16 @@ def paired_cosine(a_Bd: Tensor, b_Bd: Tensor) -> Tensor:
 
 @full_precision
 def contrast(
-    z_Bd: Tensor,
-    y_B: Tensor,
-    mean_KJd: Tensor,
-    mask_KJ: Tensor,
-    tau: float | Tensor,
-    power: float = 1.0,
+    z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, tau: float | Tensor, power: float = 1.0
 ) -> Tensor:
-    """Contrast with the prototypes of all classes (FPL, Eq. 8).
+    """Contrast with the prototypes of all classes (FPL (8), I²PFL (6)).
 
     Batch mean of -log(Σ_own exp(cos/τ) / Σ_all exp(cos/τ)). A sample whose class has no prototype
-    contributes 0 and stays in the mean. No gradient reaches the prototypes. ``power`` takes
-    cos^power in the place of cos (FedPLVM's α-sparsity), of cosines clamped to [1e-6, 1]: a
-    negative one has no fractional power, and the slope at 0 is infinite.
+    contributes 0 and still counts in the mean. No gradient reaches the prototypes. ``power``
+    replaces cos by cos^power (FedPLVM's α-sparsity), with cosines clamped to [1e-6, 1]: a negative
+    one has no fractional power, and the slope at 0 is infinite.
     """
+    mean_KJd, mask_KJ = prototypes.table()
     classes, _, features = mean_KJd.shape
     prototype_Nd = mean_KJd.detach().to(z_Bd.dtype).reshape(-1, features)
     cosine_BN = cosine(z_Bd, prototype_Nd)
@@ -77,23 +74,28 @@ def contrast(
 
 @full_precision
 def consistency(
-    z_Bd: Tensor, y_B: Tensor, target_Kd: Tensor, mask_K: Tensor, reduction: str = "mean"
+    z_Bd: Tensor,
+    y_B: Tensor,
+    prototypes: Prototypes,
+    reduction: str = "mean",
+    detach: bool = True,
 ) -> Tensor:
-    """Batch mean of the squared distance to the own class's target, as mean or sum over d.
+    """Batch mean of the squared distance to the own class's prototype, as mean or sum over d.
 
-    "mean" is FedProto's loss and the one in FPL's code, "sum" is FPL's Eq. 10. A sample whose
-    class has no target contributes 0 and stays in the mean. No gradient reaches the targets.
+    "mean" is FedProto's loss and that of FPL's code, "sum" is FPL (10) as printed. A sample whose
+    class has no prototype contributes 0 and still counts in the mean. With ``detach`` no gradient
+    reaches the prototypes.
     """
     if reduction not in ("mean", "sum"):
         raise unknown("reduction", reduction, ("mean", "sum"))
-    target_Bd = target_Kd.detach()[y_B]
-    difference_Bd = (z_Bd - target_Bd).masked_fill((mask_K <= 0)[y_B][:, None], 0)
+    mean_Kd = prototypes.mean.detach() if detach else prototypes.mean
+    difference_Bd = (z_Bd - mean_Kd[y_B]).masked_fill((prototypes.mask <= 0)[y_B][:, None], 0)
     square_B = (difference_Bd * difference_Bd).sum(1)
     return square_B.mean() / (z_Bd.shape[1] if reduction == "mean" else 1)
 
 
 @full_precision
-def nearest(z_Bd: Tensor, mean_Kd: Tensor, mask_K: Tensor) -> Tensor:
+def nearest(z_Bd: Tensor, prototypes: Prototypes) -> Tensor:
     """Scores [B, K]: minus the squared distance to each class's prototype, if it has one."""
-    square_BK = torch.cdist(z_Bd, mean_Kd.to(z_Bd.dtype)).square()
-    return (-square_BK).masked_fill(mask_K == 0, ABSENT)
+    square_BK = torch.cdist(z_Bd, prototypes.mean.to(z_Bd.dtype)).square()
+    return (-square_BK).masked_fill(prototypes.mask == 0, ABSENT)

@@ -1,7 +1,7 @@
-"""Checks for anyone's method: ``protofed methods check`` and pytest use the same ones."""
+"""Checks for any method: ``protofed methods check`` and pytest use the same ones."""
 
 from __future__ import annotations
 
-from protofed.testing.checks import check, run_checks
+from protofed.testing.checks import CHECKS, CheckResult, check, run_checks
 
-__all__ = ["check", "run_checks"]
+__all__ = ["CHECKS", "CheckResult", "check", "run_checks"]

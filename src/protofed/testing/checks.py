@@ -1,13 +1,14 @@
-"""A battery of checks for any method: ``protofed.testing.checks.check(MyMethod)``.
+"""Checks for any method: ``protofed.testing.check(MyMethod)``.
 
-The same battery tests the methods of this package. It runs tiny federations (a few images of 8×8
-pixels) in seconds and says in words what is wrong: a term without gradient, a loss that looks at
+The same checks test the methods of this package. They run tiny federations (a few images of 8×8
+pixels) in seconds and say in words what is wrong: a term without a gradient, a loss that looks at
 a tensor's value, state that does not survive a restart.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
@@ -33,8 +34,8 @@ from protofed.methods.fedavg import FedAvg
 from protofed.runs.records import Record, without_times
 from protofed.runs.result import Result
 from protofed.runs.run import run
-from protofed.testing.scene import Scene
-from protofed.tree import Tree
+from protofed.testing.training_step import TrainingStep
+from protofed.tree import Slot, Tree
 
 CLASSES, PIXELS = 4, 8
 TINY: dict[str, Any] = {
@@ -48,6 +49,10 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "engine": "loop",
 }
+"""The settings of a tiny run."""
+
+SHORT: dict[str, Any] = {**TINY, "rounds": 2, "epochs": 1}
+"""The settings of a check's run: state must survive one round, and no more is needed."""
 
 
 def tiny_task(
@@ -56,9 +61,10 @@ def tiny_task(
     clients: int = 2,
     spare: int = 0,
 ) -> Task:
-    """Two domains of 8×8 noise images with a pattern per class; ``classes_of`` limits a domain.
+    """Two domains of 8×8 noise images with a pattern per class.
 
-    ``spare``: training images of each domain that no client gets.
+    ``classes_of`` restricts a domain to some classes; ``spare`` is the number of training images
+    of each domain that no client gets.
     """
     domains = {}
     for d, name in enumerate(("left", "right")):
@@ -88,7 +94,7 @@ def _tiny_images(n: int, classes: Sequence[int], domain: int, split: int) -> Ima
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CheckResult:
     """The outcome of one check."""
 
     check: str
@@ -101,122 +107,150 @@ class Verdict:
         return self.status == "failed"
 
     def line(self) -> str:
-        """The verdict as a line of text."""
+        """The result as a line of text."""
         mark = {"passed": "✓", "failed": "✗", "skipped": "–"}[self.status]
         return f"{mark} {self.check}" + (f": {self.detail}" if self.detail else "")
 
 
-class Failure(AssertionError):
-    """A check's finding, in words."""
+class _Failed(AssertionError):
+    """What a check found, in words."""
 
 
-class _Skip(Exception):
-    """The check does not apply to this method."""
+class _NotApplicable(Exception):
+    """Why a check does not apply to the method."""
 
 
-def check(method: type[Method] | Method) -> list[Verdict]:
-    """Run the whole battery; raises ``AssertionError`` with all findings if any check fails."""
-    verdicts = run_checks(method)
-    if any(v.failed for v in verdicts):
-        raise AssertionError("\n".join(v.line() for v in verdicts))
-    return verdicts
+class _Subject:
+    """The method under test, with what several checks look at."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+
+    @functools.cached_property
+    def federation(self) -> Federation:
+        """A federation after its first round; checks leave it as it is."""
+        return _after_a_round(self.method, "fp32")
+
+    @functools.cached_property
+    def step(self) -> TrainingStep:
+        """A training step in float64."""
+        return TrainingStep(_after_a_round(self.method, "fp64"))
+
+
+def check(method: type[Method] | Method) -> list[CheckResult]:
+    """Run all checks; raises ``AssertionError`` with all findings if any check fails."""
+    results = run_checks(method)
+    if any(r.failed for r in results):
+        raise AssertionError("\n".join(r.line() for r in results))
+    return results
 
 
 def run_checks(
-    method: type[Method] | Method, tell: Callable[[Verdict], object] = lambda _: None
-) -> list[Verdict]:
-    """Run the whole battery and return the verdicts, telling each as it is reached."""
-    verdicts = []
-    built: Method | None = None
-    for title, function in _CHECKS:
+    method: type[Method] | Method,
+    report: Callable[[CheckResult], object] = lambda _: None,
+    only: Sequence[str] | None = None,
+) -> list[CheckResult]:
+    """Run all checks, or those named, and return their results, reporting each as it comes."""
+    results = []
+    subject: _Subject | None = None
+    for title, function in CHECKS.items():
+        if only is not None and title not in only:
+            continue
         try:
-            if built is None:
-                built = method() if isinstance(method, type) else method
+            if subject is None:
+                subject = _Subject(method() if isinstance(method, type) else method)
             with one_thread():
-                verdict = Verdict(title, "passed", function(built) or "")
-        except _Skip as reason:
-            verdict = Verdict(title, "skipped", str(reason))
-        except Failure as finding:
-            verdict = Verdict(title, "failed", str(finding))
+                result = CheckResult(title, "passed", function(subject) or "")
+        except _NotApplicable as reason:
+            result = CheckResult(title, "skipped", str(reason))
+        except _Failed as finding:
+            result = CheckResult(title, "failed", str(finding))
         except Exception as error:  # whatever the method raises is a finding
-            verdict = Verdict(title, "failed", f"{type(error).__name__}: {error}")
-        verdicts.append(verdict)
-        tell(verdict)
-    return verdicts
+            result = CheckResult(title, "failed", f"{type(error).__name__}: {error}")
+        results.append(result)
+        report(result)
+    return results
 
 
 # ---- the checks: each returns a remark or raises -------------------------------------------------
 
 
-def _declared(method: Method) -> str:
-    cls = type(method)
+def _declared(subject: _Subject) -> str:
+    cls = type(subject.method)
     _require(dataclasses.is_dataclass(cls), "it is not a dataclass")
     _require(bool(cls.name), "it has no name: give it name: ClassVar[str]")
+    settings = {f.name for f in dataclasses.fields(Config)}
     for name, hyper in cls.hypers().items():
         _require(bool(hyper.meaning), f"hyper-parameter {name} has no meaning: use hyper(...)")
+        _require(name not in settings, f"hyper-parameter {name} has the name of a setting")
     return f"{cls.name}, {len(cls.hypers())} hyper-parameters"
 
 
-def _gradients(method: Method) -> str:
-    scene = Scene(_federation(method, torch.float64))
+def _gradients(subject: _Subject) -> str:
+    method, step = subject.method, subject.step
     seen = []
-    for phase in scene.phases:
-        names = list(scene.terms(phase))
-        for name in names:
-            slope, measured, size, value = scene.slope(phase, name)
+    for phase in step.phases:
+        for name in step.terms(phase):
+            slope, measured, size, value = step.slope(phase, name)
             _require(math.isfinite(slope), f"the gradient of term '{name}' is not finite")
             if value:
                 _require(
                     size > 0,
                     f"term '{name}' is {value:.3g} but has no gradient: it trains nothing",
                 )
-            if name not in method.constant_parts:
+            if name not in method.detached_terms:
                 _require(
                     abs(slope - measured) <= 1e-5 * max(1.0, abs(slope), abs(measured)),
                     f"term '{name}': autograd says {slope:.8g} along a random direction, finite "
                     f"differences say {measured:.8g} (if it detaches a part of itself on purpose, "
-                    f"name it in constant_parts)",
+                    f"name it in detached_terms)",
                 )
             seen.append(name)
     return f"terms {', '.join(seen)}"
 
 
-def _fedavg(method: Method) -> str:
+def _fedavg(subject: _Subject) -> str:
+    method = subject.method
     off = [name for name, h in method.hypers().items() if h.weight]
     if not off:
-        raise _Skip("no hyper-parameter is marked as the weight of a term")
+        raise _NotApplicable("no hyper-parameter is marked as the weight of a term")
     if method.evaluates == "everyone":
-        raise _Skip("clients have no model in common")
-    ours = run(_task(method), method.without_weights(), **TINY)
-    fedavg = run(tiny_task(), FedAvg(), **TINY)
-    same = tree.equal({"model": ours.model}, {"model": fedavg.model})
+        raise _NotApplicable("clients have no model in common")
+    ours = run(_task(method), method.without_weights(), **SHORT)
+    same = tree.equal({"model": ours.model}, {"model": _fedavg_model()})
     _require(same, f"with {', '.join(off)} = 0 the model is not FedAvg's, bit for bit")
     return f"{', '.join(off)} = 0"
 
 
-def _missing_class(method: Method) -> str:
-    # class 3 is nowhere in training, class 2 only at one domain, and batches may hold one class
-    result = run(_task(method, {"left": [0, 1, 2], "right": [0, 1]}), method, **TINY)
+@functools.cache
+def _fedavg_model() -> Slot:
+    return run(tiny_task(), FedAvg(), **SHORT).model
+
+
+def _missing_class(subject: _Subject) -> str:
+    # class 3 is nowhere in training, class 2 only in one domain, and batches may hold one class
+    method = subject.method
+    result = run(_task(method, {"left": [0, 1, 2], "right": [0, 1]}), method, **SHORT)
     _finite(result)
-    return "a class nobody has, and one that half the clients have"
+    return "a class that nobody has, and one that half the clients have"
 
 
-def _one_client(method: Method) -> str:
-    _finite(run(_task(method), method, **{**TINY, "clients": {"left": 1}}))
-    return "one client in all"
+def _one_client(subject: _Subject) -> str:
+    _finite(run(_task(subject.method), subject.method, **{**SHORT, "clients": {"left": 1}}))
+    return "a single client"
 
 
-def _participation(method: Method) -> str:
-    settings = {**TINY, "participation": 0.5, "rounds": 4}
-    result, again = (run(_task(method), method, **settings) for _ in range(2))
+def _participation(subject: _Subject) -> str:
+    # three rounds: a client may sit one out between two
+    settings = {**SHORT, "participation": 0.5, "rounds": 3}
+    result, again = (run(_task(subject.method), subject.method, **settings) for _ in range(2))
     _finite(result)
     _require(_same(result, again), "two runs with the same seed differ")
-    return "half the clients a round, twice the same numbers"
+    return "half the clients per round, two runs with the same numbers"
 
 
-def _empty_round(method: Method) -> str:
-    federation = _federation(method, torch.float32)
-    federation.run_round()
+def _empty_round(subject: _Subject) -> str:
+    federation = _after_a_round(subject.method, "fp32")
     before = federation.server.state
     federation.server.finish()  # nobody replied
     _require(tree.equal(before, federation.server.state), "a round without replies changed state")
@@ -227,24 +261,25 @@ def _empty_round(method: Method) -> str:
     return "a round in which no client replied, then another"
 
 
-def _different_models(method: Method) -> str:
-    models, norm = "cnn2,cnn3", TINY["norm"]
+def _different_models(subject: _Subject) -> str:
+    method, models, norm = subject.method, "cnn2,cnn3", TINY["norm"]
     try:
-        require_fit(method.apart(), models, CLASSES, PIXELS, TINY["width"], norm)
+        require_fit(method.for_mixed_models(), models, CLASSES, PIXELS, TINY["width"], norm)
     except ProtofedError:
-        raise _Skip("it sends models, which must be the same at all clients") from None
-    result, again = (run(_task(method), method, **{**TINY, "model": models}) for _ in range(2))
+        raise _NotApplicable("it sends models, which must be the same at all clients") from None
+    result, again = (run(_task(method), method, **{**SHORT, "model": models}) for _ in range(2))
     _finite(result)
     _require(_same(result, again), "two runs with the same seed differ")
-    return f"{models}, twice the same numbers"
+    return f"{models}, two runs with the same numbers"
 
 
-def _resume(method: Method) -> str:
+def _resume(subject: _Subject) -> str:
+    method = subject.method
+    task = _task(method)
+    config = make_config(task, method, **SHORT)
     with tempfile.TemporaryDirectory() as scratch:
-        task = _task(method)
-        whole = run(task, method, **TINY)
-        config = make_config(task, method, **TINY)
-        out = Path(scratch) / "run"
+        whole = run(task, config=config, out=Path(scratch) / "whole")
+        out = Path(scratch) / "resumed"
         try:
             run(task, config=config, out=out, observers=[_Interrupt(after=1)])
         except KeyboardInterrupt:
@@ -252,13 +287,13 @@ def _resume(method: Method) -> str:
         else:
             raise AssertionError("the run was not interrupted")
         resumed = run(task, config=config, out=out, resume=True)
-    _require(_same(whole, resumed), "a resumed run differs from an uninterrupted one")
-    return "interrupted in round 1, resumed, the same bits"
+        same = _same(whole, resumed) and tree.equal(_kept(whole), _kept(resumed))
+    _require(same, "a resumed run differs from an uninterrupted one")
+    return "interrupted in its second round, resumed, the same bits"
 
 
-def _serialization(method: Method) -> str:
-    federation = _federation(method, torch.float32)
-    federation.run_round()
+def _serialization(subject: _Subject) -> str:
+    method, federation = subject.method, subject.federation
     received = federation.server.broadcast()
     site = next(iter(federation.sites.values()))
     network = federation.make_network()
@@ -277,56 +312,66 @@ def _serialization(method: Method) -> str:
             path = Path(scratch) / "tree.safetensors"
             tree.save(content, path)
             _require(tree.equal(content, tree.load(path)[0]), f"{what} does not survive a file")
+    if type(method).slots is not Method.slots:
+        slots = method.slots
+        declared = ({**slots.down, **slots.server}, slots.down, slots.up, slots.client)
+        for (what, content), named in zip(trees.items(), declared, strict=True):
+            found = {slot for slot, entries in content.items() if entries} - {"model"}
+            _require(
+                found == set(named),
+                f"{what} has the slots {sorted(found)}, but `slots` declares {sorted(named)}",
+            )
     up, down = tree.nbytes(reply.message), tree.nbytes(received)
     return f"{up:,} bytes up, {down:,} down, {tree.nbytes(reply.mine):,} kept by a client"
 
 
-def _capture(method: Method) -> str:
-    scene = Scene(_federation(method, torch.float64))
-    for number, phase in enumerate(scene.phases):
-        first, second = scene.inputs(), scene.other_inputs()
+def _capture(subject: _Subject) -> str:
+    step = subject.step
+    for number, phase in enumerate(step.phases):
+        first, second = step.inputs(), step.other_inputs()
         try:
-            graph = make_fx(lambda *a, phase=phase: scene.step(phase, *a))(*first)
+            graph = make_fx(lambda *a, phase=phase: step(phase, *a))(*first)
         except Exception as error:
-            raise Failure(
+            raise _Failed(
                 f"the step cannot be recorded: {str(error).splitlines()[0]} (a hot hook reads a "
                 "tensor's value: .item(), float(t), an `if` on a tensor, a shape from a mask)"
             ) from error
-        later = method.phases(2, scene.epochs)[number]
-        for a, b in zip(graph(*second), scene.step(later, *scene.other_inputs()), strict=True):
+        later = subject.method.phases(2, step.epochs)[number]
+        for a, b in zip(graph(*second), step(later, *step.other_inputs()), strict=True):
             _require(
                 torch.allclose(a, b, rtol=1e-9, atol=1e-12),
-                "a recorded step, replayed on another batch and round, gives other numbers than "
-                "the step itself: something that changes (the round, a random number) entered as "
-                "a Python number; take it from the client view",
+                "a recorded step, replayed on another batch and round, gives different numbers "
+                "than the step itself: something that changes (the round, a random number) entered "
+                "as a Python number; take it from the client view",
             )
     return "recorded once, replayed on another batch, round and broadcast"
 
 
-def _half_precision(method: Method) -> str:
-    scene = Scene(_federation(method, torch.float32))
+def _half_precision(subject: _Subject) -> str:
+    step = TrainingStep(subject.federation)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for phase in scene.phases:
-            for name, term in scene.terms(phase).items():
+        for phase in step.phases:
+            for name, term in step.terms(phase).items():
                 value = float(term.detach())
                 _require(math.isfinite(value), f"term '{name}' is {value} in bfloat16")
     return "finite under bfloat16 autocast"
 
 
-_CHECKS: list[tuple[str, Callable[[Method], str]]] = [
-    ("declared", _declared),
-    ("gradients", _gradients),
-    ("weights 0 = FedAvg", _fedavg),
-    ("missing class", _missing_class),
-    ("one client", _one_client),
-    ("participation", _participation),
-    ("empty round", _empty_round),
-    ("different models", _different_models),
-    ("resume", _resume),
-    ("serialization", _serialization),
-    ("capture-safety", _capture),
-    ("half precision", _half_precision),
-]
+CHECKS: dict[str, Callable[[_Subject], str]] = {
+    "declared": _declared,
+    "gradients": _gradients,
+    "weights 0 = FedAvg": _fedavg,
+    "missing class": _missing_class,
+    "one client": _one_client,
+    "participation": _participation,
+    "empty round": _empty_round,
+    "different models": _different_models,
+    "resume": _resume,
+    "serialization": _serialization,
+    "capture-safety": _capture,
+    "half precision": _half_precision,
+}
+"""The checks by title, in the order in which they run."""
 
 
 class _Interrupt(Observer):
@@ -340,14 +385,15 @@ class _Interrupt(Observer):
             raise KeyboardInterrupt
 
 
-def _federation(method: Method, dtype: torch.dtype) -> Federation:
-    precision = "fp64" if dtype == torch.float64 else "fp32"
-    config: Config = make_config(_task(method), method, **TINY, precision=precision)
-    return Federation(config, _task(method))
+def _after_a_round(method: Method, precision: str) -> Federation:
+    task = _task(method)
+    federation = Federation(make_config(task, method, **SHORT, precision=precision), task)
+    federation.run_round()
+    return federation
 
 
 def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) -> Task:
-    """The tiny task, with images to spare for a method that needs public ones."""
+    """The tiny task, with spare images for a method that needs public ones."""
     return tiny_task(classes_of, spare=12 if method.public_images else 0)
 
 
@@ -366,6 +412,17 @@ def _models(result: Result) -> Tree:
     return {"the model": result.model, **{f"{c}'s model": m for c, m in result.clients.items()}}
 
 
+def _kept(result: Result) -> Tree:
+    """The state of the server and of every client in a finished run's folder."""
+    assert result.folder is not None
+    server, metadata = tree.load(result.folder / "checkpoint.safetensors")
+    content = {f"server {slot}": entries for slot, entries in server.items()}
+    for client, file in metadata["clients"].items():
+        state = tree.load(result.folder / "clients" / file)[0]
+        content |= {f"{client} {slot}": entries for slot, entries in state.items()}
+    return content
+
+
 def _is_tree(value: object) -> bool:
     return isinstance(value, dict) and all(
         isinstance(slot, str)
@@ -377,4 +434,4 @@ def _is_tree(value: object) -> bool:
 
 def _require(holds: bool, finding: str) -> None:
     if not holds:
-        raise Failure(finding)
+        raise _Failed(finding)

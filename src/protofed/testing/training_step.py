@@ -1,4 +1,4 @@
-"""A client in the middle of a round: what the battery of checks looks at."""
+"""One training step of a client, as the checks look at it: by term, by slope, as a recording."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from protofed.method import Batch, Client, Phase, Terms
 from protofed.tree import Slot, Tree
 
 
-class Scene:
-    """A client in round 1 of a tiny federation, its weights moved away from where it started."""
+class TrainingStep:
+    """A step of a client in the next round of a federation, away from the weights it starts from."""
 
     def __init__(self, federation: Federation) -> None:
         method, dtype = federation.method, federation.setup.dtype
-        federation.run_round()
         self.method, self.dtype, self.sizes = method, dtype, federation.sizes
         self.network = federation.make_network()
         self.received = federation.server.broadcast()
@@ -48,12 +47,12 @@ class Scene:
         return Batch(x, self.site.images.y[rows], rows)
 
     def terms(self, phase: Phase) -> Terms:
-        """The loss at the scene's weights."""
+        """The terms of the loss at the step's weights."""
         load_model(self.network, self.model)
         return phase.loss(self._client(self.received, self.mine), self.batch)
 
     def slope(self, phase: Phase, name: str) -> tuple[float, float, float, float]:
-        """Along a random direction: the slope by autograd and by differences; ‖gradient‖, value."""
+        """Slope along a random direction by autograd and by differences, ‖gradient‖, value."""
         term = self.terms(phase)[name]
         value = float(term.detach())
         moving = {
@@ -71,7 +70,7 @@ class Scene:
         pairs = [(g, direction[n]) for n, g in zip(moving, grads, strict=True) if g is not None]
         slope = sum(float((g * v).sum()) for g, v in pairs)
         size = math.sqrt(sum(float((g * g).sum()) for g, _ in pairs))
-        # A step may cross the kink of a ReLU or a max-pool; a smaller one hardly does.
+        # A finite step may cross the kink of a ReLU or a max-pool; a smaller one rarely does.
         tries = [self._difference(phase, name, direction, step) for step in (1e-6, 1e-7, 1e-8)]
         return slope, min(tries, key=lambda d: abs(d - slope)), size, value
 
@@ -87,10 +86,10 @@ class Scene:
             ends.append(float(phase.loss(client, self.batch)[name].detach()))
         return (ends[0] - ends[1]) / (2 * step)
 
-    # ---- the step as a function of tensors alone, as an engine would record it ----
+    # ---- the step as a function of tensors alone, as an engine records it ----------------------
 
     def inputs(self) -> list[Any]:
-        """All that a step reads."""
+        """Everything that a step reads."""
         buffers = {n for n, _ in self.network.named_buffers()}
         return [
             {n: t.clone().requires_grad_() for n, t in self.model.items() if n not in buffers},
@@ -106,7 +105,7 @@ class Scene:
         ]
 
     def other_inputs(self) -> list[Any]:
-        """The same, with everything different that may differ between two steps."""
+        """The same, with everything changed that may differ between two steps."""
         parameters, buffers, _, received, mine, *_ = self.inputs()
         scaled = [tree.map_tensors(t, _scaled) for t in (received, mine)]
         return [
@@ -121,7 +120,7 @@ class Scene:
             self._drawn(1),
         ]
 
-    def step(
+    def __call__(
         self,
         phase: Phase,
         parameters: Slot,

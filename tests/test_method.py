@@ -5,7 +5,7 @@ import torch
 from torch.autograd import gradcheck
 
 from protofed.errors import NoSecondDerivative
-from protofed.method import inner, squared_distance
+from protofed.method import inner_product, squared_distance
 
 SHAPES = {"conv": (2, 3, 2, 2), "bias": (2,), "scalar": ()}
 
@@ -16,7 +16,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {n: w.requires_grad_(seed == 0) for n, w in draw.items()}
 
 
-@pytest.mark.parametrize("term", [squared_distance, inner])
+@pytest.mark.parametrize("term", [squared_distance, inner_product])
 def test_gradients_are_those_of_finite_differences(term):
     here, there = weights(0), weights(1)
 
@@ -34,7 +34,9 @@ def test_values_and_order_of_names():
     turned = dict(reversed(there.items()))
     distance = sum((here[n] - there[n]).square().sum() for n in here)
     torch.testing.assert_close(squared_distance(here, turned), distance)
-    torch.testing.assert_close(inner(here, turned), sum((here[n] * there[n]).sum() for n in here))
+    torch.testing.assert_close(
+        inner_product(here, turned), sum((here[n] * there[n]).sum() for n in here)
+    )
 
 
 def test_a_distance_of_zero_has_a_gradient_of_zero():
