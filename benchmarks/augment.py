@@ -2,10 +2,10 @@
 
     python benchmarks/augment.py [--images 4096] [--epochs 10] [--repetitions 5]
 
-Both give batches of 64 random crops (32 pixels after padding by 4), flipped or not, normalized,
+Both give batches of 64 random crops (32 pixels after padding by 4), randomly flipped, normalized,
 from the same images, and for the same random choices the very same pixels (checked at the start).
-The repetitions alternate. One of protofed's is what a client does in a round: images prepared
-once, then all its epochs; a second line has one epoch alone, with the preparation.
+Repetitions alternate. One of protofed's is what a client does in a round: images prepared once,
+then all its epochs; a second line shows a single epoch, including the preparation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from protofed.data.augment import Choices, cropped, crops, normalized, padded
 from protofed.data.task import Augment, Images
-from protofed.federation import client_round as local
+from protofed.federation.batches import ClientBatches
 from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Sizes
 from protofed.methods import method_class
@@ -39,7 +39,7 @@ SIDE = 32
 class Pillow(Dataset[tuple[Tensor, int]]):
     """torchvision's RandomCrop(32, padding=4), RandomHorizontalFlip, ToTensor and Normalize.
 
-    Written out, as torchvision is no dependency: the same Pillow and torch calls in the same
+    Written out, since torchvision is not a dependency: the same Pillow and torch calls in the same
     order. Images are in memory and decoded, so that neither side reads or decodes a file.
     """
 
@@ -101,8 +101,8 @@ def streams(images: Images, epochs: int) -> dict[str, tuple[int, Callable[[], in
     pillow = Pillow(images.x, images.y)
 
     def ours(passes: int) -> int:
-        data = local.Data(setup, ClientData("a", "a", images))
-        return sum(len(b.y) for e in range(passes) for b in data.epoch((0, 0, "a", e), BATCH))
+        batches = ClientBatches(setup, ClientData("a", "a", images))
+        return sum(len(b.y) for e in range(passes) for b in batches.epoch((0, 0, "a", e), BATCH))
 
     def loader(workers: int) -> Callable[[], int]:
         made = DataLoader(

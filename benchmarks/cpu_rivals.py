@@ -10,13 +10,13 @@ The small CNN without BatchNorm (cnn3, width 16) on 32×32 images, SGD with mome
     device  50 clients × 50 images, batch 10, 1 epoch: the shape of pfl's own CIFAR10 benchmark
 
 Everyone starts from the same weights and takes the same minibatches in the same order; after three
-rounds the global weights must agree to 1e-4, or there is no result. The rivals' images are in
+rounds the global weights must agree to 1e-4, or the benchmark fails. The rivals' images are in
 memory as normalized float32, which protofed makes from bytes in every epoch. Nothing is evaluated
 inside the clock (pfl evaluates once, in the first round, which warms up).
 
-Each contender is a process of its own (with its own children) that waits for the word to run a
-round; the rounds of all contenders take turns, so that noise hits all alike. Start-up is apart:
-from the start of the process until it is ready for its first round, plus that round.
+Each contender is a process of its own (with its own children) that waits for a signal to run a
+round; the rounds of all contenders take turns, so that noise affects all alike. Start-up is listed
+separately: from the start of the process until it is ready for its first round, plus that round.
 
     protofed workers    2 threads, one network each       protofed loop     1 thread
     pfl 2 processes     torchrun, gloo, 1 thread each     pfl 1 process     with 2 threads
@@ -53,7 +53,7 @@ from protofed.models import Network, build
 # a max-pool or ReLU that flips on it moves weights by a step. With 0.01 that alone makes 3e-4.
 SEED, LR, MOMENTUM, DECAY, CLASSES = 0, 0.001, 0.9, 1e-5, 10
 AGREE = 1e-4
-MARK = "@@"  # before a contender's answers, among whatever its libraries print
+MARK = "@@"  # marks a contender's answers among what its libraries print
 
 
 @dataclass(frozen=True)
@@ -303,8 +303,8 @@ def flower(work: Workload, cpus: int) -> None:
         def one_round(round: int) -> float:
             nonlocal arrays
             began = time.perf_counter()
-            told = ConfigRecord({"round": round, "threads": cpus, **vars(work)})
-            result = strategy.start(grid, arrays, num_rounds=1, train_config=told)
+            request = ConfigRecord({"round": round, "threads": cpus, **vars(work)})
+            result = strategy.start(grid, arrays, num_rounds=1, train_config=request)
             arrays = result.arrays
             return time.perf_counter() - began
 
@@ -338,15 +338,15 @@ def actor_network(work: Workload, threads: int) -> Network:
 def flower_train(message: Any, context: Any) -> Any:
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-    told = dict(message.content["config"])
-    work = Workload(*(told[n] for n in ("clients", "samples", "batch", "epochs")))
-    net = actor_network(work, told["threads"])
+    request = dict(message.content["config"])
+    work = Workload(*(request[n] for n in ("clients", "samples", "batch", "epochs")))
+    net = actor_network(work, request["threads"])
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     name = f"all-{context.node_config['partition-id']}"
     data = client_data(work)[0][name]
     optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     for epoch in range(work.epochs):
-        for x, y in batches(data, name, told["round"], epoch, work.batch):
+        for x, y in batches(data, name, request["round"], epoch, work.batch):
             loss = cross_entropy(net(x).logits, y)
             optimizer.zero_grad()
             loss.backward()

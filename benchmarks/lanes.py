@@ -3,15 +3,15 @@
     python benchmarks/lanes.py DATA [--rounds 5] [--long] [--only resnet18/16]
 
 20 clients 6/4/3/7 (600 / 72 / 732 / 100 samples), ResNet-10, batch 64, 10 epochs: 1,180 client
-steps a round, over the real mix of batch sizes. Three ways to do the same work in one process:
+steps per round, over the real mix of batch sizes. Three ways to do the same work in one process:
 
     lanes     this package's GPU engine, bf16
     eager     its loop engine on the GPU: plain eager PyTorch with the loss as tensor expressions
     sample    the same loop with FPL's loss computed sample by sample, as the published code does
 
 and lanes with ResNet-18 and a batch of 16. Times are of rounds with prototypes (round 0 is
-warm-up), the server's part included, evaluation apart. ``--long`` adds 100 rounds with evaluation
-each round.
+warm-up) and include the server's part but not evaluation. ``--long`` adds 100 rounds, each with
+evaluation.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ class FPLBySample(FPL):
 
 
 CARD = 989
-"""TFLOP/s of an H200 in bfloat16, without sparsity, as its maker states them."""
+"""TFLOP/s of an H200 in bfloat16, without sparsity, as stated by NVIDIA."""
 IMAGES = sum(n * s for n, s in ((6, 600), (4, 72), (3, 732), (7, 100)))
-"""Samples of all clients: what one local epoch of a round goes over."""
+"""Samples of all clients: the size of one local epoch of a round."""
 GFLOP = {"resnet10": 1.51, "resnet18": 3.34}
-"""For an image, forward and backward."""
+"""Per image, forward and backward."""
 
 
 def seconds_a_round(
     federation: Federation, warm: int, rounds: int
 ) -> tuple[list[float], list[float], int]:
     """Training and evaluation seconds of the rounds after the first, and steps a round."""
-    for _ in range(warm):  # prototypes come in; lanes record their graphs
+    for _ in range(warm):  # lanes record their graphs, and prototypes appear
         federation.run_round()
     train, test, steps = [], [], 0
     for _ in range(rounds):
@@ -89,7 +89,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     common = {"device": "cuda", "data": arguments.data, "rounds": 100, "protocol": "fpl"}
     lanes, loop = {"engine": "lanes"}, {"engine": "loop"}
-    # (method, settings, rounds before, rounds timed); the slow ways do fewer epochs or rounds of
+    # (method, settings, warm-up rounds, timed rounds); the slow ways do fewer epochs or rounds of
     # the same steps
     ways = {
         "lanes bf16": (FPL(), {**lanes, "precision": "bf16"}, 2, arguments.rounds),
@@ -114,7 +114,7 @@ def main() -> None:
         per_step[name] = 1e3 * statistics.median(train) / steps
         tflops = 1e-3 * GFLOP[str(config.model)] * IMAGES * config.epochs / statistics.median(train)
         print(
-            f"{name:12} {per_step[name]:8.3f} ms a client-step  (rounds: "
+            f"{name:12} {per_step[name]:8.3f} ms per client-step  (rounds: "
             f"{' '.join(f'{t:.3f}' for t in train)} s, {steps} steps; evaluation "
             f"{statistics.median(test):.3f} s; {tflops:.0f} TFLOP/s, "
             f"{tflops / CARD:.0%} of the card)",

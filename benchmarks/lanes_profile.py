@@ -1,4 +1,4 @@
-"""Where a lanes round goes: by number of lanes, and by kernel.
+"""Where the time of a lanes round goes: by number of lanes, and by kernel.
 
 python benchmarks/lanes_profile.py DATA
 """

@@ -5,8 +5,8 @@
 clients  Rounds with 10 participants out of 10, 100, 1,000 (and 10,000 where clients keep no
          state). The images are those of ``glyphs``, each repeated 25 times: the pool is the same
          whatever the number of clients, and every client has 4 of them (batch 4, 2 epochs).
-         Seconds are medians of a round's training with the server's step, of its evaluation, and
-         of all the rest (checkpoints, records) a round; memory is the peak of the process. Enough
+         Seconds are medians per round of training with the server's step, of evaluation, and of
+         everything else (checkpoints, records); memory is the peak of the process. Enough
          rounds that nearly every one of 100 clients, and a quarter of 1,000, have taken part.
 glyphs   The same as a person would run it: 1,000 clients, 1 % of them a round, one image each (the
          task has 250 training images of ``inverse``), with SCAFFOLD's state on disk.
@@ -115,7 +115,7 @@ def rounds_of(method: str, clients: int) -> dict[str, Any]:
 
 
 def server_step(method: str, prototypes: int) -> dict[str, Any]:
-    """The method's own step on the prototypes of a round, and what it needs beside them."""
+    """The method's own step on the prototypes of a round, and the memory it adds."""
     from protofed.federation.spool import Spool
     from protofed.method import ServerView, Sizes, Update
     from protofed.methods import create

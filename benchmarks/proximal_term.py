@@ -1,8 +1,9 @@
-"""FedProx on lanes: its sum over all weights with the gradients written down, and by autograd.
+"""FedProx's proximal term on lanes: with a hand-written gradient, and by autograd.
 
-    python benchmarks/spring.py DATA
+    python benchmarks/proximal_term.py DATA
 
-Office-Caltech with I²PFL's protocol (ResNet-10, batch 32), bf16, one run at a time; FedAvg beside.
+Office-Caltech with I²PFL's protocol (ResNet-10, batch 32), bf16, one run at a time, with FedAvg for
+comparison.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from protofed.config import make_config
 from protofed.federation.simulation import Federation
 from protofed.methods import FedAvg, FedProx
 
-KNOWN = module.squared_distance
+WRITTEN = module.squared_distance
 
 
-def expressions(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-    """The same sum, every operation of it recorded by autograd."""
+def by_autograd(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
+    """The same sum, with every operation recorded by autograd."""
     return torch.stack([(p - start[n]).square().sum() for n, p in parameters.items()]).sum()
 
 
@@ -33,14 +34,14 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = {"device": "cuda", "data": arguments.data, "engine": "lanes", "precision": "bf16"}
     for name, method, distance in (
-        ("fedavg", FedAvg(), KNOWN),
-        ("fedprox known", FedProx(), KNOWN),
-        ("fedprox expressions", FedProx(), expressions),
+        ("fedavg", FedAvg(), WRITTEN),
+        ("fedprox written", FedProx(), WRITTEN),
+        ("fedprox autograd", FedProx(), by_autograd),
     ):
         module.squared_distance = distance
         config = make_config("office_caltech", method, protocol="i2pfl", rounds=100, **settings)
         federation = Federation(config)
-        for _ in range(2):  # graphs are recorded
+        for _ in range(2):  # to record the graphs
             federation.run_round()
         records = [federation.run_round() for _ in range(5)]
         seconds = [r["seconds"]["train"] for r in records]
