@@ -227,6 +227,7 @@ def test_status_and_stop_say_what_the_server_knows(
     (home / programs.NODES).write_text('{"a": "11", "b": "12"}')
     out = home / "runs" / "folder-f-fpl-0-0123456789"
     out.mkdir(parents=True)
+    (out / "config.toml").touch()
     (out / "rounds.jsonl").write_text('{"round": 0, "accuracy": {"a": 50.0}, "average": 50.0}\n')
     out.with_name(f"{out.name}.log").write_text("first\nround 2: asked a\n")
     done = CliRunner().invoke(app, ["deploy", "status", "--dir", str(tmp_path / "f")])
