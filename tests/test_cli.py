@@ -364,7 +364,7 @@ def test_resume_from_a_checkpoint_of_another_configuration(unfinished, capsys):
     assert code == 2
     assert err.count("\n") == 1
     assert "another configuration" in err
-    assert "config.toml" in err
+    assert "seed 3 → 4" in err
     assert files(unfinished) == before
 
 

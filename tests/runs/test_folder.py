@@ -50,6 +50,7 @@ def cut(interrupted: Path, tmp_path: Path) -> Path:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
+    assert not folder.exists and folder.records() == [] and folder.checkpoint() is None
     with folder.open(CONFIG, "abc", FACTS) as checkpoint:
         assert checkpoint is None and folder.exists and not folder.is_finished()
         folder.append_record(RECORD)

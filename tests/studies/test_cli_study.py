@@ -317,7 +317,7 @@ def test_two_processes_share_a_folder_and_no_run_is_done_twice(raw, tmp_path):
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == sorted(labels)
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_anew(protofed, raw):
+def test_a_run_killed_before_its_first_checkpoint_starts_over(protofed, raw):
     Path("mine.toml").write_text(dumps(raw(rows={"FedAvg": "fedavg"}, seeds=1)))
     (cell,) = plan.cells(parse(raw(rows={"FedAvg": "fedavg"}, seeds=1), "mine"))
     config = plan.configs([cell])[cell.key]

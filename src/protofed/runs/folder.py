@@ -389,6 +389,8 @@ class RunFolder:
 
     def records(self) -> Records:
         """The rounds that are complete by now; a finished run has at least one."""
+        if not (self.rounds_file.is_file() or self.is_finished()):
+            return Records()
         found = read_records(self.rounds_file)
         if not found and self.is_finished():
             raise Damaged(self.rounds_file, "it has no rounds, though the run is finished")
