@@ -29,7 +29,6 @@ ORDER = (
 """The packages and modules of ``protofed``, one line a layer, the lowest first."""
 
 
-
 def layer_of() -> dict[str, int]:
     """The layer of each package."""
     return {name: n for n, names in enumerate(ORDER) for name in names.split()}
