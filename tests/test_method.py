@@ -1,11 +1,204 @@
-"""Sums over all weights whose gradients are written down: against autograd's own, in float64."""
+"""The contract of methods: hyper-parameters, hooks, slots, and sums over all weights."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from torch.autograd import gradcheck
 
-from protofed.errors import NoSecondDerivative
-from protofed.method import inner_product, squared_distance
+from protofed.config import Config, make_config
+from protofed.errors import NoSecondDerivative, ProtofedError
+from protofed.method import Hyper, Method, Slots, hyper, inner_product, squared_distance
+from protofed.methods import FPL, METHODS, FedAvg, FedProto, create
+from protofed.testing.checks import TINY, tiny_task
+
+# ---- hyper-parameters ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [0, -1, 0.0, -1e-9, float("nan"), float("-inf")])
+def test_tau_must_be_above_0(tau):
+    with pytest.raises(ProtofedError) as error:
+        FPL(tau=tau)
+    text = str(error.value)
+    assert "tau" in text
+    assert "above 0" in text
+    assert "default is 0.02" in text  # the hint
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("value", [float("nan"), -0.1])
+def test_a_weight_is_at_least_0(value):
+    with pytest.raises(ProtofedError, match="weight of fedproto must be at least 0"):
+        FedProto(weight=value)
+
+
+@pytest.mark.parametrize("name", ["tau", "cpcl", "upcr"])
+def test_infinity_is_not_a_hyper_parameter(name):
+    # TOML as json.dumps writes it knows no Infinity: such a run could not be read back
+    with pytest.raises(ProtofedError, match=name):
+        FPL(**{name: float("inf")})
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True, [0.1], {}])
+def test_a_wrong_type_is_refused(value):
+    with pytest.raises(ProtofedError, match="tau of fpl must be a number") as error:
+        FPL(tau=value)
+    assert repr(value) in str(error.value)
+
+
+def test_a_number_for_a_word_is_refused():
+    with pytest.raises(ProtofedError, match="finch_level of fpl must be a word, got 1"):
+        FPL(finch_level=1)
+
+
+@pytest.mark.parametrize(("default", "words"), [
+    ({"default": None}, "has the default None"),
+    ({"default": (1, 2)}, r"has the default \(1, 2\)"),
+    ({"default_factory": list}, "has no default"),
+    ({}, "has no default"),
+])  # fmt: skip
+def test_a_default_that_no_configuration_could_say_is_refused(default, words):
+    @dataclass(frozen=True)
+    class Odd(Method):
+        name: ClassVar[str] = "odd"
+        widths: object = dataclasses.field(**default)
+
+    with pytest.raises(ProtofedError, match=f"hyper-parameter widths of odd {words}"):
+        Odd.create({})
+    given = {"widths": 1} if not default else {}
+    config = make_config(tiny_task(), Odd(**given), **TINY)  # a run without a folder may have it
+    with pytest.raises(ProtofedError, match=words):
+        config.toml()
+
+
+def test_whole_numbers_and_booleans_are_kept_apart():
+    @dataclass(frozen=True)
+    class Kinds(Method):
+        name: ClassVar[str] = "kinds"
+        n: int = hyper(3, "n", "a count", least=1, most=5)
+        on: bool = hyper(True, "", "a switch")
+
+    assert Kinds(n=5, on=False).options() == {"n": 5, "on": False}
+    for wrong in (1.0, True, "2"):
+        with pytest.raises(ProtofedError, match="n of kinds must be a whole number"):
+            Kinds(n=wrong)
+    with pytest.raises(ProtofedError, match="on of kinds must be true or false"):
+        Kinds(on=1)
+    for wrong, words in ((0, "at least 1"), (6, "at most 5")):
+        with pytest.raises(ProtofedError, match=words):
+            Kinds(n=wrong)
+
+
+def test_a_whole_number_is_accepted_for_a_number_and_becomes_one():
+    method = FPL(tau=1)
+    assert type(method.tau) is float
+    assert method == FPL(tau=1.0)
+
+
+def test_choices_name_the_nearest():
+    with pytest.raises(ProtofedError, match="did you mean cluster") as error:
+        FPL(cpcl_prototypes="clusters")
+    assert "cpcl_prototypes" in str(error.value)
+    with pytest.raises(ProtofedError, match="valid: first, last"):
+        FPL(finch_level="qqq")
+
+
+def test_create_names_the_nearest_hyper_parameter():
+    with pytest.raises(ProtofedError, match="unknown hyper-parameter of fpl 'taus'") as error:
+        create("fpl", {"taus": 0.1})
+    assert "did you mean tau" in str(error.value)
+    with pytest.raises(ProtofedError, match=r"fedavg.*has no hyper-parameter 'tau'"):
+        create("fedavg", {"tau": 0.1})
+
+
+def test_create_names_the_nearest_method():
+    with pytest.raises(ProtofedError, match="unknown method 'fedprotto'") as error:
+        create("fedprotto")
+    assert "did you mean fedproto" in str(error.value)
+
+
+def test_create_and_options():
+    assert create("fpl") == FPL()
+    assert create("fpl", {"tau": 0.1}) == FPL(tau=0.1)
+    assert create("fpl", FPL(tau=0.1, cpcl=2).options()) == FPL(tau=0.1, cpcl=2)
+    assert set(FPL().options()) == {f.name for f in dataclasses.fields(FPL)}
+    assert FedAvg().options() == {}
+
+
+def test_without_weights_keeps_everything_else():
+    off = FPL(tau=0.3, finch_level="first").without_weights()
+    assert off == FPL(tau=0.3, finch_level="first", cpcl=0, upcr=0)
+    assert FedProto(weight=4, proto_pass="post").without_weights() == FedProto(0, "post")
+    assert FedAvg().without_weights() == FedAvg()
+
+
+def test_a_method_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FPL().tau = 1.0
+
+
+def test_a_field_without_hyper_is_still_a_hyper_parameter():
+    @dataclass(frozen=True)
+    class Bare(Method):
+        name: ClassVar[str] = "bare"
+        plain: float = 1.0
+
+    assert Bare.hypers() == {"plain": Hyper("", "")}
+    assert Bare.create({"plain": 2}).plain == 2.0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_hyper_parameter_has_the_name_of_a_setting(name):
+    settings = {f.name for f in dataclasses.fields(Config)}
+    assert not settings & set(METHODS[name].hypers())
+
+
+# ---- hooks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("agregate", "aggregate"), ("uplaod", "upload"), ("lose", "loss"), ("phase", "phases")],
+)
+def test_a_misspelled_hook_is_an_error_that_names_the_nearest(wrong, right):
+    with pytest.raises(ProtofedError, match=f"Mine.{wrong} is not a hook.*did you mean {right}"):
+        type("Mine", (Method,), {wrong: lambda self: None})
+    with pytest.raises(ProtofedError, match=f"did you mean {right}"):
+        type("Mine", (FedProto,), {wrong: property(lambda self: None)})
+
+
+def test_helpers_fields_and_overridden_members_are_no_misspelled_hooks():
+    @dataclass(frozen=True)
+    class Mine(Method):
+        name: ClassVar[str] = "mine"
+        weight: float = hyper(1.0, "w", "a field close to `weights`")
+
+        def _losses(self):
+            """A private helper."""
+
+        def distill(self):
+            """A helper with a name of its own."""
+
+        def update_of(self):
+            """Another."""
+
+    type("Derived", (Mine,), {"distill": lambda self: None, "loss": lambda self: None})
+
+
+# ---- slots --------------------------------------------------------------------------------------
+
+
+def test_slots_in_words():
+    assert str(Slots()) == "model"
+    assert str(Slots(model="")) == "nothing"
+    told = Slots(model="head", up={"a": "class means"}, down={"b": "prototypes"}, server={"c": "x"})
+    assert str(told) == "head; class means (up); prototypes (down)"
+
+
+# ---- sums over all weights whose gradients are written down: against autograd, in float64 --------
+
 
 SHAPES = {"conv": (2, 3, 2, 2), "bias": (2,), "scalar": ()}
 

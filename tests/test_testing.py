@@ -1,4 +1,4 @@
-"""The battery of checks: it passes the package's methods and catches broken ones, in words."""
+"""The checks for methods: they pass the package's own and catch broken ones, in words."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from protofed.methods import METHODS, FedAvg, FedProto, Method, hyper
-from protofed.testing import checks as testing
-from protofed.testing.checks import check, run_checks
+from protofed.method import Method, Slots, hyper
+from protofed.methods import METHODS, FedAvg, FedProto
+from protofed.runs.run import run
+from protofed.testing import CHECKS, check, run_checks
+from protofed.testing.checks import TINY, tiny_task
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,10 @@ class Base(Method):
         return 0.01 * (z * z).mean()
 
 
-@pytest.fixture
-def verdict(monkeypatch):
-    """The verdict of one check on a method."""
-
-    def one(method, title):
-        chosen = [c for c in testing._CHECKS if c[0] == title]
-        assert len(chosen) == 1, f"no check is called {title}"
-        with monkeypatch.context() as patch:
-            patch.setattr(testing, "_CHECKS", chosen)
-            (result,) = run_checks(method)
-        return result
-
-    return one
+def result_of(method, title):
+    """The result of one check on a method."""
+    (result,) = run_checks(method, only=[title])
+    return result
 
 
 def fails(result, *words):
@@ -55,13 +48,12 @@ def fails(result, *words):
 
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_of_the_package_passes(name):
-    verdicts = check(METHODS[name])
-    assert len(verdicts) == len(testing._CHECKS)
-    assert {v.status for v in verdicts} <= {"passed", "skipped"}
+    results = check(METHODS[name])
+    assert [r.check for r in results] == list(CHECKS)
     has_weight = any(h.weight for h in METHODS[name].hypers().values())
-    sends_models = name not in ("fedproto", "fedseproto", "local", "fedmd", "fedgh")
+    sends_models = bool(METHODS[name]().for_mixed_models().slots.model) and name != "fedgh"
     skipped = ["weights 0 = FedAvg"] * (not has_weight) + ["different models"] * sends_models
-    assert [v.check for v in verdicts if v.status == "skipped"] == skipped
+    assert [r.check for r in results if r.status == "skipped"] == skipped
 
 
 def test_the_base_of_the_broken_methods_is_not_broken():
@@ -77,46 +69,54 @@ def test_check_raises_with_all_findings_and_takes_objects():
             raise ValueError("no luck")
 
     told = []
-    verdicts = run_checks(Nameless(), told.append)
-    assert told == verdicts
+    results = run_checks(Nameless(), told.append)
+    assert told == results
     with pytest.raises(AssertionError) as error:
         check(Nameless())
     text = str(error.value)
     assert "✗ declared: it has no name" in text
     assert "✗ missing class: ValueError: no luck" in text
-    assert len(text.splitlines()) == len(testing._CHECKS)
+    assert len(text.splitlines()) == len(CHECKS)
 
 
-def test_a_method_that_cannot_be_built_is_a_finding(verdict):
+def test_a_method_that_cannot_be_built_is_a_finding():
     @dataclass(frozen=True)
     class Refusing(Base):
         def __post_init__(self):
             raise ValueError("never")
 
-    fails(verdict(Refusing, "declared"), "ValueError: never")
+    fails(result_of(Refusing, "declared"), "ValueError: never")
 
 
 # ---- declared -----------------------------------------------------------------------------------
 
 
-def test_a_hyper_parameter_without_meaning(verdict):
+def test_a_hyper_parameter_without_meaning():
     @dataclass(frozen=True)
     class Silent(Base):
         strength: float = 1.0
 
-    fails(verdict(Silent, "declared"), "strength", "no meaning", "hyper(")
+    fails(result_of(Silent, "declared"), "strength", "no meaning", "hyper(")
+
+
+def test_a_hyper_parameter_with_the_name_of_a_setting():
+    @dataclass(frozen=True)
+    class Clashing(Base):
+        epochs: int = hyper(1, "E", "epochs of its own")
+
+    fails(result_of(Clashing, "declared"), "epochs", "name of a setting")
 
 
 # ---- gradients ----------------------------------------------------------------------------------
 
 
-def test_a_term_that_trains_nothing(verdict):
+def test_a_term_that_trains_nothing():
     @dataclass(frozen=True)
     class Detached(Base):
         def extra(self, client, batch, z):
             return (z.detach() ** 2).mean()
 
-    fails(verdict(Detached, "gradients"), "'extra'", "no gradient", "trains nothing")
+    fails(result_of(Detached, "gradients"), "'extra'", "no gradient", "trains nothing")
 
 
 class WrongSign(torch.autograd.Function):
@@ -131,45 +131,45 @@ class WrongSign(torch.autograd.Function):
         return -grad * 2 * z / z.numel()
 
 
-def test_a_wrong_gradient(verdict):
+def test_a_wrong_gradient():
     @dataclass(frozen=True)
     class Wrong(Base):
         def extra(self, client, batch, z):
             return WrongSign.apply(z)
 
-    fails(verdict(Wrong, "gradients"), "'extra'", "autograd says", "finite differences say")
+    fails(result_of(Wrong, "gradients"), "'extra'", "autograd says", "finite differences say")
 
 
-def test_a_part_held_constant_must_be_declared(verdict):
+def test_a_part_held_constant_must_be_declared():
     @dataclass(frozen=True)
     class Half(Base):
         def extra(self, client, batch, z):
             return (z * z.detach()).mean()  # half of its gradient is missing
 
-    fails(verdict(Half, "gradients"), "constant_parts")
+    fails(result_of(Half, "gradients"), "detached_terms")
 
     @dataclass(frozen=True)
     class Declared(Half):
         @property
-        def constant_parts(self):
+        def detached_terms(self):
             return ("extra",)
 
-    assert not verdict(Declared, "gradients").failed
+    assert not result_of(Declared, "gradients").failed
 
 
-def test_a_gradient_that_is_not_finite(verdict):
+def test_a_gradient_that_is_not_finite():
     @dataclass(frozen=True)
     class Infinite(Base):
         def extra(self, client, batch, z):
             return (z - z).abs().sqrt().sum()
 
-    fails(verdict(Infinite, "gradients"), "nan")
+    fails(result_of(Infinite, "gradients"), "nan")
 
 
 # ---- weights 0 = FedAvg -------------------------------------------------------------------------
 
 
-def test_a_weight_that_does_not_switch_its_term_off(verdict):
+def test_a_weight_that_does_not_switch_its_term_off():
     @dataclass(frozen=True)
     class Sticky(Base):
         weight: float = hyper(1.0, "w", "weight of the term", least=0, weight=True)
@@ -177,21 +177,21 @@ def test_a_weight_that_does_not_switch_its_term_off(verdict):
         def extra(self, client, batch, z):
             return (self.weight + 0.01) * (z * z).mean()
 
-    fails(verdict(Sticky, "weights 0 = FedAvg"), "weight = 0", "not FedAvg")
+    fails(result_of(Sticky, "weights 0 = FedAvg"), "weight = 0", "not FedAvg")
 
     @dataclass(frozen=True)
     class Right(Sticky):
         def extra(self, client, batch, z):
             return self.weight * (z * z).mean()
 
-    assert verdict(Right, "weights 0 = FedAvg").status == "passed"
-    assert verdict(Base, "weights 0 = FedAvg").status == "skipped"
+    assert result_of(Right, "weights 0 = FedAvg").status == "passed"
+    assert result_of(Base, "weights 0 = FedAvg").status == "skipped"
 
 
 # ---- missing class, one client ------------------------------------------------------------------
 
 
-def test_a_missing_class_that_gives_nan(verdict):
+def test_a_missing_class_that_gives_nan():
     @dataclass(frozen=True)
     class Dividing(FedProto):
         name: ClassVar[str] = "dividing"
@@ -207,11 +207,11 @@ def test_a_missing_class_that_gives_nan(verdict):
             table = {"mean": sums / owners[:, None], "mask": (owners > 0).float()}
             return {"model": mean, "prototypes": table}
 
-    fails(verdict(Dividing, "missing class"), "left-0, round 2", "nan")
-    assert not verdict(Dividing, "one client").failed  # it is the class, not the clients
+    fails(result_of(Dividing, "missing class"), "left-0, round 2", "nan")
+    assert not result_of(Dividing, "one client").failed  # it is the class, not the clients
 
 
-def test_a_missing_class_that_raises(verdict):
+def test_a_missing_class_that_raises():
     @dataclass(frozen=True)
     class Asking(FedProto):
         name: ClassVar[str] = "asking"
@@ -220,22 +220,22 @@ def test_a_missing_class_that_raises(verdict):
             mean, count = client.class_means()
             return {"prototypes": {"mean": mean, "count": count * (1 // int(count.min()))}}, {}
 
-    fails(verdict(Asking, "missing class"), "division")
+    fails(result_of(Asking, "missing class"), "division")
 
 
-def test_a_method_that_needs_two_clients(verdict):
+def test_a_method_that_needs_two_clients():
     @dataclass(frozen=True)
     class Pairs(Base):
         def aggregate(self, server, mean, updates):
             return {"model": {n: (t + updates[1]["model"][n]) / 2 for n, t in mean.items()}}
 
-    fails(verdict(Pairs, "one client"), "IndexError")
+    fails(result_of(Pairs, "one client"), "IndexError")
 
 
 # ---- a round without replies, different models --------------------------------------------------
 
 
-def test_a_broadcast_that_lives_from_replies(verdict):
+def test_a_broadcast_that_lives_from_replies():
     @dataclass(frozen=True)
     class Hasty(Base):
         def broadcast(self, server):
@@ -246,12 +246,12 @@ def test_a_broadcast_that_lives_from_replies(verdict):
             rate = self.broadcast(server)["seen"]["rate"]
             return {"model": {n: t * rate if "weight" in n else t for n, t in mean.items()}}
 
-    fails(verdict(Hasty, "empty round"), "not finite")
-    assert verdict(Base, "empty round").status == "passed"
+    fails(result_of(Hasty, "empty round"), "not finite")
+    assert result_of(Base, "empty round").status == "passed"
 
 
-def test_different_models_need_a_method_that_sends_none(verdict):
-    result = verdict(Base, "different models")
+def test_different_models_need_a_method_that_sends_none():
+    result = result_of(Base, "different models")
     assert result.status == "skipped"
     assert "sends models" in result.detail
 
@@ -264,7 +264,7 @@ def test_different_models_need_a_method_that_sends_none(verdict):
         def evaluates(self):
             return "everyone"
 
-    assert verdict(Alone, "different models").status == "passed"
+    assert result_of(Alone, "different models").status == "passed"
 
     @dataclass(frozen=True)
     class Assuming(Alone):
@@ -274,7 +274,7 @@ def test_different_models_need_a_method_that_sends_none(verdict):
         def upload(self, client):
             return {}, {"kept": {"x": client.parameters["encoder.9.weight"][:4]}}
 
-    fails(verdict(Assuming, "different models"), "KeyError")
+    fails(result_of(Assuming, "different models"), "KeyError")
 
 
 # ---- state and chance ---------------------------------------------------------------------------
@@ -297,12 +297,12 @@ class Forgetful(Base):
         return {"model": {n: t * (1 + 0.01 * REMEMBERED["rounds"]) for n, t in mean.items()}}
 
 
-def test_state_outside_the_slots_is_lost_on_resume(verdict):
-    assert not verdict(Forgetful, "participation").failed  # two fresh runs are the same
-    fails(verdict(Forgetful, "resume"), "resumed run differs")
+def test_state_outside_the_slots_is_lost_on_resume():
+    assert not result_of(Forgetful, "participation").failed  # two fresh runs are the same
+    fails(result_of(Forgetful, "resume"), "resumed run differs")
 
 
-def test_state_in_an_attribute_is_caught(verdict):
+def test_state_in_an_attribute_is_caught():
     @dataclass(frozen=True)
     class Attribute(Base):
         def upload(self, client):
@@ -312,7 +312,7 @@ def test_state_in_an_attribute_is_caught(verdict):
         def extra(self, client, batch, z):
             return (0.5 if getattr(self, "_last", "") == "left-1" else 0.01) * (z * z).mean()
 
-    fails(verdict(Attribute(), "resume"), "differs")
+    fails(result_of(Attribute(), "resume"), "differs")
 
 
 @dataclass(frozen=True)
@@ -323,12 +323,12 @@ class Chance(Base):
         return (z * torch.rand(z.shape, dtype=z.dtype)).mean()
 
 
-def test_random_numbers_that_are_not_keyed(verdict):
-    fails(verdict(Chance, "participation"), "two runs with the same seed differ")
-    fails(verdict(Chance, "capture-safety"), "random number", "client view")
+def test_random_numbers_that_are_not_keyed():
+    fails(result_of(Chance, "participation"), "two runs with the same seed differ")
+    fails(result_of(Chance, "capture-safety"), "random number", "client view")
 
 
-def test_random_numbers_of_the_host_are_frozen(verdict):
+def test_random_numbers_of_the_host_are_frozen():
     rng = np.random.default_rng(0)
 
     @dataclass(frozen=True)
@@ -336,20 +336,20 @@ def test_random_numbers_of_the_host_are_frozen(verdict):
         def extra(self, client, batch, z):
             return (z * float(rng.random())).mean()
 
-    fails(verdict(Host, "capture-safety"), "Python number")
+    fails(result_of(Host, "capture-safety"), "Python number")
 
 
-def test_keyed_random_numbers_pass(verdict):
+def test_keyed_random_numbers_pass():
     @dataclass(frozen=True)
     class Keyed(Base):
         def extra(self, client, batch, z):
             return (z * client.uniform(*z.shape)).mean()
 
     for title in ("participation", "capture-safety", "gradients"):
-        assert not verdict(Keyed, title).failed
+        assert not result_of(Keyed, title).failed
 
 
-def test_a_counter_is_not_deterministic(verdict):
+def test_a_counter_is_not_deterministic():
     calls = []
 
     @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def test_a_counter_is_not_deterministic(verdict):
             calls.append(1)
             return (z * z).mean() * (len(calls) * 1e-4)
 
-    fails(verdict(Counting, "participation"), "two runs with the same seed differ")
+    fails(result_of(Counting, "participation"), "two runs with the same seed differ")
 
 
 # ---- messages -----------------------------------------------------------------------------------
@@ -367,96 +367,106 @@ def test_a_counter_is_not_deterministic(verdict):
 @pytest.mark.parametrize(
     "message", [{"note": {"number": 3}}, {"note": torch.ones(2)}, {"note": {"text": "hello"}}]
 )
-def test_a_message_that_is_not_slots_of_tensors(verdict, message):
+def test_a_message_that_is_not_slots_of_tensors(message):
     @dataclass(frozen=True)
     class Talking(Base):
         def upload(self, client):
             return message, {}
 
-    fails(verdict(Talking, "serialization"), "note")  # it says which slot
+    fails(result_of(Talking, "serialization"), "note")  # it says which slot
 
 
-def test_a_server_state_that_is_not_slots_of_tensors(verdict):
+def test_a_server_state_that_is_not_slots_of_tensors():
     @dataclass(frozen=True)
     class Counting(Base):
         def aggregate(self, server, mean, updates):
             return {"model": mean, "clients": {"seen": len(updates)}}
 
-    fails(verdict(Counting, "serialization"), "clients")
+    fails(result_of(Counting, "serialization"), "clients")
 
 
-def test_a_broadcast_that_is_not_slots_of_tensors(verdict):
+def test_a_broadcast_that_is_not_slots_of_tensors():
     @dataclass(frozen=True)
     class Telling(Base):
         def broadcast(self, server):
             return {**server.state, "extra": {"round": server.round}}
 
-    fails(verdict(Telling, "serialization"), "extra")
+    fails(result_of(Telling, "serialization"), "extra")
+
+
+def test_slots_that_are_declared_must_be_there():
+    @dataclass(frozen=True)
+    class Declaring(Base):
+        @property
+        def slots(self):
+            return Slots(up={"note": "a note"})
+
+    fails(result_of(Declaring, "serialization"), "the upload", "declares ['note']")
 
 
 # ---- hot hooks ----------------------------------------------------------------------------------
 
 
-def test_item_in_the_loss(verdict):
+def test_item_in_the_loss():
     @dataclass(frozen=True)
     class Item(Base):
         def extra(self, client, batch, z):
             return (z * z).mean() / (1 + z.abs().max().item())
 
-    fails(verdict(Item, "capture-safety"), "cannot be recorded", ".item()")
+    fails(result_of(Item, "capture-safety"), "cannot be recorded", ".item()")
 
 
-def test_an_if_on_a_tensor(verdict):
+def test_an_if_on_a_tensor():
     @dataclass(frozen=True)
     class If(Base):
         def extra(self, client, batch, z):
             return (z * z).mean() if z.mean() > 0 else z.mean()
 
-    fails(verdict(If, "capture-safety"), "cannot be recorded", "`if` on a tensor")
+    fails(result_of(If, "capture-safety"), "cannot be recorded", "`if` on a tensor")
 
 
-def test_a_shape_from_a_mask(verdict):
+def test_a_shape_from_a_mask():
     @dataclass(frozen=True)
     class Masked(Base):
         def extra(self, client, batch, z):
             return z[batch.y == 1].square().sum()
 
-    fails(verdict(Masked, "capture-safety"))
+    fails(result_of(Masked, "capture-safety"))
 
 
-def test_the_round_as_a_python_number(verdict):
+def test_the_round_as_a_python_number():
     @dataclass(frozen=True)
     class Frozen(Base):
         def extra(self, client, batch, z):
             return (z * z).mean() * (0.01 * int(client.round))
 
-    fails(verdict(Frozen, "capture-safety"), "cannot be recorded")
+    fails(result_of(Frozen, "capture-safety"), "cannot be recorded")
 
     @dataclass(frozen=True)
     class Right(Base):
         def extra(self, client, batch, z):
             return (z * z).mean() * (0.01 * client.round)
 
-    assert not verdict(Right, "capture-safety").failed
+    assert not result_of(Right, "capture-safety").failed
 
 
-def test_the_clients_id_as_a_python_number(verdict):
+def test_the_clients_id_as_a_python_number():
     @dataclass(frozen=True)
     class Frozen(Base):
         def extra(self, client, batch, z):
             return (z * z).mean() * (int(client.id) % 7)
 
-    fails(verdict(Frozen, "capture-safety"), "cannot be recorded")
+    fails(result_of(Frozen, "capture-safety"), "cannot be recorded")
 
     @dataclass(frozen=True)
     class Right(Base):
         def extra(self, client, batch, z):
             return (z * z).mean() * (client.id % 7)
 
-    assert not verdict(Right, "capture-safety").failed
+    assert not result_of(Right, "capture-safety").failed
 
 
-def test_the_round_remembered_by_a_cold_hook(verdict):
+def test_the_round_remembered_by_a_cold_hook():
     @dataclass(frozen=True)
     class Told(Base):
         def phases(self, round, epochs):
@@ -466,13 +476,13 @@ def test_the_round_remembered_by_a_cold_hook(verdict):
         def extra(self, client, batch, z):
             return (z * z).mean() * (0.01 * self._round)
 
-    fails(verdict(Told(), "capture-safety"))
+    fails(result_of(Told(), "capture-safety"))
 
 
 # ---- half precision -----------------------------------------------------------------------------
 
 
-def test_a_term_that_overflows_in_half_precision(verdict):
+def test_a_term_that_overflows_in_half_precision():
     @dataclass(frozen=True)
     class Fine(Base):
         def extra(self, client, batch, z):
@@ -480,21 +490,21 @@ def test_a_term_that_overflows_in_half_precision(verdict):
             gap = 1 / (scores.new_tensor(1.001) - 1)  # bfloat16 has no 1.001
             return 1e-6 * gap * scores.mean()
 
-    fails(verdict(Fine, "half precision"), "'extra'", "bfloat16")
-    assert not verdict(Fine, "gradients").failed
+    fails(result_of(Fine, "half precision"), "'extra'", "bfloat16")
+    assert not result_of(Fine, "gradients").failed
 
 
 # ---- the tiny task ------------------------------------------------------------------------------
 
 
 def test_the_tiny_task_is_what_the_checks_need():
-    task = testing.tiny_task({"left": [0, 1, 2], "right": [0, 1]}, samples=10, clients=3)
+    task = tiny_task({"left": [0, 1, 2], "right": [0, 1]}, samples=10, clients=3)
     assert set(task.domains["left"].train.y.tolist()) == {0, 1, 2}
     assert set(task.domains["right"].train.y.tolist()) == {0, 1}
     assert set(task.domains["right"].test.y.tolist()) == {0, 1, 2, 3}
     assert len(task.domains["left"].train) == 30
-    again = testing.tiny_task({"left": [0, 1, 2], "right": [0, 1]}, samples=10, clients=3)
+    again = tiny_task({"left": [0, 1, 2], "right": [0, 1]}, samples=10, clients=3)
     assert torch.equal(task.domains["left"].train.x, again.domains["left"].train.x)
-    result = testing.run(task, FedAvg(), **testing.TINY)
+    result = run(task, FedAvg(), **TINY)
     assert all(math.isfinite(v) for v in result.rounds["loss.ce"])
     assert result.rounds[-1]["loss"]["ce"] < result.rounds[0]["loss"]["ce"]

@@ -19,6 +19,8 @@ from protofed.prototypes import (
     nearest,
 )
 
+pytestmark = pytest.mark.usefixtures("single_thread")
+
 B, K, J, D = 9, 5, 3, 6
 
 # Class 0 has three prototypes, class 1 one, class 2 two with a gap, class 3 none, class 4 one.
