@@ -18,7 +18,7 @@ from protofed.cli.app import app
 from protofed.config import Config, make_config, read_config
 from protofed.data import Task, describe
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import evaluate
+from protofed.federation.evaluation import evaluate
 from protofed.federation.simulation import Federation
 from protofed.method import Entry
 from protofed.methods.fedavg import FedAvg

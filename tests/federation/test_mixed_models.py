@@ -14,9 +14,10 @@ from protofed import analysis, tree
 from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
 from protofed.federation.client_state import ClientStore
+from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import Federation, initial_network
 from protofed.methods import METHODS, FedAvg, FedBN, FedGH, FedProto, FedSeProto, Local, Method
-from protofed.models.mixed import checked_models, client_models, require_fit
+from protofed.models.mixed import checked_models, client_models
 from protofed.observers.progress import accuracies, client_lines
 from protofed.runs.records import without_times
 from protofed.runs.result import Result, load_run

@@ -11,7 +11,7 @@ import torch
 from protofed import tree
 from protofed.config import make_config
 from protofed.data.task import Domain, Images
-from protofed.federation.client_round import Data
+from protofed.federation.batches import ClientBatches
 from protofed.federation.simulation import Federation
 from protofed.keys import generator
 from protofed.methods import METHODS, FedAvgGA, create
@@ -178,7 +178,7 @@ def test_ga_holds_out_samples_of_the_seen_domains(tmp_path):
     federation = Federation(make_config(task(), method, **SMALL, **UNSEEN), task())
     train, test = (task().domains["left"].train.x, task().domains["right"])
     for site in federation.sites.values():
-        parts = Data(federation.setup, site).parts
+        parts = ClientBatches(federation.setup, site).parts
         assert not set(parts["holdout"]) & set(parts["train"])
         assert len(parts["holdout"]) == 4  # of 16
         for x in site.images.x[torch.from_numpy(parts["holdout"])]:

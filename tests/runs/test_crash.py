@@ -17,8 +17,9 @@ from protofed import files, tree
 from protofed.config import Config, make_config
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import simulation
-from protofed.federation.client_round import Scores, one_thread
 from protofed.federation.client_state import ClientStore
+from protofed.federation.cpu import one_thread
+from protofed.federation.evaluation import Scores
 from protofed.federation.simulation import Federation, Observer
 from protofed.method import Method
 from protofed.methods import FPL, FedAvg, FedBN

@@ -15,7 +15,7 @@ from tests.runs.diary import QUICK, TASK, At, Diary, ctrl_c, numbers, same
 
 from protofed.config import Config, make_config
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import one_thread
+from protofed.federation.cpu import one_thread
 from protofed.federation.simulation import Observer
 from protofed.files import CannotWrite
 from protofed.methods import FedAvg
