@@ -24,6 +24,7 @@ from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
+from protofed.federation.model_fit import require_fit
 from protofed.federation.public_images import (
     FOLDER_POOL,
     digest_count,
@@ -69,6 +70,8 @@ def make_spec(config: Config, task: Task) -> RunSpec:
             "only methods that the package includes can be deployed",
         )
     complete = config.for_task(task.info)
+    sizes = (len(task.classes), task.image_size, config.width, config.norm)
+    require_fit(config.method, config.models, *sizes)
     found = discover(complete, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _public(complete, task, facts.public_digest)
