@@ -271,7 +271,7 @@ def test_what_an_operator_can_get_wrong_is_said(tmp_path: Path, founded: Any, pu
         ({"options": {"public": "folder:"}}, "which folder"),
         ({"options": {"public": "nowhere"}}, "unknown source of public images"),
         ({"folder": tmp_path / "nowhere"}, "there is no folder"),
-        ({"options": {"public": "glyphs"}}, "32 pixels, those of folder:pets 16"),
+        ({"options": {"public": "glyphs"}}, "32 pixels, but those of folder:pets have 16"),
     ):
         with pytest.raises(ProtofedError, match=words):
             config(**given)
