@@ -223,7 +223,7 @@ def test_operator_mistakes_are_errors(tmp_path: Path, founded: Any, public: Path
         ({"options": {"public": "folder:"}}, "which folder"),
         ({"options": {"public": "nowhere"}}, "unknown source of public images"),
         ({"folder": tmp_path / "nowhere"}, "there is no folder"),
-        ({"options": {"public": "glyphs"}}, "32 pixels, those of folder:pets 16"),
+        ({"options": {"public": "glyphs"}}, "32 pixels, but those of folder:pets have 16"),
     ):
         with pytest.raises(ProtofedError, match=words):
             config(**given)

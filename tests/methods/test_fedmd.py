@@ -162,7 +162,7 @@ def test_what_cannot_be_public_is_said():
     with pytest.raises(ProtofedError, match="unknown source of public images 'lefty'") as error:
         federation(FedMD(public="lefty"))
     assert "did you mean left" in str(error.value)
-    with pytest.raises(ProtofedError, match="32 pixels, those of tiny 8"):
+    with pytest.raises(ProtofedError, match="32 pixels, but those of tiny have 8"):
         federation(FedMD(public="glyphs"))
 
 
