@@ -308,8 +308,6 @@ class Config:
 
     def for_task(self, info: TaskInfo) -> Config:
         """The config with the clients and samples of every domain, now that these are known."""
-        if isinstance(self.clients, Mapping) and isinstance(self.samples, Mapping):
-            return self
         base = protocol(self.protocol, self.task)
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         samples = _per_domain("samples", _else(self.samples, info.samples), info)
@@ -441,13 +439,15 @@ def protocol(name: str | None, task: str) -> Protocol:
 
 
 def make_config(
-    task: str | Task = "glyphs",
+    task: str | Task | TaskInfo = "glyphs",
     method: str | Method = "fedavg",
     options: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> Config:
     """A complete config from what is given; ``None`` values count as not given."""
-    info = describe(task) if isinstance(task, str) else task.info
+    if isinstance(task, Task):
+        task = task.info
+    info = describe(task) if isinstance(task, str) else task
     made = _method(method, options, info.name)
     given = {k: v for k, v in given.items() if v is not None}
     for name in given:

@@ -63,7 +63,7 @@ def test_one_spelling_for_the_same_models() -> None:
         ({"left-0": "resnet"}, ["unknown model of a client 'resnet'"]),
         ({**TABLE, "up-0": "cnn2"}, ["unknown client in the table of models", "up-0", "left-0"]),
         ({"left-0": "cnn2", "left-1": "cnn3"}, ["no model for right-0, right-1", "[model]"]),
-        ("cnn3,resnet10", ["features of one size", "cnn3 has 512", "resnet10 has 32", "--width"]),
+        ("cnn3,resnet10", ["features of the same size", "cnn3 has 512", "resnet10 has 32", "--width"]),
     ],
 )
 def test_invalid_models_are_errors(model: Any, words: list[str]) -> None:
@@ -96,8 +96,7 @@ def test_clients_of_one_model_start_equal_and_models_have_keys_of_their_own() ->
     assert tree.equal({"m": start["left-0"]}, {"m": start["right-0"]})
     assert tree.equal({"m": start["left-1"]}, {"m": start["right-1"]})
     for name, model in (("left-0", "cnn3"), ("left-1", "cnn2")):
-        alone = make_config(tiny_task(), Local(), **{**TINY, "model": model})
-        network = initial_network(alone, tiny_task())
+        network = initial_network(one.config, tiny_task(), model)
         assert tree.equal({"m": start[name]}, {"m": dict(network.state_dict())})
 
 
@@ -133,9 +132,10 @@ def test_what_travels_decides_not_the_name() -> None:
         def shared(self, entry: Any) -> Any:
             return "both" if entry.name.startswith("head.") else "no"
 
-    require_fit(HeadOnly(), "cnn3,cnn2", 4, 8)
+    models: tuple[Any, ...] = (("cnn3", "cnn2"), 4, 8, None, None)
+    require_fit(HeadOnly(), *models)
     with pytest.raises(ProtofedError, match="fedbn sends"):
-        require_fit(FedBN(), "cnn3,cnn2", 4, 8)
+        require_fit(FedBN(), *models)
 
 
 @pytest.mark.parametrize("cls", [FedProto, FedSeProto])
@@ -144,7 +144,7 @@ def test_share_follows_the_models_unless_it_is_given(cls: Any) -> None:
     assert make_config(tiny_task(), cls(), **BOTH).method == cls(share="prototypes")
     assert make_config(tiny_task(), cls(share="prototypes"), **TINY).method.share == "prototypes"
     with pytest.raises(ProtofedError, match="methods that can"):
-        make_config(tiny_task(), cls(share="model"), **BOTH)
+        federation(cls(share="model"))
 
 
 # ---- what travels: bytes worked out by hand -----------------------------------------------------
@@ -186,11 +186,10 @@ def accuracy(network: Any, task: Any, domain: str) -> float:
     return 100 * float((said == images.y).double().mean())
 
 
-def test_every_client_is_tested_on_every_domain(kept: Result, monkeypatch: Any) -> None:
+def test_every_client_is_tested_on_every_domain(kept: Result) -> None:
     task = tiny_task(spare=12)
-    monkeypatch.setattr("protofed.runs.result.config_task", lambda config: task)
     clients = [row["client"] for row in kept.summary["clients"]]
-    networks = {name: kept.network(name) for name in clients}
+    networks = {name: kept.network(name, task) for name in clients}
     record, own = kept.rounds[-1], {}
     for domain in ("left", "right"):
         scores = {n: accuracy(network, task, domain) for n, network in networks.items()}
@@ -233,22 +232,20 @@ def test_the_model_file_has_what_there_is_by_name(kept: Result) -> None:
     assert about["holds"].startswith("each client's own entries (client/NAME/...)")
     task = tiny_task()
     for row in kept.summary["clients"]:
-        network = initial_network(kept.config, task, row["model"])
+        network = initial_network(kept.found_config, task, row["model"])
         own = {n for n in slots["client"] if n.startswith(f"{row['client']}/")}
         entries = {n.removeprefix(f"{row['client']}/") for n in own}
         assert entries == set(network.state_dict()) - common
         assert all(torch.isfinite(slots["client"][n]).all() for n in own)
 
 
-def test_a_run_is_read_back_with_its_clients_models(kept: Result, monkeypatch: Any) -> None:
+def test_a_run_is_read_back_with_its_clients_models(kept: Result) -> None:
     task = tiny_task(spare=12)
-    monkeypatch.setattr("protofed.runs.result.make_config", lambda **s: kept.config)
     assert kept.folder is not None
     again = load_run(kept.folder)
     assert again.clients.keys() == kept.clients.keys()
     for name, model in kept.clients.items():
         assert tree.equal({"m": again.clients[name]}, {"m": dict(model)})
-    monkeypatch.setattr("protofed.runs.result.config_task", lambda config: task)
     with pytest.raises(ProtofedError, match="has no global model") as error:
         again.network()
     assert "network('left-0')" in str(error.value)
@@ -264,22 +261,22 @@ def test_a_run_is_read_back_with_its_clients_models(kept: Result, monkeypatch: A
 
 def test_a_run_is_read_without_its_model(kept: Result) -> None:
     assert kept.folder is not None
-    lean = load_run(kept.folder, model=False)  # no task of this name is known
+    lean = load_run(kept.folder, model=False)
     assert lean.config.models == ("cnn3", "cnn2")
     assert lean.rounds == kept.rounds
     assert lean.clients == {}
 
 
-def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path, monkeypatch: Any) -> None:
+def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path) -> None:
     task = tiny_task()
     result = run(task, FedBN(), out=tmp_path / "run", **TINY)
     slots, _ = tree.load(tmp_path / "run" / "model.safetensors")
     assert len(slots["client"]) == 4 * 2 * 5  # four clients, two BatchNorms of five entries
     assert "beside" not in result.rounds[-1]  # a domain's figure is its own clients' already
-    monkeypatch.setattr("protofed.runs.result.config_task", lambda config: task)
-    scores = [accuracy(result.network(f"left-{i}"), task, "left") for i in range(2)]
+    scores = [accuracy(result.network(f"left-{i}", task), task, "left") for i in range(2)]
     assert result.rounds[-1]["accuracy"]["left"] == pytest.approx(sum(scores) / 2, abs=1e-3)
-    assert result.network().state_dict().keys() == result.network("left-0").state_dict().keys()
+    shared, own = result.network(task=task), result.network("left-0", task)
+    assert shared.state_dict().keys() == own.state_dict().keys()
 
 
 def test_a_shared_model_has_no_client_of_its_own() -> None:

@@ -52,7 +52,8 @@ def folder(tmp_path: Path) -> Path:
 
 def config_of(path: Path | str, **more: Any) -> Any:
     images = more.pop("images", 2000)
-    return make_config(tiny_task(), FedMD(public=f"folder:{path}", images=images), **TINY, **more)
+    method = FedMD(public=f"folder:{path}", images=images)
+    return make_config(tiny_task(), method, **{**TINY, **more})
 
 
 def federation(path: Path | str, **more: Any) -> Federation:
@@ -67,7 +68,7 @@ def test_the_digest_and_the_order_are_of_hashes_of_pixels(folder: Path) -> None:
     one = federation(folder)
     by_hash = {hashlib.sha256(x.tobytes()).digest(): x for x in pixels(folder)}
     whole = hashlib.sha256(b"".join(sorted(by_hash))).hexdigest()
-    assert one.config.public_digest == f"12-{whole}"
+    assert one.facts.public_digest == f"12-{whole}"
     assert one.setup.public is not None
     pool = one.setup.public.pools["folder"]
     in_order = np.stack([by_hash[h] for h in sorted(by_hash)])
@@ -80,19 +81,20 @@ def test_names_places_and_other_files_do_not_matter(folder: Path, tmp_path: Path
     for i, path in enumerate(sorted(folder.rglob("*.png"), reverse=True)):
         shutil.copy(path, copy / f"{(7 * i) % 12} photo.png")
     one, other = federation(folder, images=5), federation(copy, images=5)
-    assert one.config.hash == other.config.hash
-    assert one.config.label == other.config.label
+    assert (one.hash, one.name) == (other.hash, other.name)
     for round in range(3):
         assert one.setup.public and other.setup.public
         mine, theirs = one.setup.public.draw(round), other.setup.public.draw(round)
         assert len(mine) == 5 and torch.equal(mine.x, theirs.x)
     archive = shutil.make_archive(str(tmp_path / "packed"), "tar", folder)
-    assert config_of(archive, images=5).hash == one.config.hash
+    assert federation(archive, images=5).hash == one.hash
 
 
 @pytest.mark.parametrize("change", ["pixel", "twin", "less"])
-def test_other_images_are_another_run(folder: Path, change: str) -> None:
-    before = config_of(folder)
+def test_other_images_are_another_run(folder: Path, tmp_path: Path, change: str) -> None:
+    config, out = config_of(folder, rounds=1), tmp_path / "run"
+    run(tiny_task(), config=config, out=out)
+    before = Federation(config, tiny_task())
     first = folder / "0.png"
     if change == "pixel":
         image = np.asarray(Image.open(first)).copy()
@@ -102,36 +104,25 @@ def test_other_images_are_another_run(folder: Path, change: str) -> None:
         shutil.copy(first, folder / "again.png")
     else:
         first.unlink()
-    after = config_of(folder)
-    assert after.hash != before.hash
-    counts = {"pixel": 12, "twin": 13, "less": 11}
-    assert module.digest_count(str(after.public_digest)) == counts[change]
-    with pytest.raises(ProtofedError) as error:  # the configuration stands for other images
-        Federation(before, tiny_task())
-    found, expected = (module.describe_digest(c.public_digest) for c in (after, before))
-    words = f"the public images are {found}, those of the configuration {expected}"
-    assert words in str(error.value) and "public_digest" in error.value.hint
-    assert found.startswith(f"{counts[change]} images (")
+    after = Federation(config, tiny_task())
+    assert after.hash != before.hash and after.config.hash == before.config.hash
+    count = {"pixel": 12, "twin": 13, "less": 11}[change]
+    digest = str(after.facts.public_digest)
+    assert module.digest_count(digest) == count
+    assert module.describe_digest(digest).startswith(f"{count} images (")
+    with pytest.raises(ProtofedError, match=f"public_digest 12-.* → {digest}"):
+        run(tiny_task(), config=config, out=out, resume=True)
 
 
-def test_the_configuration_is_written_and_read_with_its_digest(
-    folder: Path, tmp_path: Path
-) -> None:
-    task, config = tiny_task(), config_of(folder, images=7)
-    result = run(task, config=config, out=tmp_path / "run")
+def test_a_copy_of_the_images_elsewhere_is_the_same_run(folder: Path, tmp_path: Path) -> None:
+    task, config, out = tiny_task(), config_of(folder, images=7), tmp_path / "run"
+    result = run(task, config=config, out=out)
     assert result.summary["public"] == {"folder": 7}
-    again = merged_config(tmp_path / "run" / "config.toml", task, None, None, {})
-    assert again == config
-    # a copy elsewhere is the same run; another source or method forgets the digest
+    assert load_run(out).facts["public_digest"] == result.facts["public_digest"]
     moved = folder.rename(tmp_path / "moved")
-    file = tmp_path / "run" / "config.toml"
-    named = merged_config(file, task, None, {"public": f"folder:{moved}"}, {})
-    assert named.hash == config.hash and Federation(named, task).setup.public
-    spare = tiny_task(spare=3)
-    assert merged_config(file, spare, None, {"public": "unused"}, {}).public_digest is None
-    assert merged_config(file, task, "fedavg", None, {}).public_digest is None
-    with pytest.raises(ProtofedError, match="public_digest must be as a run has written it"):
-        make_config(task, config.method, **TINY, public_digest="much")
+    named = merged_config(out / "config.toml", task, None, {"public": f"folder:{moved}"}, {})
+    assert named.hash == config.hash
+    assert Federation(named, task).hash == result.summary["hash"]
 
 
 def test_a_finished_run_is_read_without_its_public_images(folder: Path, tmp_path: Path) -> None:
@@ -140,13 +131,12 @@ def test_a_finished_run_is_read_without_its_public_images(folder: Path, tmp_path
     run("glyphs", method, out=tmp_path / "run", **{**TINY, **small})
     shutil.rmtree(folder)
     result = load_run(tmp_path / "run")
-    assert result.config.public_digest and result.network("scan-0")
+    assert result.facts["public_digest"] and result.network("scan-0")
 
 
-def test_runs_without_such_images_have_no_digest_and_the_hash_they_had() -> None:
-    config = make_config(tiny_task(spare=3), FedMD(), **TINY)
-    assert config.public_digest is None and "public_digest" not in config.toml()
-    assert replace(config, public_digest="12-0").hash != config.hash
+def test_images_of_the_task_itself_have_no_digest() -> None:
+    task = tiny_task(spare=3)
+    assert Federation(make_config(task, FedMD(), **TINY), task).facts.public_digest is None
 
 
 def test_all_engines_see_the_same_images(folder: Path) -> None:
@@ -161,32 +151,31 @@ def test_all_engines_see_the_same_images(folder: Path) -> None:
 
 def test_what_is_wrong_with_a_folder_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataMissing, match=r"there is no folder '.*nowhere'") as error:
-        config_of(tmp_path / "nowhere")
+        federation(tmp_path / "nowhere")
     assert "public=folder:PATH" in error.value.hint
     with pytest.raises(DataMissing, match="which folder"):
-        config_of("")
+        federation("")
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "notes.txt").write_text("none yet")
     with pytest.raises(DataMissing, match=r"'.*empty' has no images"):
-        config_of(empty)
+        federation(empty)
     with pytest.raises(ProtofedError, match="unknown source of public images 'foldr:x'") as error:
-        make_config(tiny_task(), FedMD(public="foldr:x"), **TINY)
+        Federation(make_config(tiny_task(), FedMD(public="foldr:x"), **TINY), tiny_task())
     assert "folder:PATH" in error.value.hint
 
 
 def test_files_that_are_not_images_are_named_or_skipped(folder: Path) -> None:
-    good = config_of(folder)
+    good = federation(folder)
     (folder / "broken.png").write_bytes(b"no image")
     with pytest.raises(ProtofedError, match=r"cannot decode 1 of 13 images: '.*broken.png'"):
-        config_of(folder)
-    config = config_of(folder, skip_bad=True)
-    assert config.public_digest == good.public_digest and config.hash == good.hash
-    assert Federation(config, tiny_task()).setup.public
+        federation(folder)
+    skipping = federation(folder, skip_bad=True)
+    assert skipping.hash == good.hash and skipping.setup.public
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
     with pytest.raises(ProtofedError, match="no image for train is left of domain 'public'"):
-        config_of(folder, skip_bad=True)
+        federation(folder, skip_bad=True)
 
 
 def test_another_tasks_files_are_in_the_hash(
@@ -208,16 +197,15 @@ def test_another_tasks_files_are_in_the_hash(
         config = make_config(
             tiny_task(), FedMD(public="digits"), **TINY, data=str(tmp_path), skip_bad=True
         )
-        assert config.public_digest == f"88-{digest}"
-        hashes.add(config.hash)
-        assert Federation(config, tiny_task()).setup.public
+        found = Federation(config, tiny_task())
+        assert found.facts.public_digest == f"88-{digest}"
+        assert found.setup.public
+        hashes.add(found.hash)
     assert len(hashes) == 2
     # from the folder of images that the run names, in the run's size
     assert set(map(str, asked)) == {
         str(("digits", str(tmp_path), {"image_size": PIXELS, "skip_bad": True}))
     }
-    with pytest.raises(ProtofedError, match=r"88 images \(bbbbbbbb\), those .* 88 images \(aaaa"):
-        Federation(replace(config, public_digest=f"88-{'a' * 64}"), tiny_task())
 
 
 def test_clients_that_draw_at_once_draw_one_set(monkeypatch: pytest.MonkeyPatch) -> None:

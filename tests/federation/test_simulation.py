@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ def federation(**more: Any) -> Federation:
 
 
 def test_initial_weights_are_keyed_and_leave_torchs_generator_alone() -> None:
-    config = make_config(TASK, FedAvg(), **TINY)
+    config = make_config(TASK, FedAvg(), **TINY, precision="fp32")
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
     first = initial_network(config, TASK).state_dict()
     assert torch.equal(torch.rand(4), expected)
     again = initial_network(config, TASK).state_dict()
-    other = initial_network(make_config(TASK, FedAvg(), **TINY, seed=1), TASK).state_dict()
+    other = initial_network(replace(config, seed=1), TASK).state_dict()
     assert tree.equal({"m": dict(first)}, {"m": dict(again)})
     assert not torch.equal(first["head.weight"], other["head.weight"])
     assert "kept by each client" in batchnorm_policy(initial_network(config, TASK), Diary())
@@ -64,7 +65,7 @@ def test_states_spill_to_disk(tmp_path: Path) -> None:
     found = Federation(config, TASK, tmp_path)
     found.store.limit = tree.nbytes(found.store.get("left-0")) * 3 // 2
     found.run_round()
-    assert len(list((tmp_path / "clients").iterdir())) == 3, "one of four fits in memory"
+    assert len(list(tmp_path.iterdir())) == 3, "one of four fits in memory"
     plain = Federation(config, TASK)
     plain.run_round()
     for name in plain.sites:

@@ -115,7 +115,7 @@ def test_the_files_hold_messages_broadcast_and_model(tmp_path: Path) -> None:
         names = [row["client"] for row in metadata["clients"]]
         assert names == [n for n in spy.federation.server.clients if n in seen]
         assert [row["domain"] for row in metadata["clients"]] == [n[:-2] for n in names]
-        assert metadata["round"] == round and metadata["hash"] == result.config.hash
+        assert metadata["round"] == round and metadata["hash"] == result.summary["hash"]
         assert metadata["classes"] == ["a", "b", "c", "d"]
         for i, name in enumerate(names):
             for entry, t in seen[name].items():
@@ -124,7 +124,7 @@ def test_the_files_hold_messages_broadcast_and_model(tmp_path: Path) -> None:
             assert torch.equal(slots["down"][f"cluster.{entry}"], t)
         model, metadata = RunFolder(tmp_path).artifact("snapshots", round)
         assert tree.equal(model, {"model": state["model"]})
-        assert metadata == {"round": round, "hash": result.config.hash}
+        assert metadata == {"round": round, "hash": result.summary["hash"]}
     assert tree.equal(model, {"model": result.model})
 
 

@@ -99,7 +99,7 @@ def test_killed_at_any_write_it_resumes_to_the_same_bits(
         writes(at)
         with pytest.raises(Kill):
             run(TASK, config=asked, out=out)
-        assert not RunFolder(out).is_finished(asked.hash)
+        assert not RunFolder(out).is_finished()
         writes(None)
         again = run(TASK, config=asked, out=out, resume=True)
         assert tree.equal({"m": again.model}, {"m": whole.model}), (at, seen[at])
@@ -242,7 +242,7 @@ def test_a_diverging_run_keeps_what_is_complete(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match=r"right-0, round 3, phase 0"):
         run(TASK, config=asked, out=tmp_path)
     assert round_of(tmp_path) == len(RunFolder(tmp_path).records()) == 2
-    assert not RunFolder(tmp_path).is_finished(asked.hash)
+    assert not RunFolder(tmp_path).is_finished()
 
 
 def test_resume_of_a_run_killed_before_its_first_checkpoint(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from protofed.config import make_config
 from protofed.data import load_task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
+from protofed.federation.facts import Facts
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Records
 from protofed.runs.result import Result, load_run
@@ -46,6 +47,7 @@ def test_files_of_a_run(glyphs_run: Result) -> None:
     folder = RunFolder(glyphs_run.folder)
     assert {p.name for p in folder.path.iterdir()} == {
         "config.toml",
+        "facts.json",
         "clients.json",
         "rounds.jsonl",
         "prototypes",
@@ -55,16 +57,20 @@ def test_files_of_a_run(glyphs_run: Result) -> None:
     }, "neither a lock nor a temporary file; FPL's clients keep no private state"
     model, metadata = tree.load(folder.path / "model.safetensors")
     assert tree.equal(model, {"model": glyphs_run.model})
-    assert metadata == {"hash": glyphs_run.config.hash, "holds": "the global model"}
+    assert metadata == {"hash": glyphs_run.summary["hash"], "holds": "the global model"}
     summary = folder.summary()
     assert summary == glyphs_run.summary
     assert summary["hyper_parameters"]["tau"] == 0.05
     clients = [(c["client"], c["domain"], c["samples"]) for c in summary["clients"]]
     assert clients == [("scan-0", "scan", 10), ("photo-0", "photo", 10)]
     assert len(folder.records()) == 1
-    assert folder.is_finished() and folder.is_finished(glyphs_run.config.hash)
-    assert not folder.is_finished(make_config(**GLYPHS, method="fedavg").hash)
-    assert not RunFolder(folder.path / "nowhere").is_finished(glyphs_run.config.hash)
+    facts = Facts.from_dict(folder.facts())
+    assert facts.to_dict() == glyphs_run.facts
+    asked, other = glyphs_run.config, make_config(**GLYPHS, method="fedavg")
+    hash = facts.run_hash(asked)
+    assert folder.is_finished() and folder.is_finished(hash)
+    assert not folder.is_finished(facts.run_hash(other))
+    assert not RunFolder(folder.path / "nowhere").is_finished(hash)
 
 
 def test_config_repeats_the_run(glyphs_run: Result, tmp_path: Path) -> None:
@@ -121,9 +127,9 @@ def test_network_reproduces_the_last_accuracy(glyphs_run: Result) -> None:
 
 def test_other_images_than_the_runs_are_refused(glyphs_run: Result) -> None:
     assert glyphs_run.task().name == "glyphs"
-    config = dataclasses.replace(glyphs_run.config, digest="0" * 64)
+    facts = {**glyphs_run.facts, "digest": "0" * 64}
     with pytest.raises(ProtofedError, match="not those of the run"):
-        dataclasses.replace(glyphs_run, config=config).network()
+        dataclasses.replace(glyphs_run, facts=facts).network()
 
 
 def test_a_run_without_its_model(glyphs_run: Result, tmp_path: Path) -> None:

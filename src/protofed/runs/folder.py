@@ -31,7 +31,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from protofed import tree
-from protofed.config import Config, changes_numbers, read_config, short_task
+from protofed.config import Config, changes_numbers, make_config, read_config, short_task
+from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError
 from protofed.files import (
     CannotWrite,
@@ -160,6 +161,7 @@ class RunFolder:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
+        del asked["format"]
         return _changes(found | before, asked | now)  # found out counts, not asked for
 
     def _binding_facts(
@@ -443,6 +445,21 @@ def find_runs(root: Path) -> list[RunFolder]:
     if RunFolder(root).exists:
         return [RunFolder(root)]
     return [RunFolder(path.parent) for path in sorted(root.rglob(CONFIG))]
+
+
+def stored_config(settings: Mapping[str, Any]) -> Config:
+    """The config of a run, from the settings in its folder.
+
+    Its task may be one that a program made, which cannot be described by its name.
+    """
+    name = settings["task"]
+    if name in TASKS or name.startswith(FOLDER):
+        return make_config(**settings)
+    split, clients, samples = (settings.get(key) for key in ("test_split", "clients", "samples"))
+    domains = tuple(dict.fromkeys((*(clients or ()), *(samples or ()))))
+    splits = () if split is None else (split,)
+    info = TaskInfo(name, domains, None, clients, samples, test_splits=splits)
+    return make_config(**{**settings, "task": info})
 
 
 def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from protofed.config import Config, make_config, task_settings
+from protofed.config import Config, task_settings
 from protofed.data import Task, load_task
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import Facts
 from protofed.federation.simulation import initial_network
 from protofed.models import Network
-from protofed.runs.folder import RunFolder
+from protofed.runs.folder import RunFolder, stored_config
 from protofed.runs.records import Records, last_mean, shown
 from protofed.tree import Slot
 
@@ -77,10 +77,11 @@ class Result:
             )
         return task
 
-    def network(self, client: str | None = None) -> Network:
+    def network(self, client: str | None = None, task: Task | None = None) -> Network:
         """The trained network, in evaluation mode: the global one, or a client's own.
 
-        Entries that clients do not share have their initial values in the global one.
+        Entries that clients do not share have their initial values in the global one. ``task`` is
+        the run's task, if it is at hand; else it is loaded.
         """
         self.need_model()
         models = {row["client"]: row.get("model", "") for row in self.summary["clients"]}
@@ -96,7 +97,7 @@ class Result:
                 f"client {client} has no model of its own here", "network() gives the global one"
             )
         model = models[client] if client else ""
-        network = initial_network(self.found_config, self.task(), model)
+        network = initial_network(self.found_config, task or self.task(), model)
         own = self.clients[client] if client else {}
         network.load_state_dict({**network.state_dict(), **own, **self.model})
         return network.eval()
@@ -135,7 +136,7 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
         if (found.path / "study.toml").is_file():
             raise ProtofedError(f"'{folder}' is a study's folder", "name one of the runs in it")
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
-    config = make_config(**found.settings())
+    config = stored_config(found.settings())
     summary, records = found.summary(), found.records()
     lean = not (model and found.has_model)
     slots, clients = ({}, {}) if lean else found.model()

@@ -262,15 +262,18 @@ def _empty_round(subject: _Subject) -> str:
 
 
 def _different_models(subject: _Subject) -> str:
-    method, models, norm = subject.method, "cnn2,cnn3", TINY["norm"]
+    method, models = subject.method, ("cnn2", "cnn3")
     try:
-        require_fit(method.for_mixed_models(), models, CLASSES, PIXELS, TINY["width"], norm)
+        require_fit(
+            method.for_mixed_models(), models, CLASSES, PIXELS, TINY["width"], TINY["norm"]
+        )
     except ProtofedError:
         raise _NotApplicable("it sends models, which must be the same at all clients") from None
-    result, again = (run(_task(method), method, **{**SHORT, "model": models}) for _ in range(2))
+    settings = {**SHORT, "model": ",".join(models)}
+    result, again = (run(_task(method), method, **settings) for _ in range(2))
     _finite(result)
     _require(_same(result, again), "two runs with the same seed differ")
-    return f"{models}, two runs with the same numbers"
+    return f"{' and '.join(models)}, two runs with the same numbers"
 
 
 def _resume(subject: _Subject) -> str:
