@@ -144,7 +144,8 @@ def test_logits_of_other_shapes_are_refused(world: Callable[..., Any]) -> None:
 def test_very_many_logits_are_not_too_many(world: Callable[..., Any]) -> None:
     """The most bytes of a reply follow from how many images there are, not from the noise."""
     w = world("fedmd", {"images": 24}, rounds=1)
-    config, task, public = unpack(w.spec)
+    spec = unpack(w.spec)
+    config, task, public = spec.config, spec.task, spec.public
     assert public == {"scan": 8, "print": 8, "photo": 8}
     server = w.coordinator().server
     assert (

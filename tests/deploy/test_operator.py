@@ -30,17 +30,16 @@ def test_a_run_without_classes_asks_for_them(tmp_path: Path) -> None:
     init(tmp_path / "f", ["a", "b"])
     members = read_members(tmp_path / "f" / "server" / "federation.toml")
     with pytest.raises(ProtofedError, match="names no classes"):
-        deploy.run_config(members, None, "fpl", {}, {"rounds": 1})
+        deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
     assert "names no classes yet" in (tmp_path / "f" / "README.md").read_text()
 
 
 def test_what_only_a_simulator_can_do_is_refused(tmp_path: Path, members: Members) -> None:
-    config, _ = deploy.run_config(members, None, "fpl", {}, {"rounds": 1})
-    file = tmp_path / "again.toml"
-    file.write_text(config.toml())
-    again, _ = deploy.run_config(members, file, None, {}, {})  # its own configuration is fine
-    assert again.hash == config.hash
-    file.write_text(config.toml().replace("rounds = 1", "rounds = 1\ndirichlet = 0.5"))
+    spec = deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
+    toml, file = spec.config.toml(), tmp_path / "again.toml"
+    file.write_text(toml)
+    assert deploy.plan_run(members, file, None, {}, {}).hash == spec.hash  # its own is fine
+    file.write_text(toml.replace("rounds = 1", "rounds = 1\ndirichlet = 0.5"))
     for where, settings, words in (
         (None, {"samples": 0.5}, "samples works only in the simulator"),
         (None, {"samples": {"a": 30}}, "samples works only in the simulator"),
@@ -48,20 +47,16 @@ def test_what_only_a_simulator_can_do_is_refused(tmp_path: Path, members: Member
         (file, {}, "dirichlet works only in the simulator"),
     ):
         with pytest.raises(ProtofedError, match=words):
-            deploy.run_config(members, where, "fpl", {}, settings)
+            deploy.plan_run(members, where, "fpl", {}, settings)
 
 
-def test_what_cannot_be_deployed_fails_before_anything_starts(
-    tmp_path: Path, members: Members
-) -> None:
+def test_what_cannot_be_deployed_fails_before_anything_starts(members: Members) -> None:
     with pytest.raises(ProtofedError, match="needs the same model at all clients"):
-        deploy.run_config(members, None, "fedavg", {}, {"model": "cnn3,cnn2"})
+        deploy.plan_run(members, None, "fedavg", {}, {"model": "cnn3,cnn2"})
     own = Path(__file__).parents[2] / "examples" / "cosine_proto.py"
     for method, words in ((f"{own}:CosineProto", "comes from a file"), ("fedmd", "public images")):
-        config, task = deploy.run_config(members, None, method, {}, {"rounds": 1})
         with pytest.raises(ProtofedError, match=words):
-            deploy.start(tmp_path / "f" / "server", config, task, False, False)
-    assert not (tmp_path / "f" / "server" / "apps").exists()
+            deploy.plan_run(members, None, method, {}, {"rounds": 1})
 
 
 def test_status_and_stop_say_what_the_server_knows(
@@ -82,6 +77,7 @@ def test_status_and_stop_say_what_the_server_knows(
     (home / programs.NODES_FILE).write_text('{"a": "11", "b": "12"}')
     out = home / "runs" / "folder-f-fpl-0-0123456789"
     out.mkdir(parents=True)
+    (out / "config.toml").touch()
     (out / "rounds.jsonl").write_text('{"round": 0, "accuracy": {"a": 50.0}, "average": 50.0}\n')
     out.with_name(f"{out.name}.log").write_text("first\nround 2: sent to a\n")
     done = CliRunner().invoke(app, ["deploy", "status", "--dir", str(tmp_path / "f")])
@@ -96,9 +92,9 @@ def test_status_and_stop_say_what_the_server_knows(
         "last in the log: round 2: sent to a",
     ]
     members = read_members(home / "federation.toml")
-    config, task = deploy.run_config(members, None, "fpl", {}, {"rounds": 1})
+    spec = deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
     with pytest.raises(ProtofedError, match=r"run 7 is running \(wait for it"):
-        deploy.start(home, config, task, False, False)
+        deploy.start(home, spec, False, False)
     assert deploy.stop(home, None) == 7 and asked[-1][:2] == ("stop", "7")
     known.pop(0)
     with pytest.raises(ProtofedError, match="no run is running"):

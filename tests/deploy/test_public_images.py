@@ -17,16 +17,16 @@ from typer.testing import CliRunner
 
 from protofed import tree
 from protofed.cli.app import app
-from protofed.config import make_config
 from protofed.deploy import operator as deploy
 from protofed.deploy import programs
 from protofed.deploy.members import read_members
 from protofed.deploy.setup import init
 from protofed.deploy.site import read_site_config
-from protofed.deploy.spec import pack, unpack
+from protofed.deploy.spec import RunSpec, pack, unpack
 from protofed.deploy.wire import read_tree
 from protofed.errors import ProtofedError
-from protofed.federation.public_images import describe_digest
+from protofed.federation.public_images import describe_digest, public_digest
+from protofed.method import PublicImages
 from protofed.runs.records import read_records
 from protofed.runs.run import run
 
@@ -58,7 +58,7 @@ def copies(folder: Path, sites: dict[str, Path]) -> None:
 
 def own_models(w: Any) -> dict[str, Any]:
     return {
-        site: tree.load(w.folder / "homes" / site / "models" / f"{w.config.label}.safetensors")[0]
+        site: tree.load(w.folder / "homes" / site / "models" / f"{w.run.name}.safetensors")[0]
         for site in w.members.sites
     }
 
@@ -99,8 +99,8 @@ def test_neither_images_nor_names_travel(
     outline = unpack(w.spec)
     assert outline.public == {"folder": 24}
     assert outline.config.method.options()["public"] == "folder:"
-    assert outline.config.public_digest == w.config.public_digest
-    assert str(w.config.public_digest).startswith("30-")
+    assert outline.facts.public_digest == w.run.facts.public_digest
+    assert str(w.run.facts.public_digest).startswith("30-")
     for text in (w.spec, *(p.read_text() for p in w.out.iterdir() if p.suffix != ".safetensors")):
         for word in ("secret-name", "patient", "copy-", str(tmp_path)):
             assert word not in text
@@ -130,11 +130,10 @@ def test_a_site_with_other_images_or_none_is_refused_and_the_rounds_continue(
     name_public(sites[BAD], public.parent / "old-copy")
     w.coordinator().run(overwrite=True)
     problem = read_records(w.out / "rounds.jsonl")[0]["problems"][BAD]
-    theirs = make_config(
-        "glyphs", "fedmd", {"public": f"folder:{public.parent / 'old-copy'}"}
-    ).public_digest
+    old = PublicImages(f"folder:{public.parent / 'old-copy'}", images=24)
+    theirs = public_digest(old, w.run.task)
     assert f"the public images of site '{BAD}' differ from the run's" in problem
-    assert f"{describe_digest(theirs)}, not {describe_digest(w.config.public_digest)}" in problem
+    assert f"{describe_digest(theirs)}, not {describe_digest(w.run.facts.public_digest)}" in problem
     assert "29 images (" in problem and "not 30 images (" in problem
     assert problem.endswith("(copy the folder again)") and "/" not in problem
     # a missing folder: the site's log names it, the server learns nothing of it
@@ -168,11 +167,9 @@ def test_sites_with_folders_train_as_the_simulator_does(
 ) -> None:  # fmt: skip
     homes = {site: tmp_path / "f" / "sites" / site for site in founded.sites}
     copies(public, homes)
-    config, task = deploy.run_config(
-        founded, None, "fedmd", {"images": 20}, {"rounds": 2, **SMALL}, public
-    )
-    out = tmp_path / "f" / "server" / "runs" / config.label
-    summary = grid(founded, tmp_path / "f" / "sites", pack(config, task), out).run()
+    spec = deploy.plan_run(founded, None, "fedmd", {"images": 20}, {"rounds": 2, **SMALL}, public)
+    out = deploy.run_folder(tmp_path / "f" / "server", spec)
+    summary = grid(founded, tmp_path / "f" / "sites", pack(spec), out).run()
     records = read_records(out / "rounds.jsonl")
     assert [r["clients"] for r in records] == [3, 3] and summary["public"] == {"folder": 20}
     assert (out / "config.toml").read_text().count('public = "folder:"') == 1
@@ -182,9 +179,9 @@ def test_sites_with_folders_train_as_the_simulator_does(
         f"folder:{tmp_path / 'data'}", "fedmd", options=options, image_size=16, rounds=2,
         device="cpu", engine="loop", out=tmp_path / "oracle", **SMALL,
     )  # fmt: skip
-    assert oracle.config.public_digest == config.public_digest
+    assert oracle.facts["public_digest"] == spec.facts.public_digest
     for site, home in homes.items():
-        own = tree.load(home / "models" / f"{config.label}.safetensors")[0]
+        own = tree.load(home / "models" / f"{spec.name}.safetensors")[0]
         assert tree.equal(own, {"model": oracle.clients[site]})
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
@@ -200,48 +197,49 @@ def test_glyphs_can_be_the_public_images_of_folders(
         write_site(tmp_path / "f" / "sites" / site, data)
     members = read_members(tmp_path / "f" / "server" / "federation.toml")
     options = {"public": "glyphs", "images": 10}
-    config, task = deploy.run_config(members, None, "fedmd", options, {"rounds": 2, **SMALL})
+    spec = deploy.plan_run(members, None, "fedmd", options, {"rounds": 2, **SMALL})
     out = tmp_path / "run"
-    grid(members, tmp_path / "f" / "sites", pack(config, task), out).run()
+    grid(members, tmp_path / "f" / "sites", pack(spec), out).run()
     assert [r["clients"] for r in read_records(out / "rounds.jsonl")] == [2, 2]
 
 
 def test_operator_mistakes_are_errors(tmp_path: Path, founded: Any, public: Path) -> None:
-    def config(method: str = "fedmd", options: Any = None, folder: Any = None, file: Any = None,
-               **more: Any) -> Any:  # fmt: skip
+    def plan(
+        method: str | None = "fedmd", options: Any = None, folder: Any = None, file: Any = None,
+        **more: Any,
+    ) -> RunSpec:  # fmt: skip
         settings = {"rounds": 1, **more}
-        return deploy.run_config(founded, file, method, options or {}, settings, folder)
+        return deploy.plan_run(founded, file, method, options or {}, settings, folder)
 
     for options in ({}, {"public": "unused"}, {"public": "north"}):
-        complete, task = config(options=options)
         with pytest.raises(ProtofedError, match="the sites' own are not public") as error:
-            pack(complete, task)
+            plan(options=options)
         assert "deploy site --public PATH" in error.value.hint
     for given, words in (
         ({"method": "fpl", "folder": public}, "'fpl' uses no public images"),
         ({"options": {"public": "glyphs"}, "folder": public}, "contradicts --set public"),
-        ({"options": {"public": "folder:"}}, "which folder"),
+        ({"options": {"public": "folder:"}}, "in a folder that is not named"),
         ({"options": {"public": "nowhere"}}, "unknown source of public images"),
         ({"folder": tmp_path / "nowhere"}, "there is no folder"),
         ({"options": {"public": "glyphs"}}, "32 pixels, but those of folder:pets have 16"),
     ):
         with pytest.raises(ProtofedError, match=words):
-            config(**given)
-    complete, _ = config(folder=public)
-    assert complete.hash == config(options={"public": f"folder:{public}"})[0].hash
-    # the configuration that a run wrote is accepted with the same folder, and without one
+            plan(**given)
+    spec = plan(folder=public)
+    assert spec.hash == plan(options={"public": f"folder:{public}"}).hash
+    # the configuration that a run wrote does not name the folder: the operator does, again
     file = tmp_path / "again.toml"
-    file.write_text(unpack(pack(complete, task)).config.toml())
-    assert config(None, file=file)[0].hash == complete.hash
-    assert config(None, file=file, folder=public)[0].hash == complete.hash
+    file.write_text(unpack(pack(spec)).config.toml())
+    assert plan(None, file=file, folder=public).hash == spec.hash
+    with pytest.raises(ProtofedError, match="in a folder that is not named"):
+        plan(None, file=file)
     (public / "broken.jpg").write_bytes(b"no image")
     with pytest.raises(ProtofedError, match="cannot decode 1 of 31") as error:
-        config(folder=public)
+        plan(folder=public)
     assert "--skip-bad" in error.value.hint
-    assert config(folder=public, skip_bad=True)[0].hash == complete.hash
-    (public / "batch0" / "patient0.png").unlink()
-    with pytest.raises(ProtofedError, match=r"are 29 images .* those of the configuration 30"):
-        config(None, file=file, folder=public, skip_bad=True)
+    assert plan(folder=public, skip_bad=True).hash == spec.hash
+    (public / "batch0" / "patient0.png").unlink()  # other images make another run
+    assert plan(None, file=file, folder=public, skip_bad=True).hash != spec.hash
 
 
 def test_the_commands_say_what_they_found(
@@ -259,7 +257,7 @@ def test_the_commands_say_what_they_found(
     start = ["deploy", "start", "--dir", where, "--method", "fedmd", "--public", str(public)]
     begun = CliRunner().invoke(app, start)
     assert begun.exit_code == 0, begun.output
-    shown = describe_digest(started[0][1].public_digest)
+    shown = describe_digest(started[0][1].facts.public_digest)
     assert f"site coast-0: public folder: {shown}" in done.output  # the same, to compare by eye
     assert f"public: {shown}" in begun.output
     for path, message in ((tmp_path / "nowhere", "there is no folder"), (tmp_path / "f", "decode")):

@@ -15,15 +15,14 @@ pytest.importorskip("flwr")
 from flwr.app import Context, RecordDict
 from tests.deploy.flower_world import CLASSES, images, write_site
 
-from protofed.config import Config, make_config
-from protofed.data import Task
+from protofed.config import make_config
 from protofed.deploy import programs, server_app
 from protofed.deploy.members import read_members
 from protofed.deploy.messages import Request, write
-from protofed.deploy.operator import run_config
+from protofed.deploy.operator import plan_run, run_folder
 from protofed.deploy.setup import init
 from protofed.deploy.site import PrivateStates, answer, folder_images, read_site_config
-from protofed.deploy.spec import pack, unpack
+from protofed.deploy.spec import RunSpec, make_spec, pack, unpack
 from protofed.deploy.wire import Refused, add_tree
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import initial_network
@@ -52,25 +51,23 @@ def home(tmp_path: Path, folder_cache: None) -> Path:
     return folder
 
 
-def made(home: Path, **more: Any) -> tuple[Config, str]:
-    """A run's configuration and text as an operator makes them, or as somebody else does."""
-    members = read_members(home / "federation.toml")
-    task: Task = replace(members.skeleton(), **more)
-    config = make_config(task, "fedavg", **SMALL, device="cpu", engine="loop")
-    return config, pack(config, task)
+def plan(home: Path, **more: Any) -> RunSpec:
+    """A run as an operator plans it, or as somebody else does."""
+    task = replace(read_members(home / "federation.toml").skeleton(), **more)
+    return make_spec(make_config(task, "fedavg", **SMALL, device="cpu", engine="loop"), task)
 
 
-def last_request(config: Config) -> RecordDict:
+def last_request(spec: RunSpec) -> RecordDict:
     """The message that closes a run: the site saves the model under the run's name."""
-    return write(Request("here", config.hash, 1, train=False, evaluate=True, accepted="", kept=""))
+    return write(Request("here", spec.hash, 1, train=False, evaluate=True, accepted="", kept=""))
 
 
 def test_the_federations_own_run_leaves_its_model(home: Path) -> None:
-    config, spec = made(home)
-    network = initial_network(config, unpack(spec).task)
-    content = add_tree(last_request(config), {"model": network.state_dict()})
-    answer(read_site_config(home), spec, content)
-    assert (home / "models" / f"{config.label}.safetensors").is_file()
+    spec = plan(home)
+    network = initial_network(spec.config, spec.task)
+    content = add_tree(last_request(spec), {"model": network.state_dict()})
+    answer(read_site_config(home), pack(spec), content)
+    assert (home / "models" / f"{spec.name}.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", [OUTSIDE, f"{OUTSIDE}:x", "glyphs", "folder:/etc", "folder:other"])
@@ -78,10 +75,10 @@ def test_a_run_about_something_else_is_refused_by_a_site(
     home: Path, tmp_path: Path, name: str
 ) -> None:
     """Its name would be part of a path: a file could be written anywhere."""
-    config, spec = made(home, name=name)
+    spec = plan(home, name=name)
     before = set(tmp_path.rglob("*"))
     with pytest.raises(Refused, match=r"the run is for task .*this federation for 'folder:own'"):
-        answer(read_site_config(home), spec, last_request(config))
+        answer(read_site_config(home), pack(spec), last_request(spec))
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -91,7 +88,7 @@ def test_sites_of_a_task_read_no_other_folder(
     w = world(rounds=1)
     parts = json.loads(w.spec)
     parts["task"]["name"] = "folder:/etc"
-    parts["hash"] = replace(w.config, task="folder:/etc").hash
+    parts["hash"] = replace(w.run, config=replace(w.run.config, task="folder:/etc")).hash
     home = read_site_config(w.folder / "homes" / BAD)
     asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="", kept="")
     monkeypatch.setattr("protofed.deploy.site.load_task", lambda *a, **b: pytest.fail("it looked"))
@@ -102,7 +99,7 @@ def test_sites_of_a_task_read_no_other_folder(
 def test_the_server_writes_no_run_of_another_name(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, spec = made(home, name=OUTSIDE)
+    spec = pack(plan(home, name=OUTSIDE))
     monkeypatch.setenv(programs.FOLDER_VARIABLE, str(home))
     context = Context(1, 1, {}, RecordDict(), {"spec": spec, "overwrite": True})
     before = set(tmp_path.rglob("*"))
@@ -112,9 +109,9 @@ def test_the_server_writes_no_run_of_another_name(
 
 
 def test_a_run_of_another_version_is_refused(home: Path) -> None:
-    config, spec = made(home)
+    spec = plan(home)
     with pytest.raises(ProtofedError, match="need the same version"):
-        unpack(spec.replace(config.hash, "0000000000"))
+        unpack(pack(spec).replace(spec.hash, "0000000000"))
     with pytest.raises(ProtofedError, match="cannot be read"):
         unpack("{}")
 
@@ -150,10 +147,10 @@ def test_sites_with_own_folders_train_a_model(
         write_site(tmp_path / "f" / "sites" / site, data)
     members = read_members(tmp_path / "f" / "server" / "federation.toml")
     settings = {"rounds": 2, "epochs": 1, "batch": 4, "model": "cnn2", "width": 4}
-    config, task = run_config(members, None, "fpl", {"tau": 0.05}, settings)
-    assert config.hash != run_config(members, None, "fpl", {}, settings)[0].hash
-    out = tmp_path / "f" / "server" / "runs" / config.label
-    grid(members, tmp_path / "f" / "sites", pack(config, task), out).run()
+    spec = plan_run(members, None, "fpl", {"tau": 0.05}, settings)
+    assert spec.hash != plan_run(members, None, "fpl", {}, settings).hash
+    out = run_folder(tmp_path / "f" / "server", spec)
+    grid(members, tmp_path / "f" / "sites", pack(spec), out).run()
     records = read_records(out / "rounds.jsonl")
     assert [r["clients"] for r in records] == [2, 2]
     assert set(records[1]["accuracy"]) == {"a", "b"}
