@@ -160,6 +160,7 @@ class RunFolder:
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
+        asked.pop("format", None)
         return _changes(found | before, asked | now)  # found out counts, not asked for
 
     def _binding_facts(

@@ -209,7 +209,10 @@ class StudyFolder:
             for run, stored in chosen.items()
             if stored is not None
         ]
-        if len({run.unseen for run in chosen}) > 1:
+        unseen: dict[str, set[str | None]] = {}
+        for run in chosen:
+            unseen.setdefault(run.line.label, set()).add(run.unseen)
+        if any(len(domains) > 1 for domains in unseen.values()):
             found = join_left_out(found)
         return [run for run in found if run.unseen == found[0].unseen]
 
