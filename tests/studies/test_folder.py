@@ -1,88 +1,247 @@
-"""From a folder of (made-up) runs to tables and figures."""
+"""From a pool of (made-up) runs to a study's tables: what is shown, missing, or refused."""
+
+from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from tests.studies.made_runs import (
+    DOMAINS,
+    PAPER,
+    TINY,
+    make_runs,
+    make_study,
+    rising,
+    study,
+)
 
 from protofed.errors import ProtofedError
-from protofed.runs.records import read_records
-from protofed.studies import folder as folders
-from protofed.studies import plan
-from protofed.studies.definition import parse
-from protofed.studies.render import latex_escape, to_latex, to_markdown
-from protofed.studies.tables import TableCell, TableLine
+from protofed.files import Damaged
+from protofed.studies.definition import FolderImages
+from protofed.studies.folder import StudyFolder, TaskTable, to_text
+from protofed.studies.plan import PlannedRun
 
-PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
-         "FedAvg": [40.0, 40.0, 40.0, 40.0, 40.0],
-         "FPL": {"values": [50.0, 50.0, 50.0, 50.0, 50.0], "std": 0.5}}  # fmt: skip
+ALL = {(label, seed) for label in ("FedAvg", "FPL") for seed in (0, 1)}
 
 
-def flat(cell):
-    """40 for FedAvg, 45 for all others, one more with each seed."""
-    value = (40.0 if cell.line.row.method == "fedavg" else 45.0) + cell.seed
-    return dict.fromkeys(("scan", "print", "photo", "inverse"), value)
+def table_of(folder: StudyFolder) -> TaskTable:
+    (table,) = folder.tables()
+    return table
 
 
-@pytest.fixture
-def printed(raw):
-    return parse(raw(printed={"glyphs": PAPER}, notes=["the paper did otherwise"]), "mine")
+def texts(folder: StudyFolder) -> list[list[str]]:
+    return [[cell.text for cell in line.cells] for line in table_of(folder).grid()[1]]
 
 
-def test_a_table_beside_the_paper(printed, make_runs, tmp_path):
-    make_runs(printed, tmp_path, flat)
-    (table,) = folders.make_tables(folders.open_study(tmp_path), tmp_path)
+# ---- what a table shows -------------------------------------------------------------------------
+
+
+def test_a_table_beside_the_paper(tmp_path: Path) -> None:
+    made = study(printed={"glyphs": PAPER}, notes=["the paper did otherwise"])
+    make_study(made, tmp_path / "s")
+    table = table_of(StudyFolder.open(tmp_path / "s"))
     header, body = table.grid()
     assert header == [
         "method", "scan", "print", "photo", "inverse", "average", "Δ FedAvg", "MB", "s",
     ]  # fmt: skip
-    texts = [[c.text for c in line.cells] for line in body]
-    assert texts[0][5] == "40.5 ± 0.7"
-    assert texts[1][5] == "40.00 (+0.5)"
-    assert texts[2][5:7] == ["45.5 ± 0.7", "+5.0 ± 0.0 (±0.0)"]
-    assert texts[3][5:7] == ["50.00 ± 0.50 (-4.5)", "+10.00"]
+    shown = [[cell.text for cell in line.cells] for line in body]
+    assert shown[0][5] == "40.5 ± 0.7"
+    assert shown[1][5] == "40.00 (+0.5)"
+    assert shown[2][5:7] == ["45.5 ± 0.7", "+5.0 ± 0.0 (±0.0)"]
+    assert shown[3][5:7] == ["50.00 ± 0.50 (-4.5)", "+10.00"]
     assert "fewer than 5 seeds" in table.caption
     assert table.notes == ("the paper did otherwise",)
+    # on another task the paper's numbers and notes mean nothing
+    moved = made.overridden("glyphs")
+    make_study(moved, tmp_path / "moved")
+    table = table_of(StudyFolder.open(tmp_path / "moved"))
+    assert table.notes == () and not any(row.paper for row in table.rows)
 
 
-def test_what_is_missing_is_shown_not_dropped(raw, make_runs, tmp_path):
-    rows = {"FedAvg": "fedavg", "FPL": "fpl", "New": "fednew"}
-    study = parse(raw(rows=rows), "mine")
-    make_runs(study, tmp_path, flat, skip={("FPL", 1)})
-    (table,) = folders.make_tables(study, tmp_path)
-    texts = [[c.text for c in line.cells] for line in table.grid()[1]]
-    assert texts[1][-1] == "1/2"
-    assert texts[2][0] == "New (needs method fednew, which this version does not have)"
-    assert texts[2][1:6] == ["—"] * 5
-    # a run that diverged is said to have
-    cell = next(c for c in plan.cells(study) if c.line.label == "FPL" and c.seed == 1)
-    path = folders.read_index(tmp_path)[cell.key][0]
-    path.with_name(f"{path.name}.diverged").write_text("nan")
-    (table,) = folders.make_tables(study, tmp_path)
-    assert table.rows[1].state == "diverged"
+def test_what_is_missing_is_shown_not_dropped(tmp_path: Path) -> None:
+    made = study(rows={"FedAvg": "fedavg", "FPL": "fpl", "New": "fednew"})
+    folder = make_study(made, tmp_path / "s", skip={("FPL", 1)})
+    shown = texts(folder)
+    assert shown[1][-1] == "1/2"
+    assert shown[2][0] == "New (needs method fednew, which this version does not have)"
+    assert shown[2][1:6] == ["—"] * 5
+    none = make_study(study(), tmp_path / "pool" / "none", skip=ALL)
+    assert table_of(none).caption == "No run is there yet."
+    assert len(texts(none)) == 2
 
 
-def test_a_row_defined_otherwise_does_not_mix_with_the_old_one(raw, study, make_runs, tmp_path):
-    make_runs(study, tmp_path, flat)
-    changed = parse(raw(rows={"FedAvg": "fedavg", "FPL": {"method": "fpl", "options": {"tau": 1}}}),
-                    "mine")  # fmt: skip
-    (table,) = folders.make_tables(changed, tmp_path)
-    assert [r.seeds for r in table.rows] == [2, 0]
+def test_a_run_that_diverged_is_said_to_have(tmp_path: Path) -> None:
+    runs = make_runs(study(), tmp_path)
+    (runs["FPL", 1] / "summary.json").unlink()
+    (runs["FPL", 1] / "diverged.txt").write_text("'ce' is nan")
+    folder = StudyFolder.create(tmp_path / "s", study(), tmp_path)
+    assert [row.state for row in table_of(folder).rows] == ["", "diverged"]
+    assert "FPL (diverged)" in to_text(folder.study, folder.tables(), "markdown")
 
 
-def test_unseen_domains_are_a_column_each(raw, make_runs, tmp_path):
-    study = parse(raw(tasks={"glyphs": {"leave_out": "each"}}, seeds=1), "mine")
-    order = ("scan", "print", "photo", "inverse")
+def test_a_row_defined_otherwise_does_not_mix_with_the_old_one(tmp_path: Path) -> None:
+    make_runs(study(), tmp_path)
+    rows = {"FedAvg": "fedavg", "FPL": {"method": "fpl", "options": {"tau": 1}}}
+    changed = StudyFolder.create(tmp_path / "s", study(rows=rows), tmp_path)
+    assert [row.seeds for row in table_of(changed).rows] == [2, 0]
 
-    def unseen(cell):
-        return {d: 10.0 * (1 + i) + (d == cell.unseen) for i, d in enumerate(order)}
 
-    make_runs(study, tmp_path, unseen)
-    (table,) = folders.make_tables(study, tmp_path)
+def test_two_studies_take_the_same_runs_from_one_pool(tmp_path: Path) -> None:
+    make_runs(study(), tmp_path)
+    renamed = study(rows={"Base": "fedavg", "Prototypes": "fpl"}, title="another", seeds=1)
+    other = StudyFolder.create(tmp_path / "other", renamed, tmp_path)
+    assert [(row.label, row.seeds) for row in table_of(other).rows] == [
+        ("Base", 1), ("Prototypes", 1),
+    ]  # fmt: skip
+
+
+def test_rows_are_named_in_the_caption_as_in_the_table(tmp_path: Path) -> None:
+    lines = {"Plain": "fedavg", "As printed": {"method": "feddyn", "options": {"alpha": 0.1}},
+             "As published": {"method": "feddyn", "options": {"variant": "reference"}}}  # fmt: skip
+    runs = make_runs(study(rows=lines, seeds=1), tmp_path)
+    for (label, _), folder in runs.items():
+        summary = json.loads((folder / "summary.json").read_text())
+        weights = "uniform" if label == "As printed" else "samples"
+        (folder / "summary.json").write_text(json.dumps({**summary, "weights": weights}))
+    table = table_of(StudyFolder.create(tmp_path / "s", study(rows=lines, seeds=1), tmp_path))
+    assert "weights of the average: sample counts (As printed: uniform)." in table.caption
+
+
+def test_every_format(tmp_path: Path) -> None:
+    made = study(printed={"glyphs": PAPER}, notes=["the paper did otherwise"])
+    folder = make_study(made, tmp_path / "s")
+    assert folder.write_tables() == ["table.md", "table.csv", "table.tex"]
+    text = (tmp_path / "s" / "table.md").read_text()
+    assert "| FPL | **45.5 ± 0.7** |" in text
+    assert "<u>40.5 ± 0.7</u>" in text
+    assert "- the paper did otherwise" in text
+    latex = (tmp_path / "s" / "table.tex").read_text()
+    for part in (r"\toprule", r"\textbf{45.5 $\pm$ 0.7}", r"\underline{40.5", r"$\Delta$ FedAvg",
+                 r"accuracy in \%", r"\quad paper"):  # fmt: skip
+        assert part in latex
+    assert latex.count("{") == latex.count("}")
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "s" / "table.csv").read_text())))
+    assert len(lines) == 10
+    last = lines[-1]
+    assert (last["method"], last["column"], last["seeds"]) == ("FPL", "average", "2")
+    assert float(last["mean"]) == 45.5
+    assert float(last["difference"]) == float(last["low"]) == float(last["high"]) == 5
+    assert (float(last["paper"]), float(last["ours_minus_paper"])) == (50, -4.5)
+
+
+# ---- facts of the runs --------------------------------------------------------------------------
+
+
+def test_a_table_says_in_which_facts_its_runs_differ(tmp_path: Path) -> None:
+    settings = {k: v for k, v in TINY.items() if k != "device"}
+    made = study(settings=settings, rows={"FedAvg": "fedavg"}, seeds=2)
+    make_runs(made, tmp_path, skip={("FedAvg", 1)})
+    seed_1 = {"device": "cuda", "precision": "bf16", "numerics": 2, "digest": "f" * 64}
+    make_runs(made, tmp_path, skip={("FedAvg", 0)}, **seed_1)
+    table = table_of(StudyFolder.create(tmp_path / "s", made, tmp_path))
+    assert table.rows[0].seeds == 2
+    assert table.notes == (
+        "The runs of this table differ in the version of the arithmetic (numerics): 1 and 2.",
+        "The runs of this table differ in device: cpu and cuda.",
+        "The runs of this table differ in precision: bf16 and fp32.",
+        "The runs of this table differ in images (digest): None and ffffffffffff.",
+    )
+    assert "fp32 or bf16 on cpu or cuda" in table.caption
+    # where one more run makes the row of one kind, that is taken
+    make_runs(made, tmp_path, skip={("FedAvg", 0)})
+    assert table_of(StudyFolder.open(tmp_path / "s")).notes == ()
+
+
+def test_a_device_or_precision_that_is_asked_for_counts(tmp_path: Path) -> None:
+    settings = {**TINY, "precision": "fp64"}
+    make_runs(study(), tmp_path, precision="fp32")
+    folder = StudyFolder.create(tmp_path / "s", study(settings=settings), tmp_path)
+    assert [row.seeds for row in table_of(folder).rows] == [0, 0]
+    make_runs(study(settings=settings), tmp_path, precision="fp64")
+    assert [row.seeds for row in table_of(StudyFolder.open(tmp_path / "s")).rows] == [2, 2]
+
+
+# ---- the folder ---------------------------------------------------------------------------------
+
+
+def test_a_folder_knows_where_its_pool_is(tmp_path: Path) -> None:
+    make_runs(study(), tmp_path / "pool")
+    StudyFolder.create(tmp_path / "elsewhere" / "s", study(), tmp_path / "pool")
+    assert 'pool = "../../pool"' in (tmp_path / "elsewhere" / "s" / "study.toml").read_text()
+    found = StudyFolder.open(tmp_path / "elsewhere" / "s")
+    assert found.pool.path == tmp_path / "pool"
+    assert [row.seeds for row in table_of(found).rows] == [2, 2]
+
+
+def test_seeds_of_before_are_kept_and_another_study_never_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    StudyFolder.create(folder, study(seeds=[0, 1]), tmp_path)
+    StudyFolder.create(folder, study(seeds=[3], title="said otherwise"), tmp_path)
+    assert StudyFolder.open(folder).study.seeds == (0, 1, 3)
+    for other in (study(rows={"FedAvg": "fedavg"}), study().overridden(settings={"lr": 0.5})):
+        with pytest.raises(ProtofedError, match=r"holds another study: .*choose another --out"):
+            StudyFolder.create(folder, other, tmp_path)
+    assert StudyFolder.open(folder).study.seeds == (0, 1, 3)
+    runs = make_runs(study(seeds=1), tmp_path)
+    with pytest.raises(ProtofedError, match="is a run's folder"):
+        StudyFolder.create(runs["FPL", 0], study(), tmp_path)
+
+
+def test_another_folder_of_the_same_name_is_other_images(tmp_path: Path) -> None:
+    made = study(tasks={"pets": {"task": "folder:pets"}})
+    before = made.with_images({"folder:pets": FolderImages(("a", "b"), ("old",))})
+    StudyFolder.create(tmp_path / "s", before, tmp_path)
+    after = made.with_images({"folder:pets": FolderImages(("a", "b"), ("new",))})
+    with pytest.raises(ProtofedError, match="with other images of folder:pets"):
+        StudyFolder.create(tmp_path / "s", after, tmp_path)
+
+
+def test_what_holds_no_study(tmp_path: Path) -> None:
+    with pytest.raises(ProtofedError, match=r"holds no study \(run one"):
+        StudyFolder.open(tmp_path / "none")
+    StudyFolder.create(tmp_path / "none-on-glyphs", study(), tmp_path)
+    with pytest.raises(ProtofedError, match=r"there is .*none-on-glyphs"):
+        StudyFolder.open(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        *(("summary.json", text) for text in ("", "x", "[]", "{}")),
+        *(("config.toml", text) for text in ("", "seed = 1")),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: str) -> None:
+    runs = make_runs(study(seeds=1), tmp_path)
+    (runs["FedAvg", 0] / file).write_text(content)
+    folder = StudyFolder.create(tmp_path / "s", study(seeds=1), tmp_path)
+    with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
+        folder.write_tables()
+    assert not (tmp_path / "s" / "table.md").exists()
+
+
+def test_damaged_rounds_are_named_where_they_are_read(tmp_path: Path) -> None:
+    for content in ("", "{}\n", "[1]\n"):
+        runs = make_runs(study(seeds=1), tmp_path)
+        (runs["FedAvg", 0] / "rounds.jsonl").write_text(content)
+        folder = StudyFolder.create(tmp_path / "s", study(seeds=1), tmp_path)
+        with pytest.raises(Damaged, match=r"rounds\.jsonl"):
+            folder.histories("glyphs")
+
+
+# ---- domains that no client has -----------------------------------------------------------------
+
+
+def test_unseen_domains_are_a_column_each(tmp_path: Path) -> None:
+    def unseen(run: PlannedRun) -> dict[str, float]:
+        return {d: a + (d == run.unseen) for d, a in rising(run).items()}
+
+    made = study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1)
+    folder = make_study(made, tmp_path / "s", unseen)
+    table = table_of(folder)
     means = {c: s.mean for c, s in table.rows[0].accuracy.items()}
     assert means == {"scan": 11, "print": 21, "photo": 31, "inverse": 41, "average": 26}
     assert table.rows[0].megabytes == 36  # of four runs
@@ -90,91 +249,54 @@ def test_unseen_domains_are_a_column_each(raw, make_runs, tmp_path):
     assert "scan 1 × 10, print 1 × 10, photo 1 × 10, inverse 1 × 10" in table.caption
     assert "test images: scan 200, print 200, photo 200, inverse 200" in table.caption
     header, body = table.grid()
-    assert header[1:7] == ["scan", "print", "photo", "inverse", "unseen average",
-                           "Δ FedAvg, unseen"]  # fmt: skip
-    assert body[1][6].text == "+0.0"
+    assert header[1:7] == [
+        *(f"{d} (unseen)" for d in DOMAINS), "unseen average", "Δ FedAvg, unseen",
+    ]  # fmt: skip
+    assert body[1].cells[6].text == "+0.0"
+    # the curves are joined as the columns are: each domain's is of the run without it
+    (history, _) = folder.histories("glyphs")
+    assert history.rounds[0]["accuracy"] == {d: means[d] for d in DOMAINS}
 
 
-def test_every_format(printed, make_runs, tmp_path):
-    make_runs(printed, tmp_path, flat)
-    names = folders.write_outputs(printed, tmp_path)
-    assert names == ["table.md", "table.csv", "table.tex", "curves.png", "curves.pdf"]
-    text = (tmp_path / "table.md").read_text()
-    assert "| FPL | **45.5 ± 0.7** |" in text
-    assert "<u>40.5 ± 0.7</u>" in text
-    assert "- the paper did otherwise" in text
-    latex = (tmp_path / "table.tex").read_text()
-    for part in (r"\toprule", r"\textbf{45.5 $\pm$ 0.7}", r"\underline{40.5", r"$\Delta$ FedAvg",
-                 r"accuracy in \%", r"\quad paper"):  # fmt: skip
-        assert part in latex
-    assert latex.count("{") == latex.count("}")
-    lines = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
-    assert len(lines) == 10
-    last = lines[-1]
-    assert (last["method"], last["column"], last["seeds"]) == ("FPL", "average", "2")
-    assert float(last["mean"]) == 45.5
-    assert float(last["difference"]) == float(last["low"]) == float(last["high"]) == 5
-    assert (float(last["paper"]), float(last["ours_minus_paper"])) == (50, -4.5)
-    with Image.open(tmp_path / "curves.png") as image:
-        image.load()
-    assert (tmp_path / "curves.pdf").read_bytes().startswith(b"%PDF")
+def test_a_seed_without_a_run_for_each_domain_does_not_count(tmp_path: Path) -> None:
+    made = study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1, rows={"FedAvg": "fedavg"})
+    folder = make_study(made, tmp_path / "s")
+    gone = next(p for p in tmp_path.glob("*/config.toml") if 'leave_out = "photo"' in p.read_text())
+    gone.with_name("summary.json").unlink()
+    assert table_of(StudyFolder.open(folder.path)).rows[0].seeds == 0
+    assert StudyFolder.open(folder.path).histories("glyphs") == []
 
 
-def test_escaping():
-    assert latex_escape("-8.7 (-0.3) a-1 2-3") == "$-$8.7 ($-$0.3) a-1 2-3"
-    assert latex_escape("a_b & 5 % ± τ {x}") == r"a\_b \& 5 \% $\pm$ $\tau$ \{x\}"
-    assert "\\|" in to_markdown(["a|b"], [TableLine((TableCell("c|d"),))])
-    assert r"x\_1" in to_latex(["m"], [TableLine((TableCell("x_1", "best"),))], "50 % of_it")
+def test_one_domain_left_out_in_the_csv(tmp_path: Path) -> None:
+    made = study(tasks={"glyphs": {"leave_out": "photo"}}, seeds=1)
+    folder = make_study(made, tmp_path / "s", rising)
+    lines = to_text(made, folder.tables(), "csv").splitlines()
+    assert [line.split(",")[2:4] for line in lines[1:6]] == [
+        ["photo", "30.0000"], ["scan", "10.0000"], ["print", "20.0000"], ["inverse", "40.0000"],
+        ["seen average", "23.3333"],
+    ]  # fmt: skip
 
 
-@pytest.mark.parametrize("over", [{"tau": [0.02, 0.5]}, {"tau": [0.02, 0.5], "upcr": [0, 1]}])
-def test_a_sweep_is_a_line_or_a_heat_map(raw, make_runs, tmp_path, over):
-    study = parse(raw(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}]), "mine")
-    make_runs(study, tmp_path, flat, skip={("FPL, tau=0.5, upcr=1", 0)})
-    names = folders.write_outputs(study, tmp_path)
-    assert names[3:] == ["sweep.png", "sweep.pdf"]
-    with Image.open(tmp_path / "sweep.png") as image:
-        image.load()
-        assert min(image.size) > 200
-    assert "| FPL, tau=0.02" in (tmp_path / "table.md").read_text()
+def test_rows_with_and_without_a_left_out_domain_share_a_table(tmp_path: Path) -> None:
+    lines = {"All": "fedavg", "Less": {"method": "fedavg", "settings": {"leave_out": "photo"}}}
+    folder = make_study(study(rows=lines, baseline="All", seeds=1), tmp_path / "s", rising)
+    header, body = table_of(folder).grid()
+    assert header[1:7] == [*DOMAINS, "average", "seen average"]
+    assert [c.text for c in body[0].cells][5:7] == ["25.0", "—"]
+    assert [c.text for c in body[1].cells][5:8] == ["25.0", "23.3", "+0.0"]
+    # but not a figure
+    assert [run.label for run in folder.histories("glyphs")] == ["All"]
 
 
-def test_bars_and_several_sweeps_have_names_of_their_own(raw, make_runs, tmp_path):
-    make_runs(parse(raw(kind="bars"), "mine"), tmp_path / "a", flat)
-    names = folders.write_outputs(folders.open_study(tmp_path / "a"), tmp_path / "a")
-    assert "bars.png" in names
-    sweeps = [{"rows": ["FPL"], "over": {"tau": [0.1]}}, {"rows": ["FPL"], "over": {"upcr": [0]}}]
-    study = parse(raw(kind="sweep", sweep=sweeps), "mine")
-    make_runs(study, tmp_path / "b", flat)
-    names = folders.write_outputs(study, tmp_path / "b")
-    assert {"sweep-tau.png", "sweep-upcr.pdf"} <= set(names)
-
-
-def test_compressed_rounds_are_read(study, make_runs, tmp_path):
-    make_runs(study, tmp_path, flat)
-    for file in tmp_path.glob("*/rounds.jsonl"):
-        Path(f"{file}.gz").write_bytes(gzip.compress(file.read_bytes()))
-        file.unlink()
-    assert "curves.png" in folders.write_outputs(study, tmp_path)
-    packed = next(tmp_path.glob("*/rounds.jsonl.gz"))
-    assert len(read_records(packed.with_suffix(""))) == 3
-    packed.write_bytes(packed.read_bytes()[:-9])
-    with pytest.raises(ProtofedError, match="gz' is damaged"):
-        read_records(packed.with_suffix(""))
-
-
-def test_the_runs_of_a_folder_by_row(study, make_runs, tmp_path):
-    make_runs(study, tmp_path, flat, skip={("FPL", 0)})
-    found = folders.run_folders(tmp_path)
-    assert {k: len(v) for k, v in found["glyphs"].items()} == {"FedAvg": 2, "FPL": 1}
-    assert all(json.loads((p / "summary.json").read_text()) for p in found["glyphs"]["FedAvg"])
-    with pytest.raises(ProtofedError, match="no study"):
-        folders.open_study(tmp_path / "none")
-
-
-def test_nothing_is_written_without_a_run(study, make_runs, tmp_path):
-    make_runs(study, tmp_path, flat, skip={(r, s) for r in ("FedAvg", "FPL") for s in (0, 1)})
-    assert folders.write_outputs(study, tmp_path) == []
-    (table,) = folders.make_tables(study, tmp_path)
-    assert table.caption == "No run is there yet."
-    assert len(table.grid()[1]) == 2
+def test_the_runs_are_found_by_task_row_and_seed(tmp_path: Path) -> None:
+    made = study(tasks={"glyphs": {}, "more": {"task": "glyphs", "lr": 0.02}})
+    folder = make_study(made, tmp_path / "s", skip={("FPL", 0)})
+    found = {(run.task, run.line.label, run.seed): stored for run, stored in folder.runs.items()}
+    assert len(found) == 8
+    assert {key for key, stored in found.items() if stored is None} == {
+        ("glyphs", "FPL", 0), ("more", "FPL", 0),
+    }  # fmt: skip
+    assert [table.task for table in folder.tables(["more"])] == ["more"]
+    assert to_text(made, folder.tables(), "markdown").count("## ") == 2
+    stored = found["more", "FedAvg", 1]
+    assert stored is not None and set(stored.summary["accuracy"].values()) == {41.0}

@@ -10,6 +10,7 @@ from protofed.config import make_config
 from protofed.methods import METHODS
 from protofed.runs.records import Records
 from protofed.runs.result import Result
+from protofed.runs.run import run
 from protofed.studies.render import to_markdown, to_terminal
 from protofed.studies.tables import (
     Measure,
@@ -24,6 +25,7 @@ from protofed.studies.tables import (
     rows,
     seed_warning,
 )
+from protofed.testing.checks import TINY, tiny_task
 
 
 def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0, **settings):
@@ -41,7 +43,7 @@ def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0,
     )  # fmt: skip
     summary = {
         "method": method, "bytes_up": up, "bytes_down": down, "seconds": seconds,
-        "data": "made up", "batchnorm": "averaged",
+        "data": "made up", "batchnorm": "averaged", "device": "cpu", "precision": "fp32",
     }  # fmt: skip
     return Result(config, Records(lines), {}, summary)
 
@@ -274,3 +276,62 @@ def test_a_narrow_terminal_gets_the_table_in_parts(width):
     heads = said.count("method")
     assert (heads == 1) == (width >= 100)
     assert said.count("ours − paper") < heads or heads == 1
+
+
+# ---- one domain left out ------------------------------------------------------------------------
+
+
+def left_out(method, seed, scan, photo, inverse, unseen="inverse"):
+    """A made-up run of one round that left a domain out."""
+    values = {"scan": scan, "photo": photo, "inverse": inverse}
+    made = result(method, seed, scan, photo)
+    config = make_config(method=method, leave_out=unseen, seed=seed, samples=10, device="cpu")
+    line = {"round": 0, "accuracy": values, "average": sum(values.values()) / 3}
+    summary = {**made.summary, "tested": {"inverse": 450}, "weights": "samples"}
+    return Result(config, Records([line]), {}, summary)
+
+
+def test_the_unseen_domain_comes_first_and_the_average_is_of_the_others():
+    runs = [left_out("fedavg", s, 90.0, 70.0 + 2 * s, 30.0 + s) for s in (0, 1)]
+    runs += [left_out("fpl", s, 80.0, 60.0, 34.0 + s) for s in (0, 1)]
+    table = rows(runs)
+    header, body = cells(table)
+    assert header == ["method", "inverse (unseen)", "scan", "photo", "seen average",
+                      "Δ FedAvg, unseen", "MB", "s"]  # fmt: skip
+    # seeds 30 and 31; seen averages 80 and 81
+    assert body[0][1:6] == ["30.5 ± 0.7", "90.0 ± 0.0", "71.0 ± 1.4", "80.5 ± 0.7", ""]
+    # paired by seed on the unseen domain: +4 twice, where the seen ones lose 10.5
+    assert body[1][1:6] == ["34.5 ± 0.7", "80.0 ± 0.0", "60.0 ± 0.0", "70.0 ± 0.0",
+                            "+4.0 ± 0.0 (±0.0)"]  # fmt: skip
+    # best of the unseen is not best of the seen
+    assert "| fpl | **34.5" in markdown(runs)
+    assert "Δ: on inverse, which no client trained on; seen average: on the others" in caption(runs)
+    # who reads rows as numbers finds the average of all domains where it was
+    assert table[0].accuracy["average"].mean == pytest.approx((190 / 3 + 193 / 3) / 2)
+    assert table[0].main == "inverse"
+
+
+def test_without_one_a_table_is_as_ever():
+    header, (line,) = cells(rows([left_out("fedavg", 0, 90.0, 70.0, 30.0, unseen=None)]))
+    assert header[1:5] == ["scan", "photo", "inverse", "average"]
+    assert line[4] == "63.3"
+
+
+# ---- what models are weighed by -----------------------------------------------------------------
+
+
+def test_the_caption_says_which_methods_weigh_otherwise():
+    config = {**TINY, "rounds": 1, "epochs": 1, "samples": 10}
+    names = ("fedavg", "fedproto", "fedopt", "fednova", "fedavg_ga", "fedbn", "local")
+    text = caption([run(tiny_task(), name, **config) for name in names])
+    assert (
+        "weights of the average: sample counts (fedopt: uniform; fednova: samples over steps; "
+        "fedavg_ga: generalization gaps; local: no model is averaged)." in text
+    )
+    assert "averaged like weights, running statistics included (fedbn, local: kept" in text
+    uniform = caption([run(tiny_task(), "fedavg", average="uniform", **config)])
+    assert "weights of the average: uniform." in uniform
+
+
+def test_a_run_of_an_earlier_version_claims_nothing():
+    assert "weights of the average: samples unless" in caption([result("fedavg", 0, 1.0, 1.0)])

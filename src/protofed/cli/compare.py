@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from protofed.cli.options import (
     RUNS_PANEL,
@@ -21,6 +22,10 @@ from protofed.cli.options import (
 from protofed.cli.output import console, print_outcome
 from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, words
 from protofed.errors import ProtofedError
+
+if TYPE_CHECKING:
+    from protofed.studies.definition import Study
+    from protofed.studies.plan import Selection
 
 
 @with_settings()
@@ -54,7 +59,7 @@ def compare(
     """
     from protofed.config import EACH, short_task
     from protofed.methods import METHODS, method_class
-    from protofed.studies.launch import adhoc, run_study
+    from protofed.studies.launch import adhoc
 
     task = task or "glyphs"
     names = dict.fromkeys(METHODS if methods == "all" else words(methods))
@@ -77,17 +82,39 @@ def compare(
     title = f"Methods on {task}{on}"
     study = adhoc("compare", title, task, rows, range(first, first + seeds), settings)
     path = out or pool / f"compare-{short_task(task)}-{study.hash}"
-    failed = run_study(study, pool, console, jobs=jobs, shard=part, tensorboard=tensorboard)
-    finish(path, study, pool, failed, shard)
+    run_study(study, path, pool, jobs=jobs, shard=part, tensorboard=tensorboard)
 
 
-def finish(path: Path, study: Any, pool: Path, failed: Any, shard: str | None) -> None:
-    """Tables and figures of a study whose runs are done; none where this is only a part of it."""
-    from protofed.studies.execution import raise_failures
+def run_study(
+    study: Study,
+    path: Path,
+    pool: Path,
+    *,
+    jobs: int | None,
+    shard: tuple[int, int] | None,
+    selection: Selection | None = None,
+    tensorboard: bool = False,
+) -> None:
+    """Run what the pool lacks, then write and print the tables; with ``shard`` only a part's runs.
+
+    The study's folder is made before its runs: `protofed study table` can show what is there so
+    far, and a folder that holds another study is an error now, not after hours.
+    """
+    from protofed.studies.execution import default_jobs, raise_failures, run_all
     from protofed.studies.folder import StudyFolder
+    from protofed.studies.launch import prepare
+    from protofed.studies.plan import Selection
 
-    if shard is None:
-        print_outcome(StudyFolder.create(path, study, pool), failed)
+    chosen = selection or Selection()
+    study, work = prepare(study, pool, selection=chosen, shard=shard, tensorboard=tensorboard)
+    folder = StudyFolder.create(path, study, pool) if shard is None else None
+    failed = run_all(work, jobs or default_jobs(work), console)
+    if folder is not None:
+        print_outcome(folder, failed, chosen.tasks)
         return
-    console.print(f"part {shard} is done; the runs are in [bold]{pool}[/bold]")
+    assert shard is not None
+    console.print(
+        f"part {shard[0]} of {shard[1]}: its runs are in [bold]{escape(str(pool))}[/bold]. When "
+        "those of all parts are there, the same command without --shard writes the tables."
+    )
     raise_failures(failed)

@@ -6,18 +6,20 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from protofed.cli.parse import parse_setting
-from protofed.config import SETTINGS, Setting
+from protofed.config import CLIENTS, ENGINE, OUTPUT, SETTINGS, TRAINING, Setting
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of every command: ``-h`` works too."""
 
 METHOD_PANEL = "Method"
-RUNS_PANEL = "Output"
+RUNS_PANEL = OUTPUT
+PANELS = ("", TRAINING, CLIENTS, METHOD_PANEL, ENGINE, OUTPUT)
+"""The panels of a command's help, in their order; options without one come first."""
 
 TaskOption = Annotated[
     str | None, typer.Option("--task", help="The task (see `protofed tasks`), or folder:PATH.")
@@ -108,12 +110,18 @@ def with_settings(
             settings = {n: parse_setting(n, v) for n, v in typed.items() if v is not None}
             command(**arguments, settings=settings)
 
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*kept, *made)]
+        every = sorted((*kept, *made), key=lambda p: PANELS.index(_panel(p)))
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in every]
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
         return wrapped
 
     return decorate
+
+
+def _panel(parameter: inspect.Parameter) -> str:
+    (option,) = get_args(parameter.annotation)[1:]
+    return option.rich_help_panel or ""
 
 
 def _parameter(name: str, setting: Setting) -> inspect.Parameter:

@@ -73,10 +73,10 @@ def at_least_one(**numbers: int | None) -> None:
             raise ProtofedError(f"--{name} must be at least 1, got {number}")
 
 
-def parse_shard(text: str | None) -> tuple[int, int]:
-    """``2/5`` as (2, 5); nothing is the whole: (1, 1)."""
+def parse_shard(text: str | None) -> tuple[int, int] | None:
+    """``2/5`` as (2, 5)."""
     if text is None:
-        return 1, 1
+        return None
     part, slash, parts = text.partition("/")
     if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
         raise ProtofedError(f"cannot read --shard '{text}'", "write --shard 1/4, up to 4/4")

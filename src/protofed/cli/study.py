@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli.compare import finish
+from protofed.cli.compare import run_study
 from protofed.cli.options import (
     HELP,
     RUNS_PANEL,
@@ -26,6 +26,7 @@ from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard
 
 if TYPE_CHECKING:
     from protofed.studies.definition import Study
+    from protofed.studies.folder import StudyFolder
 
 study_app = typer.Typer(
     name="study",
@@ -36,7 +37,7 @@ study_app = typer.Typer(
 
 NameArgument = Annotated[str, typer.Argument(help="A built-in study, or a TOML file of your own.")]
 FolderArgument = Annotated[
-    str, typer.Argument(help="The study's folder, or its name: then runs/NAME.")
+    str, typer.Argument(help="The study's folder, or its name: then the one in the pool.")
 ]
 TasksOption = Annotated[
     str | None, typer.Option("--tasks", metavar="T,...", help="Only these tasks of the study.")
@@ -144,13 +145,11 @@ def run_(
     """
     from protofed.methods import method_class
     from protofed.studies.definition import load
-    from protofed.studies.launch import run_study
     from protofed.studies.plan import Selection
 
     at_least_one(seeds=seeds, jobs=jobs)
     part = parse_shard(shard)
     study = load(name)
-    plain = study.hash
     known = {row.method: row.method for row in study.rows.values() if not row.missing}
     known |= {method_class(m).name: m for m in known}
     study = study.overridden(on, settings, by_method(assignments(set_), known))
@@ -159,27 +158,27 @@ def run_(
         words(methods, [line.label for line in study.lines]),
         tuple(range(seeds)) if seeds is not None else study.seeds,
     )
-    study = study.with_seeds(chosen.seeds)
-    place = f"-on-{on.replace(':', '-').replace('/', '-')}" if on else ""
-    changed = f"-{study.hash}" if study.hash != study_hash_on(study, on, plain) else ""
-    path = out or pool / f"{study.name}{place}{changed}"
-    failed = run_study(
-        study, pool, console, jobs=jobs, selection=chosen, shard=part, tensorboard=tensorboard
+    path = out or pool / _folder_name(study)
+    run_study(
+        study.with_seeds(chosen.seeds),
+        path,
+        pool,
+        jobs=jobs,
+        shard=part,
+        selection=chosen,
+        tensorboard=tensorboard,
     )
-    finish(path, study, pool, failed, shard)
     if study.kind == "tsne" and shard is None:
         console.print(f"the t-SNE figures: protofed report {path} -o report.html")
 
 
-def study_hash_on(study: Study, on: str | None, plain: str) -> str:
-    """The hash the study has if nothing but its task was changed."""
+def _folder_name(study: Study) -> str:
+    """The study's name, its other task, and a hash if settings or hyper-parameters are changed."""
+    from protofed.config import short_task
 
-    if on is None:
-        return plain
-    without = {k: v for k, v in study.raw.items() if k != "override"}
-    from protofed.studies.definition import parse
-
-    return parse(without, study.name).overridden(on).hash
+    on = study.override.get("on")
+    place = f"-on-{short_task(on)}" if on else ""
+    return study.name + place + (f"-{study.hash}" if study.is_changed else "")
 
 
 @study_app.command("table", context_settings=HELP)
@@ -189,24 +188,30 @@ def table_(
         str, typer.Option("--format", help="terminal, markdown, csv or latex.")
     ] = "terminal",
     tasks: TasksOption = None,
+    pool: PoolOption = Path("runs"),
     write: Annotated[
         bool, typer.Option("--write", help="Also write the tables and figures into the folder.")
     ] = False,
 ) -> None:
-    """Print a study's tables from what its pool holds by now; what is missing is shown as —."""
+    """Print a study's tables from what its pool holds by now; what is missing is shown as —.
+
+    Of a built-in study, or a TOML file, that has no folder yet, the pool's runs are shown.
+    """
     from protofed.errors import unknown
     from protofed.report.study_figures import write_figures
     from protofed.studies.folder import FORMATS, StudyFolder, to_text
 
     if form not in ("terminal", *FORMATS):
         raise unknown("format", form, ("terminal", *FORMATS))
-    found = StudyFolder.open(_study_folder(folder))
+    found = _find_study(folder, pool)
     made = found.tables(words(tasks))
     if form == "terminal":
         print_tables(made)
     else:
         print(to_text(found.study, made, form), end="")
     if write:
+        if not found.pool.packed:
+            found = StudyFolder.create(found.path, found.study, found.pool.path)
         every = found.tables()
         names = found.write_tables() + write_figures(found, every)
         console.print(f"{', '.join(names)} are in [bold]{escape(str(found.path))}[/bold]")
@@ -216,6 +221,7 @@ def table_(
 def pack_(
     folder: FolderArgument,
     to: Annotated[Path, typer.Option("--to", help="The new folder, e.g. results/NAME.")],
+    pool: PoolOption = Path("runs"),
     images: ImagesOption = 500,
 ) -> None:
     """Pack a study into a few small files: its definition, its runs, its table, its pictures.
@@ -226,7 +232,7 @@ def pack_(
     from protofed.report.pack import pack
 
     with status() as tell:
-        packed = pack(_study_folder(folder), to, images, tell)
+        packed = pack(_study_path(folder, pool), to, images, tell)
     console.print(
         f"{packed.runs} runs with their tables and figures are in [bold]{escape(str(to))}[/bold], "
         f"{packed.size / 1e6:.1f} MB in all; protofed report {escape(str(to))} shows them",
@@ -235,8 +241,22 @@ def pack_(
     )
 
 
-def _study_folder(name: str) -> Path:
-    return Path(name) if Path(name).is_dir() else Path("runs") / Path(name).stem
+def _study_path(name: str, pool: Path) -> Path:
+    return Path(name) if Path(name).is_dir() else pool / Path(name.removesuffix(".toml")).name
+
+
+def _find_study(name: str, pool: Path) -> StudyFolder:
+    """The study in a folder; of one that has none, what the pool holds of it."""
+    from protofed.runs.pool import Pool
+    from protofed.studies.definition import builtin, load
+    from protofed.studies.folder import StudyFolder
+
+    path = _study_path(name, pool)
+    if not (path / "study.toml").is_file() and (name in builtin() or name.endswith(".toml")):
+        found = StudyFolder(path, load(name), Pool(pool))
+        if any(run is not None for run in found.runs.values()):
+            return found
+    return StudyFolder.open(path)
 
 
 def _lacking_rows(study: Study) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from protofed.cli.compare import finish
+from protofed.cli.compare import run_study
 from protofed.cli.options import (
     RUNS_PANEL,
     JobsOption,
@@ -20,7 +20,6 @@ from protofed.cli.options import (
     TensorBoardOption,
     with_settings,
 )
-from protofed.cli.output import console
 from protofed.cli.parse import assignments, at_least_one, parse_shard, parse_sweep
 
 
@@ -67,7 +66,7 @@ def sweep(
     """
     from protofed.config import short_task
     from protofed.methods import method_class
-    from protofed.studies.launch import adhoc, run_study
+    from protofed.studies.launch import adhoc
 
     task = task or "glyphs"
     at_least_one(seeds=seeds, jobs=jobs)
@@ -86,5 +85,4 @@ def sweep(
     chosen = range(first, first + seeds)
     study = adhoc("sweep", title, task, rows, chosen, settings, swept)
     path = out or pool / f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}-{study.hash}"
-    failed = run_study(study, pool, console, jobs=jobs, shard=part, tensorboard=tensorboard)
-    finish(path, study, pool, failed, shard)
+    run_study(study, path, pool, jobs=jobs, shard=part, tensorboard=tensorboard)

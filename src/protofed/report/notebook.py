@@ -20,8 +20,9 @@ def plot(result: Result) -> bytes:
     from protofed.report.plot import render
 
     config = result.config
-    clients = len(result.summary["clients"])
-    heading = f"{config.task}, protocol {config.protocol}, {clients} clients, seed {config.seed}"
+    clients = result.summary.get("clients")
+    held = f"{len(clients)} clients, " if clients is not None else ""
+    heading = f"{config.task}, protocol {config.protocol}, {held}seed {config.seed}"
     return render(curves([RunHistory.of_result(result)], heading=heading), ("png",), DPI)["png"]
 
 

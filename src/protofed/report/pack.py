@@ -11,9 +11,10 @@ Tables and the report are made again from it: ``protofed study table``, ``protof
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
@@ -58,10 +59,9 @@ def pack(
         progress(f"packing {run.name}")
         lines.append(run.line(analyses.get(run.hash)))
     # nothing of an earlier packing is removed before all could be read: it may be the only copy
-    for path in to.glob("*") if to.is_dir() else ():
-        if path.name in ("table.md", PACKED) or path.suffix == ".png":
-            path.unlink()
     write_packed(to / PACKED, lines)
+    for path in to.glob("*.png"):
+        path.unlink()
     write_atomic(to / "study.toml", _anywhere(folder.study).toml())
     packed = StudyFolder.open(to)
     tables = packed.tables()
@@ -87,9 +87,14 @@ def _analyses(
 def _anywhere(study: Study) -> Study:
     """The study without the folders its images and runs lay in: they cannot change a number."""
     raw = {k: v for k, v in study.raw.items() if k != "pool"}
-    given = study.override.get("settings", {})
-    if "data" in given:
-        settings = {k: v for k, v in given.items() if k != "data"}
+    if "settings" in raw:
+        raw["settings"] = _without_data(raw["settings"])
+    if "override" in raw:
+        settings = _without_data(study.override.get("settings", {}))
         override = {**study.override, "settings": settings}
         raw["override"] = {k: v for k, v in override.items() if v}
     return replace(study, raw=raw)
+
+
+def _without_data(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "data"}

@@ -11,7 +11,7 @@ import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,10 @@ class StoredRun:
 
     @property
     def finished(self) -> bool:
-        """Whether all rounds are there."""
-        return self.folder is None or self.folder.is_finished(self.hash)
+        """Whether all rounds are there. A damaged summary is an error: the run may be complete."""
+        if self.folder is None:
+            return True
+        return self.folder.is_finished() and bool(self.summary["hash"] == self.hash)
 
     @property
     def diverged(self) -> str:
@@ -142,22 +144,23 @@ class Pool:
             found.setdefault(str(run.facts.get("config")), []).append(run)
         return found
 
-    def candidates(self, config: Config) -> list[StoredRun]:
-        """The runs that were asked for with this config."""
+    def candidates(self, config: Config, digests: Collection[str] = ()) -> list[StoredRun]:
+        """The runs that were asked for with this config; on these images, if ``digests`` says."""
         asked = {n: getattr(config, n) for n in ("device", "precision")}
         return [
             run
             for run in self._by_config.get(config.hash, ())
             if all(run.facts.get(n) == v for n, v in asked.items() if v != AUTO)
+            and (not digests or run.facts.get("digest") in digests)
         ]
 
-    def select(self, configs: Sequence[Config]) -> list[StoredRun | None]:
-        """A finished run for each config, or None.
+    def select(self, asked: Sequence[tuple[Config, Collection[str]]]) -> list[StoredRun | None]:
+        """A finished run for each config and its images (see ``candidates``), or None.
 
         Where several answer a config, they differ in their facts: then the runs are taken whose
         facts most of the others share.
         """
-        found = [[r for r in self.candidates(c) if r.finished] for c in configs]
+        found = [[r for r in self.candidates(*one) if r.finished] for one in asked]
         kinds = Counter(kind for runs in found for kind in {run.kind for run in runs})
         return [
             max(runs, key=lambda run: (kinds[run.kind], run.kind), default=None) for runs in found
@@ -172,7 +175,7 @@ def read_packed(file: Path) -> list[StoredRun]:
             line = json.loads(text)
             check_format(file, line.get("format"))
             found.append(StoredRun(line["name"], line["facts"], line=line))
-    except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError) as error:
+    except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, AttributeError) as error:
         raise Damaged(file, str(error)) from None
     return found
 

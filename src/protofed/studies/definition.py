@@ -28,6 +28,12 @@ KINDS = ("table", "curves", "bars", "sweep", "tsne")
 
 SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
 """The settings that a study may give; its seeds have a key of their own."""
+_NOT_HASHED = {
+    name
+    for name, s in RUN_SETTINGS.items()
+    if not s.numbers and name not in ("device", "precision")
+}
+"""Settings that change neither a number nor which runs are taken."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,18 @@ class StudyTask:
     task: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    """What a folder of images of one's own held when the study ran.
+
+    A config names only the folder. This tells its runs from those of another folder of that name,
+    and tables can be made where the images are not.
+    """
+
+    domains: tuple[str, ...]
+    digests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -117,6 +135,8 @@ class Study:
     baseline: str | None
     tsne: Mapping[str, Any]
     override: Mapping[str, Any]
+    images: Mapping[str, FolderImages]
+    """By task, for those that are folders and have been run."""
     raw: Mapping[str, Any]
 
     @cached_property
@@ -135,6 +155,10 @@ class Study:
     def _swept(self, label: str) -> bool:
         return any(label in sweep.rows for sweep in self.sweeps)
 
+    def digests(self, task: str) -> tuple[str, ...]:
+        """Which images the runs of a task are of; empty if the task's name says it."""
+        return self.images[task].digests if task in self.images else ()
+
     @property
     def missing(self) -> tuple[str, ...]:
         """What this version lacks for the whole study: all of its methods."""
@@ -149,7 +173,8 @@ class Study:
 
     def toml(self) -> str:
         """The study as TOML, with all that was changed on the command line."""
-        return toml_text({"format": FORMAT, "name": self.name, **self.raw}, nested=("printed",))
+        content = {"format": FORMAT, "name": self.name, **self.raw}
+        return toml_text(content, nested=("printed", "images"))
 
     def overridden(
         self,
@@ -175,15 +200,39 @@ class Study:
         """The same study over these seeds."""
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
 
+    def with_images(self, images: Mapping[str, FolderImages]) -> Study:
+        """The same study with what was found in its folders of images."""
+        if not images:
+            return self
+        plain = {
+            task: {"domains": list(found.domains), "digests": list(found.digests)}
+            for task, found in images.items()
+        }
+        return replace(self, images=images, raw={**self.raw, "images": plain})
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether settings or hyper-parameters were changed on the command line."""
+        override = self.override
+        return bool(_hashed(override.get("settings", {})) or override.get("options"))
+
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
         asked = {
             k: v
             for k, v in self.raw.items()
-            if k not in ("seeds", "title", "notes", "paper", "name", "pool")
+            if k not in ("seeds", "title", "notes", "paper", "name", "pool", "images")
         }
+        asked["settings"] = _hashed(asked.get("settings", {}))
+        override = dict(asked.pop("override", {}))
+        override["settings"] = _hashed(override.get("settings", {}))
+        asked["override"] = {k: v for k, v in override.items() if v}
         return short_hash(json.loads(json.dumps(asked, default=str)))
+
+
+def _hashed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in _NOT_HASHED}
 
 
 def point_label(label: str, point: Mapping[str, Any]) -> str:
@@ -200,7 +249,7 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "tsne", "override", "pool",
+    "sweep", "printed", "baseline", "tsne", "override", "pool", "images",
 )  # fmt: skip
 
 
@@ -329,6 +378,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         baseline=baseline,
         tsne=tsne,
         override=override,
+        images={task: _images(task, found) for task, found in _table(raw, "images").items()},
         raw=raw,
     )
     printed, columns = {}, {}
@@ -358,6 +408,13 @@ def _task(name: str, raw: Any) -> StudyTask:
     settings.pop("notes", None)
     _only(settings, SETTINGS, f"setting of task {name}")
     return StudyTask(name, task, settings, notes)
+
+
+def _images(task: str, raw: Any) -> FolderImages:
+    if not isinstance(raw, Mapping):
+        raise ProtofedError(f"[images.{task}] must be a table")
+    _only(raw, ("domains", "digests"), f"key in [images.{task}]")
+    return FolderImages(tuple(_list(raw, "domains", str)), tuple(_list(raw, "digests", str)))
 
 
 def _row(label: str, raw: Any) -> Row:

@@ -27,6 +27,7 @@ from rich.table import Table
 from protofed.config import Config
 from protofed.errors import Busy, ProtofedError
 from protofed.observers.progress import accuracies, duration
+from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Records
 from protofed.studies.render import natural_width
@@ -59,8 +60,15 @@ class Job:
     message: str = ""
     tensorboard: bool = False
     overwrite: bool = False
-    """Run it again although it is complete: it has not kept what is asked for."""
+    """Run it again although it is finished: it has not kept what is asked for."""
     gpu: bool = False
+
+    def is_complete(self) -> bool:
+        """Whether the run is finished and has kept the models of all rounds asked for."""
+        if not self.folder.is_finished(self.hash):
+            return False
+        kept = self.folder.artifact_rounds("snapshots")
+        return not self.config.keep_rounds or rounds_to_keep(self.config) <= set(kept)
 
     def refresh(self) -> None:
         """Read the rounds that the run has by now."""
@@ -105,14 +113,14 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
     return [job for job in jobs if job.state == "failed"]
 
 
-def default_jobs(gpu: bool) -> int:
+def default_jobs(jobs: Sequence[Job]) -> int:
     """Runs at a time: one for each core; on a GPU two, if there is room for a second.
 
     A run alone leaves a GPU idle while it reads images, records its first epochs and writes files.
     Each run has a process, and so a CUDA context, of its own.
     """
     cores = os.cpu_count() or 1
-    if not gpu:
+    if not any(job.gpu for job in jobs):
         return cores
     import torch
 
@@ -132,9 +140,12 @@ def raise_failures(failed: Sequence[Job]) -> None:
 
 def _settle(job: Job) -> None:
     """Whether the run is done, or has diverged before: the same numbers would diverge again."""
-    if job.folder.is_finished(job.hash) and not job.overwrite:
+    finished = job.folder.is_finished(job.hash)
+    if finished and job.is_complete():
         job.state = "done"
-    elif message := job.folder.diverged():
+        return
+    job.overwrite = finished
+    if message := job.folder.diverged():
         job.state = "failed"
         job.message = f"{message} (to try again, delete {job.folder.path})"
 

@@ -77,16 +77,20 @@ class StudyFolder:
 
         Seeds that the folder already has are kept; another study's tables are never replaced.
         """
+        if (path / PACKED).is_file():
+            raise ProtofedError(f"'{path}' holds a packed study", "choose another --out")
+        if (path / "config.toml").is_file():
+            raise ProtofedError(f"'{path}' is a run's folder", "choose another --out")
         if (path / "study.toml").is_file():
             there = load(str(path / "study.toml"))
-            if there.hash != study.hash:
+            why = "other settings" if there.hash != study.hash else _other_images(there, study)
+            if why:
                 raise ProtofedError(
-                    f"'{path}' holds another study ('{there.title}', or with other settings)",
-                    "choose another --out, or delete that folder; its runs are in the pool",
+                    f"'{path}' holds another study: '{there.title}', with {why}",
+                    "choose another --out, or delete that folder; its runs stay in the pool",
                 )
             study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
-        elif (path / "config.toml").is_file():
-            raise ProtofedError(f"'{path}' is a run's folder", "choose another --out")
+            study = study.with_images({**there.images, **study.images})
         raw = {**study.raw, "pool": os.path.relpath(pool, path)}
         study = replace(study, raw=raw)
         write_atomic(path / "study.toml", study.toml())
@@ -96,7 +100,8 @@ class StudyFolder:
     def runs(self) -> dict[PlannedRun, StoredRun | None]:
         """The run of the pool that answers each planned one, where there is one."""
         planned = plan(self.study)
-        found = self.pool.select([run.config for run in planned])
+        asked = [(run.config, self.study.digests(run.config.task)) for run in planned]
+        found = self.pool.select(asked)
         return dict(zip(planned, found, strict=True))
 
     # ---- tables --------------------------------------------------------------------------------
@@ -163,7 +168,11 @@ class StudyFolder:
             for run, stored in self.runs.items()
             if stored is None and (run.task, run.line.label) == (task, label)
         )
-        stopped = (found for config in unanswered for found in self.pool.candidates(config))
+        stopped = (
+            found
+            for config in unanswered
+            for found in self.pool.candidates(config, self.study.digests(config.task))
+        )
         return "diverged" if any(found.diverged for found in stopped) else ""
 
     def _mixed(self, task: str) -> list[str]:
@@ -200,9 +209,19 @@ class StudyFolder:
             for run, stored in chosen.items()
             if stored is not None
         ]
-        if len({run.unseen for run in chosen}) > 1:
+        unseen: dict[str, set[str | None]] = {}
+        for run in chosen:
+            unseen.setdefault(run.line.label, set()).add(run.unseen)
+        if any(len(domains) > 1 for domains in unseen.values()):
             found = join_left_out(found)
         return [run for run in found if run.unseen == found[0].unseen]
+
+
+def _other_images(there: Study, study: Study) -> str:
+    """The tasks whose images are not those that the study in a folder had."""
+    both = there.images.keys() & study.images.keys()
+    other = [t for t in both if not {*there.digests(t)} & {*study.digests(t)}]
+    return f"other images of {', '.join(sorted(other))}" if other else ""
 
 
 FACTS_IN_WORDS = {

@@ -1,28 +1,27 @@
-"""A study from its plan to its runs: what the pool has is taken, what is missing is run.
+"""From a study to the runs it needs: those that the pool has, and those to be done.
 
 ``protofed compare`` and ``protofed sweep`` are studies too, written on the spot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from protofed.config import Config, short_task, task_settings
 from protofed.data import DataMissing, Task, load_task
+from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
-from protofed.federation.facts import Facts, discover
+from protofed.federation.facts import discover
 from protofed.federation.model_fit import require_fit
 from protofed.observers.tensorboard import require_tensorboard
-from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import Pool, StoredRun
-from protofed.studies.definition import Study, parse
-from protofed.studies.execution import Job, default_jobs, run_all
+from protofed.studies.definition import FolderImages, Study, parse
+from protofed.studies.execution import Job
 from protofed.studies.plan import (
     PlannedRun,
     Selection,
@@ -33,38 +32,37 @@ from protofed.studies.plan import (
 )
 
 
-def run_study(
+def prepare(
     study: Study,
     pool: Path,
-    console: Console,
     *,
-    jobs: int | None = None,
     selection: Selection = Selection(),  # noqa: B008 (frozen)
-    shard: tuple[int, int] = (1, 1),
+    shard: tuple[int, int] | None = None,
     tensorboard: bool = False,
-) -> list[Job]:
-    """Run what the pool does not have, ``jobs`` at a time; returns the runs that failed.
+) -> tuple[Study, list[Job]]:
+    """The study with what its folders of images hold, and the runs that fill its tables.
 
-    Nothing is written before every config is known to be good. ``shard`` (i, n) is part i of n of
+    Nothing is written, and every config is known to be good. ``shard`` (i, n) is part i of n of
     the planned runs.
     """
     if tensorboard:
         require_tensorboard()
+    runs = Pool(pool)
+    if runs.packed:
+        raise ProtofedError(f"'{pool}' is a packed study, not a pool", "choose another --runs")
     require_methods(study, selection)
     planned = plan(study, selection)
     check_domains(study, selection)
     if not planned:
         raise ProtofedError(f"study '{study.name}' has no run for this choice")
     work: dict[str, Job] = {}  # one run may answer several lines of a table
-    runs = Pool(pool)
     one = len(study_tasks(study)) == 1
-    for run in shard_of(planned, *shard):
+    for run in shard_of(planned, *shard) if shard is not None else planned:
         name = run.name.removeprefix(f"{run.task}  ").replace("  ", " ") if one else run.name
-        job = _job(run, runs, name)
+        job = _job(run, runs, study.digests(run.config.task), name)
         job.tensorboard = tensorboard
         work.setdefault(job.folder.path.name, job)
-    gpu = any(job.gpu for job in work.values() if job.state == "waiting")
-    return run_all(list(work.values()), jobs or default_jobs(gpu), console)
+    return study.with_images({**study.images, **_folder_images(planned)}), list(work.values())
 
 
 def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
@@ -74,59 +72,60 @@ def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[Plann
     return [run for run in planned if run.config.hash in mine]
 
 
-def _job(run: PlannedRun, pool: Pool, name: str) -> Job:
+def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Job:
     config = run.config
     try:
-        task = _task(config.task, tuple(sorted(task_settings(config).items())))
+        task = _loaded(config)
     except DataMissing:
-        # where the images are not, what is complete is taken as it is
-        for found in pool.candidates(config):
-            if found.folder is not None and _serves(found.folder, found.hash, config):
-                return Job(name, config, found.folder, found.hash, "done")
+        # where the images are not, a complete run is taken as it is
+        if found := _complete(name, config, pool.candidates(config, digests)):
+            return found
         raise
-    complete = config.for_task(task.info)
+    asked = config.for_task(task.info)
     try:
-        facts = discover(complete, task)
+        facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
         require_fit(config.method, config.models, *sizes)
     except ProtofedError as error:
         raise type(error)(f"{run.name}: {error.message}", error.hint) from None
-    own = RunFolder(pool.path / facts.run_name(complete))
-    hash = facts.run_hash(complete)
-    done = _serves(own, hash, config)
-    other = None if done else _elsewhere(pool, config, facts)
-    if other is not None and other.folder is not None:
-        return Job(name, config, other.folder, other.hash, "done")
-    state = "done" if done else "waiting"
-    again = not done and own.is_finished(hash)  # complete, but without what is to be kept
-    return Job(name, config, own, hash, state, overwrite=again, gpu=facts.device == "cuda")
+    folder = RunFolder(pool.path / facts.run_name(asked))
+    own = Job(name, config, folder, facts.run_hash(asked), gpu=facts.device == "cuda")
+    if own.is_complete():
+        return own
+    # a device or precision that was not asked for was that machine's choice
+    same_images = [
+        stored
+        for stored in pool.candidates(config)
+        if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
+    ]
+    return _complete(name, config, same_images) or own
+
+
+def _complete(name: str, config: Config, stored: Sequence[StoredRun]) -> Job | None:
+    """The first of these runs that is complete."""
+    found = (Job(name, config, s.folder, s.hash) for s in stored if s.folder is not None)
+    return next((job for job in found if job.is_complete()), None)
+
+
+def _folder_images(planned: Sequence[PlannedRun]) -> dict[str, FolderImages]:
+    found: dict[str, FolderImages] = {}
+    for config in (run.config for run in planned):
+        if config.task.startswith(FOLDER):
+            with suppress(DataMissing):
+                task = _loaded(config)
+                known = found[config.task].digests if config.task in found else ()
+                digests = tuple(sorted({*known, task.digest}))
+                found[config.task] = FolderImages(tuple(task.domains), digests)
+    return found
+
+
+def _loaded(config: Config) -> Task:
+    return _load(config.task, tuple(sorted(task_settings(config).items())))
 
 
 @lru_cache(maxsize=4)
-def _task(name: str, options: tuple[tuple[str, Any], ...]) -> Task:
-    return load_task(name, **dict(options))
-
-
-def _elsewhere(pool: Pool, config: Config, facts: Facts) -> StoredRun | None:
-    """A complete run of the same images, done on another device or in another precision.
-
-    What was asked for of these is in the config; the rest was that machine's choice.
-    """
-    for run in pool.candidates(config):
-        same = all(
-            run.facts.get(name) == getattr(facts, name) for name in ("digest", "public_digest")
-        )
-        if same and run.folder is not None and _serves(run.folder, run.hash, config):
-            return run
-    return None
-
-
-def _serves(folder: RunFolder, hash: str, config: Config) -> bool:
-    """Whether the run is complete and has kept the models of single rounds that are asked for."""
-    if not folder.is_finished(hash):
-        return False
-    there = folder.artifact_rounds("snapshots")
-    return not config.keep_rounds or rounds_to_keep(config) <= set(there)
+def _load(name: str, settings: tuple[tuple[str, Any], ...]) -> Task:
+    return load_task(name, **dict(settings))
 
 
 def adhoc(

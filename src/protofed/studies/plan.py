@@ -1,7 +1,8 @@
 """From a study to its runs: which configs fill which cells of its tables.
 
 No image is read: a plan can be made, and its runs found in a pool, anywhere. Only the domains of a
-folder of one's own have to be looked up, where each of them is left out in turn.
+folder of one's own have to be looked up, where each of them is left out in turn and the study has
+not been run yet.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from protofed.config import EACH, TASK_SETTINGS, Config, make_config
-from protofed.data import TaskInfo, describe, distributions, load_task
+from protofed.data import describe, distributions, load_task
 from protofed.errors import ProtofedError, unknown
 from protofed.methods import METHODS, method_class
 from protofed.models.mixed import model_names
@@ -91,7 +92,8 @@ def study_tasks(study: Study) -> list[StudyTask]:
         return list(study.tasks.values())
     found: dict[str, StudyTask] = {}
     for task in study.tasks.values():
-        moved = StudyTask(on, on, _moved({**study.settings, **task.settings}, task.task, on))
+        settings = {**study.settings, **task.settings}
+        moved = StudyTask(on, on, _moved(study, settings, task.task, on))
         if moved not in found.values():
             found[on if not found else f"{on} ({task.name})"] = moved
     return [replace(task, name=name) for name, task in found.items()]
@@ -99,7 +101,9 @@ def study_tasks(study: Study) -> list[StudyTask]:
 
 def columns(study: Study, task: StudyTask) -> tuple[str, ...]:
     """The columns of a task's table: its domains, where they are known, and their average."""
-    return study.columns.get(task.name) or (*(describe(task.task).domains or ()), AVERAGE)
+    images = study.images.get(task.task)
+    domains = images.domains if images is not None else describe(task.task).domains or ()
+    return study.columns.get(task.name) or (*domains, AVERAGE)
 
 
 def check_domains(study: Study, selection: Selection) -> None:
@@ -107,7 +111,7 @@ def check_domains(study: Study, selection: Selection) -> None:
     if "on" in study.override:  # they name those of the study's own tasks
         return
     tasks = _chosen(study_tasks(study), selection.tasks, "task", lambda t: (t.name, t.task))
-    known = {task.name: _domains(task.task, _settings(study, task)) for task in tasks}
+    known = {task.name: _domains(study, task.task, _settings(study, task)) for task in tasks}
     asked = [
         (f"column in [printed.{name}]", column, (*found, AVERAGE))
         for name, found in known.items()
@@ -122,11 +126,13 @@ def check_domains(study: Study, selection: Selection) -> None:
             raise ProtofedError(f"study '{study.name}': {error.message}", error.hint)
 
 
-def _domains(task: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """A task's domains; those of a folder of one's own have to be looked up."""
+def _domains(study: Study, task: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """A task's domains; those of a folder of one's own are looked up before its first run."""
     known = describe(task).domains
     if known is not None:
         return known
+    if task in study.images:
+        return study.images[task].domains
     options = {k: settings[k] for k in TASK_SETTINGS if k in settings}
     return _folder_domains(task, tuple(sorted(options.items())))
 
@@ -140,13 +146,13 @@ def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedR
     settings = _settings(study, task)
     own = line.row.settings
     if "on" in study.override:
-        own = _moved(own, next(iter(study.tasks.values())).task, task.task)
+        own = _moved(study, own, next(iter(study.tasks.values())).task, task.task)
     settings |= own
     settings |= study.override.get("settings", {})
     if rounds := study.tsne.get("rounds"):
         settings.setdefault("keep_rounds", [*rounds, "last"])
     left_out = settings.get("leave_out")
-    unseen = _domains(task.task, settings) if left_out == EACH else (left_out,)
+    unseen = _domains(study, task.task, settings) if left_out == EACH else (left_out,)
     found = []
     for domain in unseen:
         given = _without(settings, domain) if domain else settings
@@ -174,24 +180,23 @@ def _settings(study: Study, task: StudyTask) -> dict[str, Any]:
     return {**study.settings, **task.settings}
 
 
-def _moved(settings: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+def _moved(study: Study, settings: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
     """Settings of one task as they are on another: without what means nothing there."""
     kept = {k: v for k, v in settings.items() if k not in TASK_OWNED}
     if len(model_names(models := settings.get("model", ""))) > 1:
         kept["model"] = models  # that clients' models differ is the study's, not the task's
-    names = dict(zip(_domains(old, {}), _domains(new, {}), strict=False))
-    clients = kept.get("clients")
-    if isinstance(clients, Mapping):  # the first domain stands for the first, and so on
-        kept["clients"] = {names[d]: n for d, n in clients.items() if d in names}
-    elif isinstance(clients, str) and clients not in distributions(_info(new)):
+    clients, left_out = kept.get("clients"), kept.get("leave_out")
+    if isinstance(clients, str) and clients not in distributions(describe(new)):
         del kept["clients"]
-    if kept.get("leave_out") not in (None, EACH):
-        kept["leave_out"] = names.get(kept["leave_out"], _domains(new, {})[0])
+    if isinstance(clients, Mapping) or left_out not in (None, EACH):
+        # the first domain stands for the first, and so on
+        there = _domains(study, new, {})
+        names = dict(zip(_domains(study, old, {}), there, strict=False))
+        if isinstance(clients, Mapping):
+            kept["clients"] = {names[d]: n for d, n in clients.items() if d in names}
+        if left_out not in (None, EACH):
+            kept["leave_out"] = names.get(left_out, there[0])
     return kept
-
-
-def _info(task: str) -> TaskInfo:
-    return replace(describe(task), domains=_domains(task, {}))
 
 
 def _chosen(found: Sequence[Any], wanted: Iterable[str], what: str, names: Any) -> list[Any]:

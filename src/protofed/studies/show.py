@@ -40,6 +40,8 @@ def lines(folder: Path) -> list[str]:
             raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
         raise ProtofedError(f"'{folder}' is not a run's folder")
     config, records = run.settings(), run.records()
+    summary = run.summary() if run.is_finished() else {}
+    found = {**config, **run.facts(), **summary}
     options = ", ".join(f"{k}={v}" for k, v in config.get("options", {}).items())
     text = [
         f"[bold]{escape(config['method'])}[/bold] on [bold]{escape(config['task'])}[/bold], seed "
@@ -55,7 +57,7 @@ def lines(folder: Path) -> list[str]:
     seconds = sum(sum(r["seconds"].values()) for r in records)
     text.append(
         f"{done} of {asked} rounds{state}, {duration(seconds)}, {up:.1f} MB up, {down:.1f} MB "
-        f"down, {config['precision']} on {config['device']}"
+        f"down, {found['precision']} on {found['device']}"
     )
     unseen = config.get("leave_out")
     last = shown(last_mean(records), unseen)
@@ -84,8 +86,7 @@ def lines(folder: Path) -> list[str]:
     text.append(
         f"\n[dim]% correct, blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}[/dim]"
     )
-    if run.is_finished():
-        summary = run.summary()
+    if summary:
         clients = summary.get("clients", [])
         per: dict[str, list[int]] = {}
         for client in clients:

@@ -4,13 +4,10 @@ import math
 from statistics import fmean
 
 import pytest
-from protofed.data.outline import outline
 
-from protofed.config import make_config
 from protofed.data.sources import PUBLISHED
-from protofed.methods import method_class
-from protofed.studies import plan
 from protofed.studies.definition import builtin, load
+from protofed.studies.plan import Selection, plan
 
 # Printed averages that are not the mean of their columns, more than two roundings explain (0.01).
 ODD = {
@@ -98,27 +95,37 @@ def test_the_numbers_beside_a_figure_are_those_of_a_table(name):
 
 @pytest.mark.parametrize("name", builtin())
 def test_the_settings_are_the_papers(name):
-    for cell in plan.cells(load(name), plan.Selection(seeds=(0,))):
-        row, given = cell.line.row, dict(cell.settings)
-        if name == "i2pfl-table3-marsfl" or "clients" in row.settings:
-            continue  # see test_unseen; a single client in figure 1 of FPL
-        method = method_class(row.method).create(row.options, cell.where)
-        config = make_config(outline(cell.where, ()), method, **given)
-        rounds, batch, model, clients = SETTINGS[config.protocol, cell.where]
+    for run in plan(load(name), Selection(seeds=(0,))):
+        if name == "i2pfl-table3-marsfl" or "clients" in run.line.row.settings:
+            continue  # see below; a single client in figure 1 of FPL
+        config = run.config
+        rounds, batch, model, clients = SETTINGS[config.protocol, config.task]
         if name == "i2pfl-table7":
-            clients = EQUAL[cell.where]
+            clients = EQUAL[config.task]
         elif name == "i2pfl-table3":
-            clients = tuple(int(d != cell.unseen) for d in config.clients)
+            clients = tuple(int(d != run.unseen) for d in config.domain_clients)
         elif name == "fedseproto-table3":
             model = "cnn3,cnn2"
         assert config.protocol == name.split("-")[0]
         assert (config.rounds, config.batch, config.model) == (rounds, batch, model)
-        assert tuple(config.clients.values()) == clients
-        assert list(config.samples.values()) == SAMPLES[cell.where]
+        assert tuple(config.domain_clients.values()) == clients
+        assert list(config.domain_samples.values()) == SAMPLES[config.task]
         assert (config.epochs, config.lr, config.momentum, config.weight_decay) == (
             10, 0.01, 0.9, 1e-5,
         )  # fmt: skip
         assert (config.participation, config.average) == (1.0, "samples")
+
+
+def test_marsfl_s_settings_are_those_of_its_task():
+    study = load("i2pfl-table3-marsfl")
+    plain = load("i2pfl-table3")
+    assert study.printed == plain.printed
+    assert study.rows == plain.rows
+    for name, share, lr in (("digits", 0.1, 0.01), ("office_caltech", 0.3, 0.001),
+                            ("pacs", 0.3, 0.001)):  # fmt: skip
+        own = {**study.settings, **study.tasks[name].settings}
+        assert (own["samples"], own["lr"], own["rounds"], own["batch"]) == (share, lr, 50, 16)
+        assert own["leave_out"] == "each"
 
 
 @pytest.mark.parametrize("name", builtin())

@@ -1,0 +1,66 @@
+"""A run at a glance: complete, unfinished, with a domain left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from tests.studies.made_runs import make_runs, make_study, rising, study
+
+from protofed.errors import ProtofedError
+from protofed.studies.show import BLOCKS, lines, sparkline
+
+
+def text_of(folder: Path) -> str:
+    return "\n".join(Text.from_markup(line).plain for line in lines(folder))
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 50, 100], 0, 100) == "▁▅█"
+    assert sparkline([5, 5], 5, 5) == "▁▁"
+    long = sparkline([float(i) for i in range(1000)], 0, 999)
+    assert (len(long), long[0], long[-1]) == (48, "▁", "█")
+    assert list(long) == sorted(long)
+    assert sparkline([float("nan"), 1.0], 0, 1) == " █"
+
+
+def test_what_was_found_is_shown_not_what_was_asked_for(tmp_path: Path) -> None:
+    settings = {**study().settings, "device": "auto", "precision": "auto"}
+    runs = make_runs(study(seeds=1, settings=settings), tmp_path, device="cuda", precision="bf16")
+    text = text_of(runs["FPL", 0])
+    assert "fpl on glyphs, seed 0, protocol glyphs, cnn2" in text
+    assert "tau=0.02" in text
+    assert "3 of 1 rounds" in text and "bf16 on cuda" in text
+    assert "clients × samples: scan 1 × 10, print 1 × 10" in text
+    (runs["FPL", 0] / "summary.json").unlink()  # facts are there from the start
+    assert "bf16 on cuda" in text_of(runs["FPL", 0])
+
+
+def test_an_unfinished_run(tmp_path: Path) -> None:
+    run = make_runs(study(), tmp_path, rounds=1)["FedAvg", 0]
+    (run / "summary.json").unlink()
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("rounds = 1", "rounds = 9"))
+    assert "1 of 9 rounds (not finished" in text_of(run)
+    (run / "rounds.jsonl").write_text("")
+    assert "no round of 9 is complete" in text_of(run)
+
+
+def test_a_domain_left_out_comes_first(tmp_path: Path) -> None:
+    made = study(tasks={"glyphs": {"leave_out": "photo"}}, seeds=1)
+    run = make_runs(made, tmp_path, rising)["FedAvg", 0]
+    first, *others = [x.split() for x in text_of(run).splitlines() if set(x) & set(BLOCKS)][:5]
+    assert first[:2] == ["photo", "(unseen)"]
+    assert others[-1][:2] == ["seen", "average"]
+    assert "23.3" in others[-1]
+    assert not any(line[0] == "average" for line in others)
+
+
+def test_what_is_not_a_run(tmp_path: Path) -> None:
+    make_study(study(seeds=1), tmp_path / "s")
+    with pytest.raises(ProtofedError, match=r"a study's folder \(protofed study table"):
+        lines(tmp_path / "s")
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ProtofedError, match="not a run's folder"):
+            lines(path)
