@@ -178,13 +178,13 @@ def test_runs_that_a_table_leaves_out_are_told(raw, make_runs, protofed, tmp_pat
 
 @pytest.mark.parametrize("content", [{"confusion": {}}, {"tsne": [1]}, {"clusters": {}}, []])
 def test_kept_analyses_that_are_incomplete_are_damaged(tmp_path, content):
-    file = tmp_path / stored_analysis.NAME
+    file = tmp_path / stored_analysis.FILE
     file.write_bytes(gzip.compress(json.dumps(content).encode()))
     if content:
         with pytest.raises(ProtofedError, match="damaged"):
-            stored_analysis.load(stored_analysis.Findings(), "FPL", tmp_path)
+            stored_analysis.load(stored_analysis.GroupAnalysis(), "FPL", tmp_path)
     else:
-        assert stored_analysis.load(stored_analysis.Findings(), "FPL", tmp_path)
+        assert stored_analysis.load(stored_analysis.GroupAnalysis(), "FPL", tmp_path)
 
 
 def test_a_file_that_begins_with_a_mark_is_read(raw, tmp_path):

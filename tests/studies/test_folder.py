@@ -92,7 +92,7 @@ def test_unseen_domains_are_a_column_each(raw, make_runs, tmp_path):
     header, body = table.grid()
     assert header[1:7] == ["scan", "print", "photo", "inverse", "unseen average",
                            "Δ FedAvg, unseen"]  # fmt: skip
-    assert body[1][6].text == "+0.0"
+    assert body[1].cells[6].text == "+0.0"
 
 
 def test_every_format(printed, make_runs, tmp_path):
