@@ -186,7 +186,7 @@ def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     if len(over) > 2 or not any(rows[label].accuracy for label in swept):
         return None
     name = f"sweep-{'-'.join(over)}" if len(study.sweeps) > 1 else "sweep"
-    heading = f"{study.title}: {table.task}"
+    heading = study_heading(study, table)
     main, title = _main_column(table)
     if len(over) == 2:
         labels = study.sweeps[number].rows
@@ -488,9 +488,14 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
 
 def panel_title(column: str, unseen: str | None) -> str:
     """The title above a column's panel; ``unseen``: the domain that the runs left out."""
-    if column == AVERAGE and unseen != EACH:
-        return "average over domains"
-    return column_title(column, unseen)
+    if column == AVERAGE:
+        return "unseen average" if unseen == EACH else "average over domains"
+    return column_title(column, column if unseen == EACH else unseen)
+
+
+def study_heading(study: Study, table: TaskTable) -> str:
+    """The study's title, and the task if the title does not name it."""
+    return study.title if table.task in study.title else f"{study.title}: {table.task}"
 
 
 def slug(text: str) -> str:

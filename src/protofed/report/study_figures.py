@@ -49,7 +49,7 @@ def study_figures(
 
 def _plots(study: Study, table: TaskTable, runs: Sequence[RunHistory]) -> list[Plot]:
     made = []
-    title = f"{study.title}: {table.task}"
+    title = figures.study_heading(study, table)
     looks = looks_of([*runs, *(row for row in table.rows if row.method)])
     if runs and not study.sweeps:
         # only runs that left out the same domain, or none, can share a figure

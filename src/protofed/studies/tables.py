@@ -251,8 +251,8 @@ def row(
 
 def column_title(column: str, unseen: str | None) -> str:
     """The name of a column; ``unseen``: the domain that the runs left out, or ``each``."""
-    if unseen == EACH:
-        return f"unseen {column}" if column == AVERAGE else f"{column} (unseen)"
+    if unseen == EACH and column == AVERAGE:
+        return f"unseen {AVERAGE}"
     return f"{column} (unseen)" if column == unseen else column
 
 
