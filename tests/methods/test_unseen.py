@@ -15,10 +15,10 @@ from protofed.federation.client_round import Data
 from protofed.keys import generator
 from protofed.methods import METHODS, FedAvgGA, create
 from protofed.runs.run import Federation, run
-from protofed.testing.checks import CLASSES, TINY, tiny_task
+from protofed.testing.checks import CLASSES, SHORT, tiny_task
 
 # clients leave some training images to nobody: public ones, for a method that needs them
-SMALL = {**TINY, "rounds": 2, "epochs": 1, "samples": 16}
+SMALL = {**SHORT, "rounds": 2, "epochs": 1, "samples": 16}
 UNSEEN = {"leave_out": "right", "clients": 2}
 
 
