@@ -1,19 +1,18 @@
-"""The pages of docs/methods say what the package does: names, defaults, code, bytes, commands."""
+"""The pages about methods: generated ones are up to date, links resolve, commands can be typed."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import re
 import shlex
-import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-import torch
 import typer.main
 
-from protofed import tree
 from protofed.cli.app import app
+<<<<<<< HEAD
 from protofed.cli.parse import value
 from protofed.config import Config
 from protofed.data.task import Augment, Images
@@ -25,30 +24,45 @@ from protofed.method import Sizes
 from protofed.methods import METHODS, create
 from protofed.models import build
 from protofed.studies.definition import builtin
+=======
+from protofed.methods import METHODS
+>>>>>>> methods
 
-DOCS = Path(__file__).parents[1] / "docs" / "methods"
-PAGES = sorted(DOCS.glob("*.md"))
-SECTIONS = (
-    "Equations", "Symbols", "What travels", "The code", "Deviations", "Ablations", "See also",
-)  # fmt: skip
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = [
+    DOCS / "choosing-a-method.md",
+    DOCS / "methods-of-your-own.md",
+    *sorted((DOCS / "methods").glob("*.md")),
+]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-INLINE = re.compile(r"\$`([^`]*)`\$|\$([^$]*)\$")
 
 
-def page(name: str) -> str:
-    return (DOCS / f"{name}.md").read_text("utf-8")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def section(text: str, title: str) -> str:
-    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def test_generated_pages_are_up_to_date(single_thread: None) -> None:
+    pages = generator().pages()
+    assert {p.stem for p in pages} == {*METHODS, "README"}
+    assert set(pages) == set((DOCS / "methods").glob("*.md"))
+    for path, text in pages.items():
+        assert path.read_text("utf-8") == text, f"run python docs/generate.py: {path.name} differs"
 
 
-def prose(text: str) -> str:
-    """The text without fenced blocks."""
-    return FENCE.sub("", text)
+@pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])
+def test_links_resolve(path: Path) -> None:
+    links = LINK.findall(FENCE.sub("", path.read_text("utf-8")))
+    assert links
+    for target in links:
+        assert (path.parent / target.partition("#")[0]).exists(), target
 
 
+<<<<<<< HEAD
 def each_page(test):
     return pytest.mark.parametrize("path", PAGES, ids=[p.stem for p in PAGES])(test)
 
@@ -265,3 +279,18 @@ def test_bytes_are_those_of_a_round(name, single_thread):
         if len(cells) == 3 and re.fullmatch(r"[\d,]+", cells[2].rstrip(" |")):
             rows[cells[0]] = int(cells[2].rstrip(" |").replace(",", ""))
     assert rows == bytes_of(name)
+=======
+def test_commands_can_be_typed() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in PAGES)
+    blocks = [body for kind, body in FENCE.findall(text) if kind in ("", "bash")]
+    lines = [line for body in blocks for line in body.splitlines() if line.startswith("protofed ")]
+    assert lines
+    for line in lines:
+        command, rest = typer.main.get_command(app), shlex.split(line)[1:]
+        context = command.make_context("protofed", list(rest), resilient_parsing=True)
+        while hasattr(command, "resolve_command"):
+            _, command, rest = command.resolve_command(context, list(rest))
+            context = command.make_context(command.name, list(rest), parent=context)
+        for name in (context.params.get("methods") or "").split(","):
+            assert name in ("", *METHODS) or ".py:" in name
+>>>>>>> methods

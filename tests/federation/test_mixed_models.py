@@ -63,7 +63,10 @@ def test_one_spelling_for_the_same_models() -> None:
         ({"left-0": "resnet"}, ["unknown model of a client 'resnet'"]),
         ({**TABLE, "up-0": "cnn2"}, ["unknown client in the table of models", "up-0", "left-0"]),
         ({"left-0": "cnn2", "left-1": "cnn3"}, ["no model for right-0, right-1", "[model]"]),
-        ("cnn3,resnet10", ["features of the same size", "cnn3 has 512", "resnet10 has 32", "--width"]),
+        (
+            "cnn3,resnet10",
+            ["features of the same size", "cnn3 has 512", "resnet10 has 32", "--width"],
+        ),
     ],
 )
 def test_invalid_models_are_errors(model: Any, words: list[str]) -> None:

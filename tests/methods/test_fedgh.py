@@ -13,7 +13,7 @@ from protofed.method import ServerView, Sizes, Update
 from protofed.methods import FedGH
 from protofed.methods.fedgh import step
 from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
+from protofed.testing.checks import SHORT, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 K, D = 3, 4
@@ -106,7 +106,7 @@ def test_without_any_mean_the_header_stays():
 
 def test_clients_start_from_the_servers_header_and_keep_their_extractors():
     task = tiny_task()
-    settings = {**TINY, "model": "cnn3,cnn2"}
+    settings = {**SHORT, "model": "cnn3,cnn2"}
     one = Federation(make_config(task, FedGH(), **settings), task)
     begin = one.server.broadcast()["model"]
     assert set(begin) == {"head.weight", "head.bias"}
@@ -122,14 +122,14 @@ def test_clients_start_from_the_servers_header_and_keep_their_extractors():
 
 
 def test_bytes_are_the_means_and_the_header():
-    record = run(tiny_task(), FedGH(), **{**TINY, "model": "cnn3,cnn2"}).rounds[1]
+    record = run(tiny_task(), FedGH(), **{**SHORT, "model": "cnn3,cnn2"}).rounds[1]
     assert record["bytes_up"] == 4 * 4 * (4 * 512 + 4)  # four clients, K × d means and K counts
     assert record["bytes_down"] == 4 * 4 * (4 * 512 + 4)  # the header: K × d weights, K biases
 
 
 def test_accuracy_is_that_of_the_new_header():
     task = tiny_task()
-    one = Federation(make_config(task, FedGH(), **TINY), task)
+    one = Federation(make_config(task, FedGH(), **SHORT), task)
     record = one.run_round()
     header, network = one.server.state["model"], one.make_network()
     right = []

@@ -202,9 +202,9 @@ def test_clients_come_to_agree():
     """With nothing but digests to do, logits on public images come closer."""
     lone, agreeing = (
         run(
-            tiny_task(spare=40),
+            tiny_task(spare=24),
             FedMD(digest_lr=lr, digest_epochs=20),
-            **{**TINY, "rounds": 6, "epochs": 1, "model": "cnn3,cnn2"},
+            **{**TINY, "rounds": 4, "epochs": 1, "model": "cnn3,cnn2"},
         ).rounds["loss"][-1]["digest"]
         for lr in (1e-9, 0.003)
     )

@@ -9,8 +9,14 @@ from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProto
+<<<<<<< HEAD
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
+=======
+from protofed.federation.simulation import Federation
+from protofed.runs.run import run
+from protofed.testing.checks import SHORT, tiny_task
+>>>>>>> methods
 
 SIZES = Sizes(K, D, 8)
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -157,7 +163,7 @@ def test_partial_participation_uses_only_the_clients_of_the_round():
     own = {"left-0": [1, 1, 0, 0], "right-0": [0, 0, 1, 1]}
     from protofed.config import make_config
 
-    config = make_config(task, FedProto(), **{**TINY, "participation": 0.5, "rounds": 6})
+    config = make_config(task, FedProto(), **{**SHORT, "participation": 0.5, "rounds": 6})
     federation = Federation(config, task)
     seen = set()
     for _ in range(6):
@@ -175,7 +181,7 @@ def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
 
     replies = {}
     for way in ("post", "last_epoch"):
-        config = make_config(tiny_task(), FedProto(proto_pass=way), **TINY)
+        config = make_config(tiny_task(), FedProto(proto_pass=way), **SHORT)
         federation = Federation(config, tiny_task())
         net, site = federation.engine.networks["cnn2"], federation.sites["left-0"]
         reply = train_client(federation.setup, net, site, federation.server.broadcast(), {}, 0)
@@ -196,9 +202,9 @@ def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
 
 
 def test_weight_changes_a_run_from_round_1_on_and_0_does_not():
-    plain = run(tiny_task(), FedAvg(), **TINY)
-    off = run(tiny_task(), FedProto(weight=0), **TINY)
-    on = run(tiny_task(), FedProto(), **TINY)
+    plain = run(tiny_task(), FedAvg(), **SHORT)
+    off = run(tiny_task(), FedProto(weight=0), **SHORT)
+    on = run(tiny_task(), FedProto(), **SHORT)
     assert all(torch.equal(plain.model[n], off.model[n]) for n in plain.model)
     assert not all(torch.equal(plain.model[n], on.model[n]) for n in plain.model)
     assert on.rounds[0]["loss"]["proto"] == 0
@@ -207,8 +213,8 @@ def test_weight_changes_a_run_from_round_1_on_and_0_does_not():
 
 
 def test_traffic_is_the_model_and_one_table_each_way():
-    plain = run(tiny_task(), FedAvg(), **{**TINY, "rounds": 1}).rounds[0]
-    proto = run(tiny_task(), FedProto(), **{**TINY, "rounds": 1}).rounds[0]
+    plain = run(tiny_task(), FedAvg(), **{**SHORT, "rounds": 1}).rounds[0]
+    proto = run(tiny_task(), FedProto(), **{**SHORT, "rounds": 1}).rounds[0]
     table = 4 * (4 * 512 + 4)  # K × d means and K counts or masks, float32
     assert proto["bytes_up"] - plain["bytes_up"] == proto["clients"] * table
     assert proto["bytes_down"] - plain["bytes_down"] == proto["clients"] * table

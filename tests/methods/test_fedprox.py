@@ -10,8 +10,14 @@ from protofed.federation.client_round import train_client
 from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, FedProx
+<<<<<<< HEAD
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
+=======
+from protofed.federation.simulation import Federation
+from protofed.runs.run import run
+from protofed.testing.checks import SHORT, tiny_task
+>>>>>>> methods
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -38,7 +44,7 @@ def squares(net, start):
 
 def federation(method, task=None, **settings):
     task = task or tiny_task()
-    return Federation(make_config(task, method, **{**TINY, **settings}), task)
+    return Federation(make_config(task, method, **{**SHORT, **settings}), task)
 
 
 def reply_of(method, **settings):
@@ -122,7 +128,7 @@ def test_a_stronger_spring_keeps_the_client_nearer():
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_mu_0_is_fedavg_bit_for_bit(participation):
-    settings = {**TINY, "participation": participation}
+    settings = {**SHORT, "participation": participation}
     plain = run(tiny_task(), FedAvg(), **settings)
     off = run(tiny_task(), FedProx(mu=0), **settings)
     on = run(tiny_task(), FedProx(mu=0.1), **settings)

@@ -661,22 +661,6 @@ class Keep(Observer):
         self.federation = federation
 
 
-def test_private_modules_survive_an_interruption(tmp_path):
-    config = make_config(tiny_task(), FedSeProto(), **SHORT)
-    states = []
-    keep = Keep()
-    run(tiny_task(), config=config, observers=[keep])
-    states.append({n: keep.federation.store.get(n)["model"] for n in keep.federation.sites})
-    with pytest.raises(KeyboardInterrupt):
-        run(tiny_task(), config=config, out=tmp_path / "run", observers=[Stop()])
-    keep = Keep()
-    run(tiny_task(), config=config, out=tmp_path / "run", resume=True, observers=[keep])
-    states.append({n: keep.federation.store.get(n)["model"] for n in keep.federation.sites})
-    assert states[0].keys() == states[1].keys()
-    assert all("decoder.0.weight" in s for s in states[0].values())
-    assert tree.equal(*states)
-
-
 # ---- inference ----------------------------------------------------------------------------------
 
 
@@ -793,14 +777,6 @@ def test_a_run_with_missing_classes_and_one_client():
 
 
 # ---- hyper-parameters ---------------------------------------------------------------------------
-
-
-def test_defaults_are_the_cards():
-    method = FedSeProto()
-    assert (method.alpha, method.beta, method.lam) == (1, 0.01, 1)
-    assert (method.first_phase, method.kd_sign, method.kl) == (0.2, "corrected", "unit")
-    assert (method.proto_reduction, method.proto_pass) == ("mean", "last_epoch")
-    assert FedSeProto.create({}, "vlcs") == method
 
 
 @pytest.mark.parametrize(

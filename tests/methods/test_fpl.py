@@ -369,8 +369,7 @@ def test_weights_0_is_fedavg_bit_for_bit():
     off = run(tiny_task(), FPL(cpcl=0, upcr=0), **FAST)
     assert same_model(plain, off)
     assert off.rounds["average"] == plain.rounds["average"]
-    for one in ({"cpcl": 0}, {"upcr": 0}):
-        assert not same_model(plain, run(tiny_task(), FPL(**one), **FAST))
+    assert not same_model(plain, run(tiny_task(), FPL(cpcl=0), **FAST))
 
 
 def test_upcr_alone_with_global_prototypes_is_fedproto():

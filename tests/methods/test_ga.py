@@ -309,8 +309,8 @@ def garbled(part):
     return replace(task, domains=domains)
 
 
-@pytest.mark.parametrize("method", BOTH, ids=lambda m: m.name)
-def test_test_data_is_never_seen(method):
+def test_test_data_is_never_seen():
+    method = FedGA()
     clean = federation(method, epochs=4)
     poisoned = federation(method, garbled("test"), epochs=4)
     records = [[fed.run_round() for _ in range(3)] for fed in (clean, poisoned)]

@@ -209,7 +209,7 @@ def test_a_batch_of_one_class_has_no_apa(mixup, detach):
 
 def test_partners_are_of_another_class_uniform_independent_and_keyed():
     # h = unit vectors and γ = 0: p̃ of a class of one sample shows its partner, p̃ of two both
-    y, n = [0, 1, 2, 3, 4, 4], 1000
+    y, n = [0, 1, 2, 3, 4, 4], 500
     sizes = Sizes(5, 6, 8)
     method = I2PFL(lambda_intra=1, lambda_inter=0)
     net = Given(torch.eye(6, dtype=torch.float64), numbers(2, 6, 5))

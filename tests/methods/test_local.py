@@ -10,32 +10,32 @@ from protofed.federation.model_state import load_model
 from protofed.federation.simulation import Federation
 from protofed.methods import FedAvg, FedProto, Local
 from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
+from protofed.testing.checks import SHORT, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def federation(method=None, **settings):
     task = tiny_task()
-    return Federation(make_config(task, method or Local(), **{**TINY, **settings}), task)
+    return Federation(make_config(task, method or Local(), **{**SHORT, **settings}), task)
 
 
 def test_nothing_travels():
-    result = run(tiny_task(), Local(), **TINY)
+    result = run(tiny_task(), Local(), **SHORT)
     assert result.model == {}
     assert all(r["bytes_up"] == r["bytes_down"] == 0 for r in result.rounds)
     assert result.summary["weights"] == "nothing: no model is averaged"
 
 
 def test_a_client_alone_is_what_it_is_with_others():
-    together = run(tiny_task(), Local(), **TINY)
-    alone = run(tiny_task(), Local(), **{**TINY, "clients": {"left": 2}})
+    together = run(tiny_task(), Local(), **SHORT)
+    alone = run(tiny_task(), Local(), **{**SHORT, "clients": {"left": 2}})
     for name in ("left-0", "left-1"):
         assert tree.equal({"m": together.clients[name]}, {"m": alone.clients[name]})
 
 
 def test_one_client_is_fedavg_bit_for_bit():
-    settings = {**TINY, "clients": {"left": 1}}
+    settings = {**SHORT, "clients": {"left": 1}}
     ours, plain = (run(tiny_task(), m, **settings) for m in (Local(), FedAvg()))
     assert tree.equal({"m": ours.clients["left-0"]}, {"m": plain.model})
     assert ours.rounds["accuracy"] == plain.rounds["accuracy"]
@@ -53,8 +53,8 @@ def test_a_round_goes_on_from_the_clients_own_model():
 
 
 def test_pure_fedproto_without_its_term_is_local_bit_for_bit():
-    ours = run(tiny_task(), FedProto(weight=0, share="prototypes"), **TINY)
-    plain = run(tiny_task(), Local(), **TINY)
+    ours = run(tiny_task(), FedProto(weight=0, share="prototypes"), **SHORT)
+    plain = run(tiny_task(), Local(), **SHORT)
     assert ours.clients.keys() == plain.clients.keys()
     for name, model in ours.clients.items():
         assert all(torch.equal(t, plain.clients[name][n]) for n, t in model.items())

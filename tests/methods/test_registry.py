@@ -11,7 +11,7 @@ from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
 from protofed.method import Method
 from protofed.methods import FPL, METHODS, FedProto, create, fingerprint, method_class, reference
-from protofed.testing.checks import TINY, tiny_task
+from protofed.testing.checks import SHORT, tiny_task
 
 FILE = '''
 """A method of one's own."""
@@ -176,18 +176,18 @@ def test_reference_leads_back_from_another_folder(mine, monkeypatch, tmp_path):
 
 
 def test_editing_the_file_changes_the_hash(mine):
-    before = make_config(tiny_task(), f"{mine}:Mine", **TINY).hash
-    assert make_config(tiny_task(), f"{mine}:Mine", **TINY).hash == before
+    before = make_config(tiny_task(), f"{mine}:Mine", **SHORT).hash
+    assert make_config(tiny_task(), f"{mine}:Mine", **SHORT).hash == before
     mine.write_text(FILE + "# a remark\n")
     os.utime(mine, (1, 1))  # nothing may depend on the file's date
-    after = make_config(tiny_task(), f"{mine}:Mine", **TINY).hash
+    after = make_config(tiny_task(), f"{mine}:Mine", **SHORT).hash
     assert after != before
     mine.write_text(FILE)
-    assert make_config(tiny_task(), f"{mine}:Mine", **TINY).hash == before
+    assert make_config(tiny_task(), f"{mine}:Mine", **SHORT).hash == before
 
 
 def test_the_config_of_a_file_method_survives_toml(mine, tmp_path):
-    config = make_config(tiny_task(), f"{mine}:Mine", {"strength": 0.25}, **TINY)
+    config = make_config(tiny_task(), f"{mine}:Mine", {"strength": 0.25}, **SHORT)
     path = tmp_path / "config.toml"
     path.write_text(config.toml(), "utf-8")
     again = make_config(**{**read_config(path), "task": tiny_task()})

@@ -308,11 +308,3 @@ def test_traffic_is_the_models_and_the_trainable_entries_once_more():
         for a, b in zip(ours.rounds[direction], plain.rounds[direction], strict=True):
             assert a == b + extra
             assert 1.9 < a / b <= 2
-
-
-def test_missing_class_and_one_client_are_finite():
-    missing = tiny_task({"left": [0, 1, 2], "right": [0, 1]})
-    for task, settings in ((missing, {}), (tiny_task(), {"clients": {"left": 1}})):
-        for method in (Scaffold(), Scaffold(rho=0.9)):
-            result = run(task, method, **{**TINY, **settings})
-            assert all(t.isfinite().all() for t in result.model.values())

@@ -20,7 +20,7 @@ from protofed.method import Method
 
 @dataclass(frozen=True)
 class FedAvg(Method):
-    """The base class as it stands."""
+    """The average of the clients' models, weighted by their samples; ``Method`` as it stands."""
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"

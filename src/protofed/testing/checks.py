@@ -264,9 +264,7 @@ def _empty_round(subject: _Subject) -> str:
 def _different_models(subject: _Subject) -> str:
     method, models = subject.method, ("cnn2", "cnn3")
     try:
-        require_fit(
-            method.for_mixed_models(), models, CLASSES, PIXELS, TINY["width"], TINY["norm"]
-        )
+        require_fit(method.for_mixed_models(), models, CLASSES, PIXELS, TINY["width"], TINY["norm"])
     except ProtofedError:
         raise _NotApplicable("it sends models, which must be the same at all clients") from None
     settings = {**SHORT, "model": ",".join(models)}

@@ -143,7 +143,9 @@ def test_the_server_takes_the_lanes_memory(
 ) -> None:
     """It averages on the GPU too; what failed is repeated, and the next round has room."""
     left: list[int] = []
-    place, name = (server_module.tree, "copy") if after_aggregate else (server_module, "weighted_mean")
+    place, name = (
+        (server_module.tree, "copy") if after_aggregate else (server_module, "weighted_mean")
+    )
     finish, busy = Federation._aggregate, list[Lanes]()
 
     def too_many_lanes(*_: Any) -> bool:
