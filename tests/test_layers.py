@@ -33,7 +33,6 @@ KNOWN = {
     ("config", "federation"),
     ("federation", "engines"),
     ("federation", "runs"),
-    ("methods", "federation"),
     ("models", "method"),
     ("models", "methods"),
     ("runs", "report"),

@@ -87,7 +87,7 @@ BatchSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
 
 
 class Batch(NamedTuple):
-    """Images x [B, C, H, W] as the network takes them, labels y [B], and their rows [B] in the data."""
+    """Images x [B, C, H, W] as the network takes them, labels y [B], rows [B] in the data."""
 
     x: Tensor
     y: Tensor
@@ -102,8 +102,11 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a method may need to build state: classes K, feature size d, image side, and the names of
-    the model's trainable entries (the other entries are buffers)."""
+    """What a method may need to build state.
+
+    Classes K, feature size d, image side, and the names of the model's trainable entries (its
+    other entries are buffers).
+    """
 
     classes: int
     features: int
@@ -487,7 +490,7 @@ class Client:
         self.progress = torch.tensor(round / max(1, rounds - 1), device=device)
         """0 in the first round, 1 in the last."""
         self.id = torch.tensor(keys.key(name), device=device)
-        """The client's name as a number, for hot hooks; ``ServerView.client_ids`` has all of them."""
+        """The client's name as a number, for hot hooks; ``ServerView.client_ids`` has them all."""
         self.key = torch.zeros((), dtype=torch.int64, device=device)
         self.drawn: Slot = {}
         """This step's row of the method's ``draws``."""
@@ -813,8 +816,8 @@ class _KnownGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # called with create_graph
             raise NoSecondDerivative(
-                "this sum over all weights has no second derivative; where you need one, write it as "
-                "tensor expressions: (p - start[n]).square().sum()"
+                "this sum over all weights has no second derivative; where you need one, write it "
+                "as tensor expressions: (p - start[n]).square().sum()"
             )
         return None, None, None, *torch._foreach_mul(ctx.saved_tensors, ctx.factor * gradient)
 
