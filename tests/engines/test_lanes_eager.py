@@ -487,7 +487,9 @@ def test_the_server_takes_the_lanes_memory(
 ) -> None:
     """Its average is on the GPU too; what failed is done again, and the next round has room."""
     fits: list[int] = []
-    place, name = (server_module.tree, "copy") if after_aggregate else (server_module, "mean")
+    place, name = (
+        (server_module.tree, "copy") if after_aggregate else (server_module, "weighted_mean")
+    )
     inner = getattr(place, name)
 
     def short(*args: Any) -> Any:
