@@ -102,8 +102,11 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a method may need to build state: classes K, feature size d, image side, the names of
-    the model's trainable entries (the other entries are buffers)."""
+    """What a method may need to build state.
+
+    Classes K, feature size d, image side, and the names of the model's trainable entries (its
+    other entries are buffers).
+    """
 
     classes: int
     features: int
@@ -813,8 +816,8 @@ class _KnownGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # called with create_graph
             raise NoSecondDerivative(
-                "this sum over all weights has no second derivative; where one is needed, use "
-                "tensor expressions: (p - start[n]).square().sum()"
+                "this sum over all weights has no second derivative; where you need one, write it "
+                "as tensor expressions: (p - start[n]).square().sum()"
             )
         return None, None, None, *torch._foreach_mul(ctx.saved_tensors, ctx.factor * gradient)
 

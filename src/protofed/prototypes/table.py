@@ -53,7 +53,7 @@ class Prototypes(NamedTuple):
 
     @classmethod
     def clusters(cls, rows: Iterable[Tensor], level: str = "last") -> Self:
-        """The means of FINCH's clusters of each class's rows [N_k, d]; none where none are."""
+        """The means of FINCH's clusters of each class's rows [N_k, d]; none of no rows."""
         return cls.pad([cluster_means(r, level) if len(r) else r for r in rows])
 
     @classmethod

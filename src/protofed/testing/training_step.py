@@ -19,7 +19,7 @@ from protofed.tree import Slot, Tree
 
 
 class TrainingStep:
-    """A step of a client in the next round of a federation, away from its initial weights."""
+    """A step of a client in the next round of a federation, some way into its training."""
 
     def __init__(self, federation: Federation) -> None:
         method, dtype = federation.method, federation.setup.dtype
