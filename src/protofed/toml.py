@@ -11,7 +11,7 @@ from typing import Any
 def toml_key(name: str) -> str:
     """A name as a key, quoted where it must be."""
     plain = name.isascii() and name.replace("_", "").replace("-", "").isalnum()
-    return name if plain else json.dumps(name, ensure_ascii=False)
+    return name if plain else toml_value(name)
 
 
 def toml_value(value: Any) -> str:
@@ -22,7 +22,9 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return json.dumps(value, ensure_ascii=False)
+    # JSON's notation is TOML's, but for two things: TOML has no surrogate pairs (so characters
+    # stay as they are), and its strings may not hold a raw DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def toml_text(content: Mapping[str, Any], nested: tuple[str, ...] = ()) -> str:

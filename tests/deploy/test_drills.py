@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from cryptography.hazmat.primitives.serialization import Encoding
 from tests.deploy.flower_world import images, in_file_order, pictures, write_site
 from tests.deploy.loopback_world import PROTOFED, SAMPLES, SITES, TINY, Deployment
 from tests.deploy.spoiled import SPOILED
@@ -138,7 +137,7 @@ def test_wrong_certificates_unknown_keys_and_too_few(deployment: Deployment) -> 
     other, (key, _) = Authority("other"), node_key()
     home = str(deployment.home)
     right = (sites / "scan-0" / "ca.crt").read_bytes()
-    (sites / "scan-0" / "ca.crt").write_bytes(other.certificate.public_bytes(Encoding.PEM))
+    (sites / "scan-0" / "ca.crt").write_bytes(other.certificate)
     done = deployment.cli("site", "--dir", home, "--site", "scan-0", "--patience", "1")
     assert done.returncode == 2 and "CERTIFICATE_VERIFY_FAILED" in done.stdout + done.stderr
     (sites / "scan-0" / "ca.crt").unlink()
@@ -194,7 +193,7 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     assert [r["clients"] for r in records] == [3] * 6
     assert set(records[-1]["accuracy"]) == {"inland", "coast"}
     # the same in one process, without interruption
-    members = read_members(deployment.home / "server" / "federation.toml")
+    members = read_members(deployment.home / "server")
     for site in classes:
         home = tmp_path / "homes" / site
         home.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ pytest.importorskip("flwr")
 
 from protofed.deploy.members import read_members
 from protofed.deploy.setup import init
-from protofed.deploy.spec import folder_skeleton
+from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 
 CLASSES = ("x", "y")
@@ -25,18 +26,25 @@ def test_a_federation_file_is_checked(tmp_path: Path) -> None:
         ("round_seconds = 3600", "round_seconds = 0", "round_seconds"),
         ('["x", "y"]', '["x", "x"]', "contains a name twice"),
         ("minimum", "minimun", "did you mean minimum"),
+        ("image_size = 32", "image_size = 7", "image_size"),
+        ('name = "f"', 'name = ".."', "cannot be a federation's name"),
+        ('[sites."b"]', '[sites."../b"]', "cannot be a site's name"),
+        ("format = 1", "format = 2", "newer version of protofed"),
         ("ecdsa-sha2-nistp384 ", "rot13 ", "is invalid"),
     ):
         path.write_text(good.replace(old, new))
         with pytest.raises(ProtofedError, match=words):
-            read_members(path)
+            read_members(path.parent)
 
 
 def test_a_run_must_keep_what_the_federation_agreed_on(tmp_path: Path) -> None:
     init(tmp_path / "own", ["a", "b"], classes=CLASSES, image_size=16)
-    members = read_members(tmp_path / "own" / "server" / "federation.toml")
-    larger = folder_skeleton("own", CLASSES, 1024, members.clients())
-    assert "1024 pixels, those of federation.toml 16" in members.mismatch(larger)
-    fewer = folder_skeleton("own", CLASSES[:1], 16, members.clients())
-    assert "classes differ from those in federation.toml" in members.mismatch(fewer)
-    assert members.mismatch(members.skeleton()) == ""
+    members = read_members(tmp_path / "own" / "server")
+    members.require_own(members.skeleton())
+    for changed, words in (
+        ({"image_size": 1024}, "1024 pixels, those of federation.toml 16"),
+        ({"classes": (*CLASSES, "z")}, "classes differ from those in federation.toml"),
+        ({"name": "other"}, "the run is for task 'folder:other', this federation for 'folder:own'"),
+    ):
+        with pytest.raises(Refused, match=words):
+            members.require_own(replace(members, **changed).skeleton())

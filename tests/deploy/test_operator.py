@@ -23,12 +23,12 @@ from protofed.errors import ProtofedError
 def members(tmp_path: Path) -> Members:
     """A federation in ``f`` of two sites and two classes."""
     init(tmp_path / "f", ["a", "b"], classes=["x", "y"])
-    return read_members(tmp_path / "f" / "server" / "federation.toml")
+    return read_members(tmp_path / "f" / "server")
 
 
 def test_a_run_without_classes_asks_for_them(tmp_path: Path) -> None:
     init(tmp_path / "f", ["a", "b"])
-    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    members = read_members(tmp_path / "f" / "server")
     with pytest.raises(ProtofedError, match="names no classes"):
         deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
     assert "names no classes yet" in (tmp_path / "f" / "README.md").read_text()
@@ -91,7 +91,7 @@ def test_status_and_stop_say_what_the_server_knows(
         f"{out.name}: 1 rounds: a 50.0  average 50.0",
         "last in the log: round 2: sent to a",
     ]
-    members = read_members(home / "federation.toml")
+    members = read_members(home)
     spec = deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
     with pytest.raises(ProtofedError, match=r"run 7 is running \(wait for it"):
         deploy.start(home, spec, False, False)

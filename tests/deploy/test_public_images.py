@@ -158,7 +158,7 @@ def founded(tmp_path: Path) -> Any:
     for site, classes in sites.items():
         data = images(tmp_path / "data" / site[:-2], classes, split=site == "coast-0")
         write_site(tmp_path / "f" / "sites" / site, data)
-    return read_members(tmp_path / "f" / "server" / "federation.toml")
+    return read_members(tmp_path / "f" / "server")
 
 
 def test_sites_with_folders_train_as_the_simulator_does(
@@ -195,7 +195,7 @@ def test_glyphs_can_be_the_public_images_of_folders(
     for site in "ab":
         data = images(tmp_path / "data" / site, CLASSES)
         write_site(tmp_path / "f" / "sites" / site, data)
-    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    members = read_members(tmp_path / "f" / "server")
     options = {"public": "glyphs", "images": 10}
     spec = deploy.plan_run(members, None, "fedmd", options, {"rounds": 2, **SMALL})
     out = tmp_path / "run"

@@ -25,7 +25,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
     words = ["deploy", "init", str(out), "--sites", "a,b,c", "--classes", "cat,dog"]
     done = CliRunner().invoke(app, [*words, "--domains", "a=north,b=north"])
     assert done.exit_code == 0, done.output
-    members = read_members(out / "server" / "federation.toml")
+    members = read_members(out / "server")
     assert [m.domain for m in members.sites.values()] == ["north", "north", "c"]
     assert members.clients() == {"north": 2, "c": 1}
     assert members.minimum == 2 and members.classes == ("cat", "dog")
@@ -81,7 +81,7 @@ def test_names_with_special_characters_survive(tmp_path: Path) -> None:
         tmp_path / "f", ["a.b"], name=name, classes=classes, domains={"a.b": domain}, minimum=1,
         round_seconds=1234567.5,
     )  # fmt: skip
-    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    members = read_members(tmp_path / "f" / "server")
     assert (members.name, members.classes) == (name, tuple(classes))
     assert members.domain("a.b") == domain and members.round_seconds == 1234567.5
 

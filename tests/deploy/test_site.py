@@ -53,7 +53,7 @@ def home(tmp_path: Path, folder_cache: None) -> Path:
 
 def plan(home: Path, **more: Any) -> RunSpec:
     """A run as an operator plans it, or as somebody else does."""
-    task = replace(read_members(home / "federation.toml").skeleton(), **more)
+    task = replace(read_members(home).skeleton(), **more)
     return make_spec(make_config(task, "fedavg", **SMALL, device="cpu", engine="loop"), task)
 
 
@@ -145,7 +145,7 @@ def test_sites_with_own_folders_train_a_model(
     for site, classes in (("a", CLASSES), ("b", CLASSES[:2])):
         data = images(tmp_path / "data" / site, classes)
         write_site(tmp_path / "f" / "sites" / site, data)
-    members = read_members(tmp_path / "f" / "server" / "federation.toml")
+    members = read_members(tmp_path / "f" / "server")
     settings = {"rounds": 2, "epochs": 1, "batch": 4, "model": "cnn2", "width": 4}
     spec = plan_run(members, None, "fpl", {"tau": 0.05}, settings)
     assert spec.hash != plan_run(members, None, "fpl", {}, settings).hash

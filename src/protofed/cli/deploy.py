@@ -27,7 +27,7 @@ deploy_app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings=HELP,
     help="Run a federation across real machines (Flower, TLS, authenticated sites).\n\n"
-    "[bold]deploy init DIR --sites a,b,c[/bold] writes everything; DIR/README.md goes on.",
+    "[bold]deploy init DIR --sites a,b,c[/bold] writes everything; see DIR/README.md.",
 )
 DirOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="The folder that deploy init wrote.")
@@ -85,11 +85,6 @@ def init(
         pairs = dict(p.split("=", 1) for p in words(domains))
     except ValueError:
         raise ProtofedError(f"cannot read --domains '{domains}'", "write a=scan,b=print") from None
-    times = {
-        "round_seconds": round_seconds,
-        "wait_seconds": wait_seconds,
-        "gather_seconds": gather_seconds,
-    }
     write(
         folder,
         words(sites),
@@ -101,7 +96,9 @@ def init(
         domains=pairs,
         task=task,
         minimum=minimum,
-        **times,
+        round_seconds=round_seconds,
+        wait_seconds=wait_seconds,
+        gather_seconds=gather_seconds,
     )
     if task is None and not classes:
         say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
@@ -188,13 +185,13 @@ def start(
     """Start a run on the server; sites take part as they are connected."""
     _need_flower()
     from protofed.deploy import operator
-    from protofed.deploy.members import FEDERATION_FILE, read_members
+    from protofed.deploy.members import read_members
     from protofed.deploy.run_log import log_path
     from protofed.deploy.setup import server_folder
     from protofed.federation.public_images import describe_digest
 
     home = server_folder(folder)
-    members = read_members(home / FEDERATION_FILE)
+    members = read_members(home)
     run = operator.plan_run(members, config, method, assignments(set_), settings, public)
     if run.facts.public_digest is not None:
         say(f"public: {describe_digest(run.facts.public_digest)}")
@@ -217,14 +214,14 @@ def status(folder: DirOption = Path()) -> None:
     """Show which sites are connected, and the runs."""
     _need_flower()
     from protofed.deploy import operator as deploy
-    from protofed.deploy.members import FEDERATION_FILE, read_members
+    from protofed.deploy.members import read_members
     from protofed.deploy.run_log import last_line
     from protofed.deploy.setup import server_folder
     from protofed.observers.progress import accuracies
     from protofed.runs.folder import find_runs
 
     home = server_folder(folder)
-    members = read_members(home / FEDERATION_FILE)
+    members = read_members(home)
     seen = deploy.site_status(home)
     for name, member in members.sites.items():
         say(f"site {name} (domain {member.domain}): {seen.get(name, 'not registered')}")
@@ -237,7 +234,7 @@ def status(folder: DirOption = Path()) -> None:
         records = written.records()
         last = f": {accuracies(records[-1])}" if records else ""
         say(f"{written.path.name}: {len(records)} rounds{last}")
-    if any(not deploy.has_ended(run) for run in found) and (said := last_line(home / "runs")):
+    if deploy.live(found) and (said := last_line(home / "runs")):
         say(f"last in the log: {said}")
 
 

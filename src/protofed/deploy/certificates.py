@@ -13,8 +13,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA384
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 DAYS = 365
@@ -28,102 +34,84 @@ def write_secret(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-class Authority:
-    """A certificate authority for testing."""
-
-    def __init__(self, name: str) -> None:
-        self.key = ec.generate_private_key(ec.SECP384R1())
-        self.subject = _name(f"{name} test CA")
-        self.certificate = (
-            _builder(self.subject, self.subject, self.key.public_key())
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(_usage(sign=True), critical=True)
-            .add_extension(
-                x509.SubjectKeyIdentifier.from_public_key(self.key.public_key()), critical=False
-            )
-            .sign(self.key, hashes.SHA384())
-        )
-
-    @property
-    def pem(self) -> bytes:
-        """The authority's own certificate."""
-        return self.certificate.public_bytes(serialization.Encoding.PEM)
-
-    def server(self, hosts: Iterable[str]) -> tuple[bytes, bytes]:
-        """A server certificate for these host names and addresses, and its key, as PEM."""
-        key = ec.generate_private_key(ec.SECP384R1())
-        names = [_alternative(h) for h in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
-        certificate = (
-            _builder(_name("protofed server"), self.subject, key.public_key())
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(_usage(sign=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(issuer, critical=False)
-            .sign(self.key, hashes.SHA384())
-        )
-        return certificate.public_bytes(serialization.Encoding.PEM), private_pem(key)
-
-
-def private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as unencrypted PEM."""
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
-
-
 def node_key() -> tuple[bytes, str]:
     """A new site key: the private part in OpenSSH's format, the public part as one line."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    private = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.OpenSSH,
-        serialization.NoEncryption(),
-    )
-    public = key.public_key().public_bytes(
-        serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    )
-    return private, public.decode()
+    key = _new_key()
+    public = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    return _private_pem(key, PrivateFormat.OpenSSH), public.decode()
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
-) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
-        .not_valid_after(now + datetime.timedelta(days=DAYS))
-    )
+class Authority:
+    """A certificate authority for testing; certificates and keys are PEM."""
+
+    def __init__(self, name: str) -> None:
+        self._key = _new_key()
+        self._name = f"{name} test CA"
+        self.key = _private_pem(self._key)
+        own = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.certificate = self._sign(self._name, self._key, True, own)
+
+    def server(self, hosts: Iterable[str]) -> tuple[bytes, bytes]:
+        """A server certificate for these host names and addresses, and its key."""
+        key = _new_key()
+        names = [_host(h) for h in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+        certificate = self._sign(
+            "protofed server",
+            key,
+            False,
+            x509.SubjectAlternativeName(names),
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
+        )
+        return certificate, _private_pem(key)
+
+    def _sign(
+        self, name: str, key: ec.EllipticCurvePrivateKey, ca: bool, *more: x509.ExtensionType
+    ) -> bytes:
+        now = datetime.datetime.now(datetime.UTC)
+        usage = x509.KeyUsage(
+            digital_signature=not ca,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            key_cert_sign=ca,
+            crl_sign=ca,
+            encipher_only=False,
+            decipher_only=False,
+        )
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(_common_name(name))
+            .issuer_name(_common_name(self._name))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+            .not_valid_after(now + datetime.timedelta(days=DAYS))
+            .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
+            .add_extension(usage, critical=True)
+        )
+        for extension in more:
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(self._key, SHA384()).public_bytes(Encoding.PEM)
 
 
-def _name(text: str) -> x509.Name:
+def _new_key() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def _private_pem(
+    key: ec.EllipticCurvePrivateKey, format: PrivateFormat = PrivateFormat.PKCS8
+) -> bytes:
+    return key.private_bytes(Encoding.PEM, format, NoEncryption())
+
+
+def _common_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _usage(sign: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not sign,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=sign,
-        crl_sign=sign,
-        encipher_only=False,
-        decipher_only=False,
-    )
-
-
-def _alternative(host: str) -> x509.GeneralName:
+def _host(name: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
-        return x509.DNSName(host)
+        return x509.DNSName(name)

@@ -25,18 +25,18 @@ from flwr.serverapp import Grid
 from protofed import tree
 from protofed.deploy import wire
 from protofed.deploy.checks import check_answer, expected_reply
-from protofed.deploy.ledger import Ledger, Progress
+from protofed.deploy.ledger import Ledger
 from protofed.deploy.members import Members
 from protofed.deploy.messages import RECORD, Answer, Request, write
 from protofed.deploy.run_log import COMPLETE, log
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
-from protofed.federation.client_round import Reply
 from protofed.federation.server import Server
 from protofed.federation.simulation import initial_network, make_setup, mean_losses, round_to
 from protofed.models.mixed import client_models
 from protofed.observers.progress import accuracies
+from protofed.runs.folder import Checkpoint
 from protofed.runs.records import Record
 from protofed.tree import Tree
 
@@ -53,7 +53,6 @@ class Exchange:
     """The outcome of a round's messages."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
-    losses: dict[str, Mapping[str, tuple[float, int]]] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     up: int = 0
     """Bytes of tensor data, counted as in every run."""
@@ -67,24 +66,18 @@ class Coordinator:
     """Runs a federation's rounds over a grid."""
 
     def __init__(
-        self,
-        grid: Grid,
-        members: Members,
-        spec: RunSpec,
-        folder: Path,
-        *,
-        poll: float = 1.0,
+        self, grid: Grid, members: Members, spec: RunSpec, folder: Path, *, poll: float = 1.0
     ) -> None:
+        """``poll`` is the time between two looks for sites or replies, in seconds."""
         config, task = spec.config, spec.task
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll = poll
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())))
-        self.sizes = make_setup(config, task, network).sizes
         self.server = Server(
             config.method,
             network,
-            self.sizes,
+            make_setup(config, task, network).sizes,
             list(members.sites),
             rounds=config.rounds,
             seed=config.seed,
@@ -101,17 +94,17 @@ class Coordinator:
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """Run the remaining rounds and the last evaluation; returns the summary."""
-        with self.ledger.opened(resume, overwrite) as kept:
-            return self._run(kept)
+        with self.ledger.opened(resume, overwrite) as found:
+            if found is not None:
+                self.server.state, self.server.round = tree.copy(found.state), found.round
+                self.accepted, self.pending = dict(self.ledger.kept), found.pending
+                log.info("resumed after round %d", self.server.round)
+            return self._run()
 
-    def _run(self, kept: Progress | None) -> dict[str, Any]:
-        if kept is not None:
-            self.server.state, self.server.round = tree.copy(kept.state), kept.round
-            self.accepted, self.pending = dict(kept.accepted), kept.pending
-            log.info("resumed after round %d", self.server.round)
+    def _run(self) -> dict[str, Any]:
         done = self._done()
         try:
-            self._wait_for_all()
+            self._wait(len(self.members.sites), self.members.gather_seconds)
             while self.server.round < self.config.rounds:
                 if self._round():
                     done = self._done()
@@ -128,8 +121,9 @@ class Coordinator:
         log.info("%s: %s", COMPLETE, self.ledger.folder.path)
         return summary
 
-    def _done(self) -> Progress:
-        return Progress(self.server.round, self.server.state, dict(self.accepted), self.pending)
+    def _done(self) -> Checkpoint:
+        server = self.server
+        return self.ledger.completed(server.round, server.state, self.accepted, self.pending)
 
     # ---- who is connected ----------------------------------------------------------------------
 
@@ -138,16 +132,9 @@ class Coordinator:
 
         A site is identified by its key, which Flower has checked, not by what it claims to be.
         """
-        found: dict[str, int] = {}
-        for node in self.grid.get_nodes():
-            name = self.members.site_with_key(node.public_key)
-            if name is not None:
-                found[name] = node.node_id
+        nodes = self.grid.get_nodes()
+        found = {self.members.site_with_key(node.public_key): node.node_id for node in nodes}
         return {name: found[name] for name in self.members.sites if name in found}
-
-    def _wait_for_all(self) -> None:
-        """Before the first round: wait a while for all sites, then settle for the minimum."""
-        self._wait(len(self.members.sites), self.members.gather_seconds)
 
     def _wait_for_minimum(self) -> dict[str, int]:
         """The connected sites, once there are enough of them; an error after the time limit."""
@@ -161,6 +148,7 @@ class Coordinator:
         return nodes
 
     def _wait(self, count: int, limit: float) -> dict[str, int]:
+        """The connected sites, once there are that many of them or the time limit has passed."""
         end, logged = time.monotonic() + limit, ""
         while True:
             nodes = self._connected()
@@ -188,10 +176,8 @@ class Coordinator:
         }
         log.info("round %d: sent to %s", round + 1, ", ".join(asked))
         got = self._exchange(asked, nodes, server.broadcast())
-        trained = [n for n in sampled if n in got.losses]
-        for name in sampled:
-            if name not in nodes:
-                got.problems[name] = "not connected"
+        trained = [name for name in sampled if name in got.answers]
+        got.problems |= {name: "not connected" for name in sampled if name not in nodes}
         needed = min(self.members.minimum, len(sampled))
         if len(trained) < needed:
             problem = f"only {len(trained)} of {needed} required replies"
@@ -254,7 +240,7 @@ class Coordinator:
             train=train,
             evaluate=evaluate,
             accepted=self.accepted.get(name, ""),
-            kept=self.ledger.accepted.get(name, ""),
+            kept=self.ledger.kept.get(name, ""),
         )
 
     def _last_evaluation(self) -> None:
@@ -286,7 +272,7 @@ class Coordinator:
         self.pending["accuracy"] = {d: round_to(s, 4) for d, s in scores.items()}
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
         self.ledger.tested = tested
-        self.ledger.append(self.pending)
+        self.ledger.folder.append_record(self.pending)
         log.info("after round %d: %s", self.pending["round"] + 1, accuracies(self.pending))
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
@@ -294,7 +280,7 @@ class Coordinator:
             "round": round,
             "accuracy": {},
             "average": float("nan"),
-            "loss": mean_losses([got.losses[name] for name in trained]),
+            "loss": mean_losses(got.answers[name].losses for name in trained),
             "bytes_up": got.up,
             "bytes_down": got.down,
             "clients": len(trained),
@@ -353,7 +339,7 @@ class Coordinator:
             if waiting:
                 time.sleep(min(self.poll, left))
         got.seconds = time.monotonic() - began
-        self.ledger.bill(got.wire)
+        self.ledger.count_bytes(got.wire)
         return got
 
     def _take(
@@ -379,14 +365,10 @@ class Coordinator:
             return
         got.answers[name] = answer
         if reply is not None:
-            self._accept(got, name, reply)
-
-    def _accept(self, got: Exchange, name: str, reply: Reply) -> None:
-        self.server.accept(name, reply)
-        self.ledger.artifacts.reply(self.server.round, name, reply.message)
-        got.losses[name] = reply.losses
-        got.up += tree.nbytes(reply.message)
-        log.info("round %d: site %s replied", self.server.round + 1, name)
+            self.server.accept(name, reply)
+            self.ledger.artifacts.reply(self.server.round, name, reply.message)
+            got.up += tree.nbytes(reply.message)
+            log.info("round %d: site %s replied", self.server.round + 1, name)
 
     def _problem(self, got: Exchange, name: str, why: str) -> None:
         why = why[:MAX_PROBLEM_LENGTH]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,92 +20,71 @@ from protofed.models import Network
 from protofed.models.mixed import client_models
 from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
-from protofed.runs.records import Record, Records
+from protofed.runs.records import Record
 from protofed.runs.summary import summarize
 from protofed.tree import Tree
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A run after a complete round."""
-
-    round: int
-    state: Tree
-    accepted: dict[str, str]
-    pending: Record | None
 
 
 class Ledger:
     """The records, checkpoints and result of a deployed run, and what each site has sent."""
 
-    def __init__(
-        self,
-        path: Path,
-        spec: RunSpec,
-        members: Members,
-        network: Network,
-    ) -> None:
+    def __init__(self, path: Path, spec: RunSpec, members: Members, network: Network) -> None:
         self.folder = RunFolder(path)
         self.spec, self.config, self.members = spec, spec.config, members
-        self.records = Records()
-        self.accepted: dict[str, str] = {}
+        self.kept: dict[str, str] = {}
         """Each site's private state as of the last checkpoint."""
         self.samples: dict[str, int] = {}
         self.tested: dict[str, int] = {}
         self.wire: dict[str, dict[str, int]] = {}
         """Bytes of each site's messages, of failed rounds and the last evaluation too."""
-        self.batchnorm = batchnorm_policy(network, spec.config.method)
-        self.weights = weights_policy(network, spec.config.method, spec.config.average)
-        domains = {name: members.domain(name) for name in members.sites}
+        method, average = spec.config.method, spec.config.average
+        self.policies = {
+            "batchnorm": batchnorm_policy(network, method),
+            "weights": weights_policy(network, method, average),
+        }
+        domains = {site.name: site.domain for site in members.sites.values()}
         self.artifacts = ArtifactWriter(
             self.folder, spec.config, spec.hash, spec.task.classes, domains
         )
 
     @contextmanager
-    def opened(self, resume: bool, overwrite: bool) -> Iterator[Progress | None]:
+    def opened(self, resume: bool, overwrite: bool) -> Iterator[Checkpoint | None]:
         """Hold the folder for this run alone; yields what to resume from, if anything."""
-        spec = self.spec
-        facts = {**spec.facts.to_dict(), "run": spec.hash, "config": spec.config.hash}
-        opened = self.folder.open(
-            spec.config, spec.hash, facts, resume=resume, overwrite=overwrite, deployed=True
-        )
-        with opened as found:
-            if found is None:
-                yield None
-                return
-            self.records = self.folder.records()
-            self.accepted = dict(found.extra["accepted"])
-            self.samples, self.wire = dict(found.extra["samples"]), dict(found.extra["wire"])
-            yield Progress(found.round, found.state, dict(self.accepted), found.pending)
+        config, hash = self.config, self.spec.hash
+        facts = {**self.spec.facts.to_dict(), "run": hash, "config": config.hash}
+        with self.folder.open(
+            config, hash, facts, resume=resume, overwrite=overwrite, deployed=True
+        ) as found:
+            if found is not None:
+                self.kept = dict(found.extra["accepted"])
+                self.samples, self.wire = found.extra["samples"], found.extra["wire"]
+            yield found
 
-    def append(self, record: Record) -> None:
-        """Write a complete record."""
-        self.records.append(record)
-        self.folder.append_record(record)
+    def completed(
+        self, round: int, state: Tree, accepted: Mapping[str, str], pending: Record | None
+    ) -> Checkpoint:
+        """What to resume from after a complete round; the bytes are counted until it is written."""
+        extra = {"accepted": dict(accepted), "samples": self.samples, "wire": self.wire}
+        return Checkpoint(self.spec.hash, round, state, pending=pending, extra=extra)
 
-    def checkpoint(self, progress: Progress) -> None:
-        """Write what the run can resume from."""
-        extra = {"accepted": progress.accepted, "samples": self.samples, "wire": self.wire}
-        round, state, pending = progress.round, progress.state, progress.pending
-        self.folder.save_checkpoint(
-            Checkpoint(self.spec.hash, round, state, pending=pending, extra=extra)
-        )
-        self.accepted = dict(progress.accepted)
+    def checkpoint(self, done: Checkpoint) -> None:
+        self.folder.save_checkpoint(done)
+        self.kept = done.extra["accepted"]
 
-    def bill(self, wire: Mapping[str, Mapping[str, int]]) -> None:
+    def count_bytes(self, wire: Mapping[str, Mapping[str, int]]) -> None:
         """Add the bytes of an exchange to each site's."""
         for name, count in wire.items():
             so_far = self.wire.setdefault(name, {"up": 0, "down": 0})
             for way, size in count.items():
                 so_far[way] += size
 
-    def finish(self, progress: Progress) -> dict[str, Any]:
+    def finish(self, done: Checkpoint) -> dict[str, Any]:
         """After the last evaluation: write checkpoint, model, clients and summary."""
-        self.checkpoint(progress)
+        self.checkpoint(done)
         holds = "the global model"
         if self.config.method.evaluates != "global":
             holds = "what all sites share (model/...); their own entries stay with them"
-        model = tree.copy({"model": progress.state.get("model", {})})
+        model = tree.copy({"model": done.state.get("model", {})})
         self.folder.save_model(self.spec.hash, holds, model.get("model", {}))
         summary = self._summary()
         self.folder.save_clients(summary["clients"])
@@ -114,32 +92,30 @@ class Ledger:
         return summary
 
     def _summary(self) -> dict[str, Any]:
-        sites = self.members.sites.values()
-        models = client_models(self.config.model, list(self.members.sites))
-        facts = self.spec.facts
+        facts, sites = self.spec.facts, self.members.sites
         public: dict[str, Any] = {"public": dict(self.spec.public)} if self.spec.public else {}
+        models = client_models(self.config.model, list(sites))
         return summarize(
             facts.applied(self.config),
-            self.records,
+            self.folder.records(),
             hash=self.spec.hash,
             versions=facts.versions,
             data=f"Images of the {len(sites)} sites of {self.members.name}.",
-            batchnorm=self.batchnorm,
-            weights=self.weights,
             engine=f"{facts.engine} ({facts.engine_reason})",
             # a site has only its own test images: nobody is tested on another's
             evaluated="global" if self.config.method.evaluates == "global" else "clients",
             tested=self.tested,
             classes=list(self.spec.task.classes),
-            **public,
-            wire={name: self.wire[name] for name in self.members.sites if name in self.wire},
+            wire={name: self.wire[name] for name in sites if name in self.wire},
             clients=[
                 {
-                    "client": m.name,
-                    "domain": m.domain,
-                    "model": models[m.name],
-                    "samples": self.samples.get(m.name, 0),
+                    "client": name,
+                    "domain": site.domain,
+                    "model": models[name],
+                    "samples": self.samples.get(name, 0),
                 }
-                for m in sites
+                for name, site in sites.items()
             ],
+            **self.policies,
+            **public,
         )

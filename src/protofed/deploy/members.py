@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.data import Task, load_task
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+    load_ssh_public_key,
+)
+
+from protofed.config import SETTINGS
+from protofed.data import Task
+from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
-from protofed.deploy.spec import folder_skeleton
+from protofed.data.sources.folder import TEST_SPLITS
+from protofed.deploy.spec import skeleton
+from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError, unknown
+from protofed.files import check_format
 
 FEDERATION_FILE = "federation.toml"
+_SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True)
@@ -23,13 +42,6 @@ class Member:
     name: str
     domain: str
     key: str
-
-    @property
-    def point(self) -> bytes:
-        """The key's point on its curve, compressed: the same however the key is written."""
-        from cryptography.hazmat.primitives import serialization
-
-        return _compressed(serialization.load_ssh_public_key(self.key.encode()))
 
 
 @dataclass(frozen=True)
@@ -52,141 +64,127 @@ class Members:
     round_seconds: float = 3600.0
     """How long a round waits for replies before it continues without the missing ones."""
 
+    def __post_init__(self) -> None:
+        if Path(self.name).name in ("", ".."):
+            raise ProtofedError(f"'{self.name}' cannot be a federation's name")
+        if not self.sites:
+            raise ProtofedError("a federation needs sites")
+        for site in self.sites:
+            if not _SITE_NAME.fullmatch(site):
+                raise ProtofedError(
+                    f"'{site}' cannot be a site's name", "use letters, digits, dots and dashes"
+                )
+        for name in ("gather_seconds", "wait_seconds", "round_seconds"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < 1e7:
+                raise ProtofedError(f"{name} must be a number of seconds, got {value!r}")
+        if type(self.minimum) is not int or not 1 <= self.minimum <= len(self.sites):
+            raise ProtofedError(
+                f"minimum must be between 1 and the number of sites, got {self.minimum!r}"
+            )
+        SETTINGS["image_size"].check("image_size", self.image_size)
+        if not all(isinstance(c, str) for c in self.classes):
+            raise ProtofedError("classes must be names")
+        if len(set(self.classes)) != len(self.classes):
+            raise ProtofedError("classes contains a name twice")
+        if len(self._by_key) != len(self.sites):
+            raise ProtofedError("two sites have the same key")
+
+    @cached_property
+    def _by_key(self) -> dict[bytes, str]:
+        found = {}
+        for site in self.sites.values():
+            point = _curve_point(load_ssh_public_key, site.key.encode())
+            if point is None:
+                raise ProtofedError(f"the key of site '{site.name}' is invalid")
+            found[point] = site.name
+        return found
+
+    def site_with_key(self, public_key: bytes) -> str | None:
+        """The site that has this public key (PEM, as Flower gives it)."""
+        return self._by_key.get(_curve_point(load_pem_public_key, public_key) or b"")
+
     def domain(self, site: str) -> str:
-        """The domain of a site."""
         return self.sites[site].domain
 
     def clients(self) -> dict[str, int]:
         """The number of sites in each domain."""
-        counts: dict[str, int] = {}
-        for site in self.sites.values():
-            counts[site.domain] = counts.get(site.domain, 0) + 1
-        return counts
+        return dict(Counter(site.domain for site in self.sites.values()))
 
-    def skeleton(self, augment: str = "crop", flip: bool | None = None) -> Task:
+    def skeleton(self, augment: str = "crop", flip: bool = True) -> Task:
         """The task that the sites make up, without images."""
         if len(self.classes) < 2:
             raise ProtofedError(
                 f"federation '{self.name}' names no classes",
                 f'add classes = ["...", "..."] to {FEDERATION_FILE}, the same on server and sites',
             )
-        return folder_skeleton(
-            self.name, self.classes, self.image_size, self.clients(), augment, flip
+        # a run's hash covers the digest, and so what all sites must agree on
+        agreed = json.dumps([self.name, self.classes, self.image_size])
+        return skeleton(
+            f"{FOLDER}{self.name}",
+            self.classes,
+            self.clients(),
+            self.image_size,
+            AUGMENTS[augment](flip),
+            TEST_SPLITS[0],
+            hashlib.sha256(agreed.encode()).hexdigest(),
         )
 
-    def mismatch(self, task: Task) -> str:
-        """Why a run on this task does not belong to this federation; empty if it does.
+    def require_own(self, task: Task) -> None:
+        """Refuse a run on a task that is not this federation's.
 
         Whoever submits a run chooses its task's name, which becomes part of file names.
         """
-        own = self.task or f"{FOLDER}{self.name}"
+        own, problem = self.task or f"{FOLDER}{self.name}", ""
         if task.name != own:
-            return f"the run is for task {task.name[:100]!r}, this federation for {own!r}"
-        if self.task is None and task.classes != self.classes:
-            return f"the run's classes differ from those in {FEDERATION_FILE} here"
-        if self.task is None and task.image_size != self.image_size:
-            return (
+            problem = f"the run is for task {task.name!r:.100}, this federation for {own!r}"
+        elif self.task is None and task.classes != self.classes:
+            problem = f"the run's classes differ from those in {FEDERATION_FILE} here"
+        elif self.task is None and task.image_size != self.image_size:
+            problem = (
                 f"the run's images have {task.image_size} pixels, "
                 f"those of {FEDERATION_FILE} {self.image_size}"
             )
-        return ""
-
-    def site_with_key(self, public_key: bytes) -> str | None:
-        """The site that has this public key (PEM, as Flower gives it)."""
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives import serialization
-
-        try:
-            point = _compressed(serialization.load_pem_public_key(public_key))
-        except (ValueError, TypeError, UnsupportedAlgorithm):
-            return None
-        return next((m.name for m in self.sites.values() if m.point == point), None)
+        if problem:
+            raise Refused(problem, f"server and sites need the same {FEDERATION_FILE}")
 
 
-def _compressed(key: Any) -> bytes:
-    from cryptography.hazmat.primitives import serialization
-
-    return bytes(
-        key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint)
-    )
-
-
-def read_members(path: Path) -> Members:
-    """Read and check ``federation.toml``."""
+def _curve_point(load: Callable[[bytes], Any], key: bytes) -> bytes | None:
+    """A public key's compressed point, the same however the key is written; None if invalid."""
     try:
-        text = path.read_text("utf-8")
+        return bytes(load(key).public_bytes(Encoding.X962, PublicFormat.CompressedPoint))
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        return None
+
+
+def read_toml(path: Path, valid: Iterable[str]) -> dict[str, Any]:
+    """The content of a file that ``deploy init`` wrote, which may have only these keys."""
+    try:
+        raw = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ProtofedError(
             f"cannot read '{path}': {error.strerror}", "protofed deploy init writes it"
         ) from None
-    except UnicodeDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
-    return parse_members(text, path)
+    check_format(path, raw.pop("format", None))
+    for key in raw.keys() - set(valid):
+        raise unknown(f"key in '{path}':", key, valid)
+    return raw
 
 
-def parse_members(text: str, path: Path) -> Members:
-    """The federation that a ``federation.toml`` describes; ``path`` is for error messages."""
+def read_members(folder: Path) -> Members:
+    """Read and check the ``federation.toml`` of a server's or a site's folder."""
+    path = folder / FEDERATION_FILE
+    raw = read_toml(path, [f.name for f in fields(Members)])
     try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
-    valid = {f.name for f in fields(Members)}
-    for key in raw:
-        if key not in valid:
-            raise unknown(f"key in '{path}':", key, valid)
-    sites = raw.pop("sites", {})
-    try:
-        members = {
+        raw["sites"] = {
             name: Member(name, str(about.get("domain", name)), str(about["key"]))
-            for name, about in sites.items()
+            for name, about in raw.get("sites", {}).items()
         }
         raw["classes"] = tuple(raw.get("classes", ()))
-        result = Members(sites=members, **raw)
+        return Members(**raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ProtofedError(f"'{path}' is incomplete: {error}") from None
-    _check(path, result)
-    return result
-
-
-def _check(path: Path, found: Members) -> None:
-    from cryptography.exceptions import UnsupportedAlgorithm
-
-    if not found.sites:
-        raise ProtofedError(f"'{path}' names no sites")
-    for name in ("gather_seconds", "wait_seconds", "round_seconds"):
-        value = getattr(found, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e7:
-            raise ProtofedError(f"{name} in '{path}' must be a number of seconds, got {value!r}")
-    if type(found.minimum) is not int or not 1 <= found.minimum <= len(found.sites):
-        raise ProtofedError(
-            f"minimum in '{path}' must be between 1 and the number of sites, got {found.minimum!r}"
-        )
-    if not all(isinstance(c, str) for c in found.classes):
-        raise ProtofedError(f"classes in '{path}' must be names")
-    if len(set(found.classes)) != len(found.classes):
-        raise ProtofedError(f"classes in '{path}' contains a name twice")
-    points = set()
-    for member in found.sites.values():
-        try:
-            points.add(member.point)
-        except (ValueError, TypeError, UnsupportedAlgorithm):
-            raise ProtofedError(f"the key of site '{member.name}' in '{path}' is invalid") from None
-    if len(points) != len(found.sites):
-        raise ProtofedError(f"two sites in '{path}' have the same key")
-
-
-def federation_task(members: Members, **options: Any) -> Task:
-    """The task of this federation's runs; without images if the sites bring their own."""
-    if members.task is None:
-        return members.skeleton(options.get("augment") or "crop", options.get("flip"))
-    return load_task(members.task, **options)
-
-
-def client_domain(site: str) -> str:
-    """The domain of a client of a built-in task: ``scan-0`` belongs to ``scan``."""
-    domain, dash, number = site.rpartition("-")
-    if not dash or not number.isdecimal():
-        raise ProtofedError(
-            f"'{site}' is not a client of a task", "with --task, name sites scan-0, print-0, ..."
-        )
-    return domain
+    except ProtofedError as error:
+        raise ProtofedError(f"'{path}': {error.message}", error.hint) from None

@@ -79,15 +79,7 @@ def read_answer(content: RecordDict) -> Answer:
     return answer
 
 
-_ITEM_TYPES: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (float, int),
-    "list[str]": (str,),
-    "list[float]": (float, int),
-    "list[int]": (int,),
-}
+_ITEM_TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
 
 
 def _values(content: RecordDict, cls: type[Request] | type[Answer]) -> dict[str, Any]:
@@ -97,16 +89,15 @@ def _values(content: RecordDict, cls: type[Request] | type[Answer]) -> dict[str,
         raise Refused("the message is empty: it has no record 'protofed'")
     values = dict(record.items())
     types = {f.name: str(f.type) for f in fields(cls)}
-    optional = {
-        f.name for f in fields(cls) if f.default is not MISSING or f.default_factory is not MISSING
-    }
-    if missing := sorted(types.keys() - optional - values.keys()):
+    required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
+    if missing := sorted(required - values.keys()):
         raise Refused(f"the message lacks {', '.join(missing)}")
     if unexpected := sorted(values.keys() - types.keys()):
         raise Refused(f"the message has unexpected fields: {', '.join(unexpected)}")
     for name, value in values.items():
-        items: Any = value if types[name].startswith("list") else [value]
-        fits = isinstance(items, list) and all(type(i) in _ITEM_TYPES[types[name]] for i in items)
+        item = types[name].removeprefix("list[").removesuffix("]")
+        items: Any = value if item != types[name] else [value]
+        fits = isinstance(items, list) and all(type(i) in _ITEM_TYPES[item] for i in items)
         if not fits or len(items) > MAX_ITEMS:
             raise Refused(f"'{name}' of the message is not {types[name]}")
     return values

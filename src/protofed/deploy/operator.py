@@ -1,23 +1,23 @@
-"""The operator's commands: configure and start a run, follow it, look at it, stop it."""
+"""The operator's commands: plan and start a run, follow it, look at it, stop it."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from protofed.config import merged_config
+from protofed.config import merged_config, task_settings
+from protofed.data import load_task
 from protofed.data.info import FOLDER
-from protofed.deploy.members import Members, federation_task
+from protofed.deploy.members import FEDERATION_FILE, Members
 from protofed.deploy.programs import CONNECTION, NODES_FILE, flwr
 from protofed.deploy.run_log import is_last
 from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
-from protofed.files import write_atomic
+from protofed.files import read_json, write_atomic
 
 
 def plan_run(
@@ -35,34 +35,36 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
-    chosen = {k: settings[k] for k in ("flip", "augment") if settings.get(k) is not None}
-    if members.task is not None:
-        more = ("data", "test_split", "skip_bad")
-        chosen |= {k: settings[k] for k in more if settings.get(k)}
-    task = federation_task(members, **chosen)
     given = {"checkpoint_every": 1, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
-    config = merged_config(file, task, method, options, given)
-    if members.task is None:
-        asked = {name: getattr(config, name) for name in ("dirichlet", "quantity", "leave_out")}
-        asked["samples"] = None if config.samples == task.samples else config.samples
-        for name, value in asked.items():
-            if value is not None:
-                raise ProtofedError(
-                    f"{name} works only in the simulator: sites train on all their images"
-                )
+    config = merged_config(file, members.task or members.skeleton(), method, options, given)
     wanted = config.method.public_images
-    if wanted is None and public is not None:
-        raise ProtofedError(
-            f"method '{config.method.name}' uses no public images", "leave out --public"
-        )
     if public is not None:
+        if wanted is None:
+            raise ProtofedError(
+                f"method '{config.method.name}' uses no public images", "leave out --public"
+            )
         source = f"{FOLDER}{public.expanduser().resolve()}"
         config = replace(config, method=config.method.with_public(source))
     elif wanted is not None and wanted.source == FOLDER:
         raise ProtofedError(
             f"the public images of {config.method.name} are in a folder that is not named",
             "name this machine's copy: --public PATH",
+        )
+    if members.task is not None:
+        return make_spec(config, load_task(config.task, **task_settings(config)))
+    task = members.skeleton(config.augment, config.flip)
+    asked = {name: getattr(config, name) for name in ("dirichlet", "quantity", "leave_out")}
+    asked["samples"] = None if config.samples == task.samples else config.samples
+    for name, value in asked.items():
+        if value is not None:
+            raise ProtofedError(
+                f"{name} works only in the simulator: sites train on all their images"
+            )
+    if config.image_size != task.image_size:
+        raise ProtofedError(
+            f"image_size is {config.image_size}, but the sites agreed on {task.image_size}",
+            f"change it in every {FEDERATION_FILE}, or leave it out",
         )
     return make_spec(config, task)
 
@@ -74,25 +76,23 @@ def run_folder(folder: Path, spec: RunSpec) -> Path:
 
 def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
     """Submit a run to Flower; returns the number it has there."""
-    app, text = folder / "apps" / spec.name, pack(spec)
     out = run_folder(folder, spec)
     if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
         raise ProtofedError(
             f"'{out}' already holds a run", "--resume continues it, --overwrite starts over"
         )
-    for run in runs(folder):
-        if not has_ended(run):
-            raise ProtofedError(
-                f"run {run['run-id']} is {run['status']}", "wait for it, or: protofed deploy stop"
-            )
+    for run in live(runs(folder)):
+        raise ProtofedError(
+            f"run {run['run-id']} is {run['status']}", "wait for it, or: protofed deploy stop"
+        )
     # the whole Flower app: it names modules of the installed package and contains no code
-    toml = render("app.toml", spec=text, resume=resume, overwrite=overwrite)
+    app = folder / "apps" / spec.name
+    toml = render("app.toml", spec=pack(spec), resume=resume, overwrite=overwrite)
     write_atomic(app / "pyproject.toml", toml)
     answer = flwr(folder, "run", str(app), CONNECTION)
-    number = answer.get("run-id")
-    if number is None:
+    if "run-id" not in answer:
         raise ProtofedError(f"Flower did not start the run: {answer}")
-    return int(number)
+    return int(answer["run-id"])
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:
@@ -101,22 +101,20 @@ def runs(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def has_ended(run: Mapping[str, Any]) -> bool:
-    """Whether a run that the SuperLink knows of is over."""
-    return str(run["status"]).startswith("finished")
+def live(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of the runs that have not ended."""
+    return [run for run in runs if not str(run["status"]).startswith("finished")]
 
 
 def site_status(folder: Path) -> dict[str, str]:
     """Whether each registered site is connected, as the SuperLink sees it."""
-    try:
-        known = json.loads((folder / NODES_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        known = {}
-    found = flwr(folder, "supernode", "ls", CONNECTION).get("nodes", [])
-    status = {str(node["node-id"]): str(node["status"]) for node in found}
+    path = folder / NODES_FILE
+    known = read_json(path) if path.is_file() else {}
+    nodes = flwr(folder, "supernode", "ls", CONNECTION).get("nodes", [])
+    status = {str(node["node-id"]): str(node["status"]) for node in nodes}
     words = {"registered": "never connected", "online": "connected", "offline": "lost"}
-    flowers = {site: status.get(number, "unknown") for site, number in known.items()}
-    return {site: words.get(word, word) for site, word in flowers.items()}
+    found = {site: status.get(number, "unknown") for site, number in known.items()}
+    return {site: words.get(word, word) for site, word in found.items()}
 
 
 def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = print) -> str:
@@ -144,9 +142,9 @@ def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = p
 def stop(folder: Path, number: int | None) -> int:
     """Stop the run with this number, or else the running one; returns its number."""
     if number is None:
-        live = [r for r in runs(folder) if not has_ended(r)]
-        if not live:
+        running = live(runs(folder))
+        if not running:
             raise ProtofedError("no run is running")
-        number = int(live[0]["run-id"])
+        number = int(running[0]["run-id"])
     flwr(folder, "stop", str(number), CONNECTION)
     return number

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from protofed.deploy.members import FEDERATION_FILE, Member, Members, read_members
+from protofed.deploy.members import Member, Members, read_members
 from protofed.deploy.site import SiteConfig
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
-from protofed.files import write_atomic
+from protofed.files import write_atomic, write_json
 
 CONNECTION = "federation"
 """The name of the server on Flower's command line."""
@@ -48,23 +48,29 @@ RETRY_SECONDS = 5.0
 
 
 def environment(flower_home: Path, **more: str) -> dict[str, str]:
-    """The environment of Flower's programs: a home of their own, and the switches."""
+    """The environment of Flower's programs: a home of its own, and the switches."""
     programs = str(Path(sys.executable).parent)  # Flower starts more of its programs
     path = os.pathsep.join([programs, os.environ.get("PATH", "")])
     flower_home.mkdir(parents=True, exist_ok=True)
     return {**os.environ, **FLOWER_SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
 
 
-def program(name: str) -> str:
-    """The path of one of Flower's programs."""
+def _program(name: str) -> str:
     path = Path(sys.executable).parent / name
     if not path.is_file():
         raise ProtofedError(f"{name} is not installed", "pip install 'protofed[flower]'")
     return str(path)
 
 
+def _require(folder: Path, *names: str) -> list[str]:
+    """The paths of files that must be in a server's or a site's folder."""
+    for name in names:
+        if not (folder / name).is_file():
+            raise ProtofedError(f"there is no '{folder / name}'", "protofed deploy init writes it")
+    return [str(folder / name) for name in names]
+
+
 def host_port(address: str) -> tuple[str, int]:
-    """Split host:port."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ProtofedError(f"'{address}' is not host:port")
@@ -95,27 +101,21 @@ def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subproce
     try:
         yield process
     finally:
-        end_group(process)
+        _end_group(process)
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End a program and whatever it started: first ask, then kill."""
-    for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + STOP_SECONDS
+        try:
             os.killpg(process.pid, sign)
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and (process.poll() is None or _group_alive(process.pid)):
-            time.sleep(0.1)
-        if process.poll() is not None and not _group_alive(process.pid):
+            while time.monotonic() < end:
+                process.poll()
+                os.killpg(process.pid, 0)  # an error once the whole group has ended
+                time.sleep(0.1)
+        except (ProcessLookupError, PermissionError):
             return
-
-
-def _group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -139,21 +139,16 @@ def stoppable() -> Iterator[None]:
 
 def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = print) -> None:
     """Run the SuperLink, with the sites' keys registered, until SIGTERM or Ctrl-C."""
-    members = read_members(folder / FEDERATION_FILE)
+    members = read_members(folder)
     own, port = host_port(members.address)
     host = host or own
-    files = {name: folder / name for name in ("ca.crt", "server.crt", "server.key")}
-    for name, path in files.items():
-        if not path.is_file():
-            raise ProtofedError(f"there is no '{path}'", f"{name} belongs in the server's folder")
+    ca, certificate, key = _require(folder, "ca.crt", "server.crt", "server.key")
     check_free(host, port)
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     write_connection(folder, join_address(reachable, port))
     command = [
-        program("flower-superlink"),
-        "--ssl-ca-certfile", str(files["ca.crt"]),
-        "--ssl-certfile", str(files["server.crt"]),
-        "--ssl-keyfile", str(files["server.key"]),
+        _program("flower-superlink"),
+        "--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key,
         "--enable-supernode-auth",
         "--disable-runtime-dependency-installation",
         "--host", host, "--port", str(port),
@@ -206,7 +201,7 @@ def _register(folder: Path, members: Members) -> None:
 
     with ThreadPoolExecutor(4) as pool:  # each call takes seconds
         numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
-    write_atomic(folder / NODES_FILE, json.dumps(numbers))
+    write_json(folder / NODES_FILE, numbers)
 
 
 # ---- a site: SuperNode --------------------------------------------------------------------------
@@ -217,10 +212,7 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
 
     Gives up after ``patience`` seconds without a connection.
     """
-    key, ca = site.folder / "node.key", site.folder / "ca.crt"
-    for path in (key, ca):
-        if not path.is_file():
-            raise ProtofedError(f"there is no '{path}'", "protofed deploy init writes it")
+    key, ca = _require(site.folder, "node.key", "ca.crt")
     config = {
         "site-folder": str(site.folder.resolve()),
         "data": site.data or "",
@@ -235,10 +227,10 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
     with stoppable():
         while True:
             command = [
-                program("flower-supernode"),
+                _program("flower-supernode"),
                 "--superlink", site.members.address,
-                "--root-certificates", str(ca),
-                "--auth-supernode-private-key", str(key),
+                "--root-certificates", ca,
+                "--auth-supernode-private-key", key,
                 "--host", "127.0.0.1", "--port", str(_free_port()),
                 "--node-config", " ".join(f"{k}='{v}'" for k, v in config.items()),
             ]  # fmt: skip
@@ -277,8 +269,8 @@ def write_connection(folder: Path, address: str) -> None:
 def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any]:
     """Run Flower's command line and return the JSON object it prints."""
     if not (folder / "operator" / "config.toml").is_file():
-        write_connection(folder, read_members(folder / FEDERATION_FILE).address)
-    command = [program("flwr"), *arguments, "--format", "json"]
+        write_connection(folder, read_members(folder).address)
+    command = [_program("flwr"), *arguments, "--format", "json"]
     try:
         done = subprocess.run(
             command,
@@ -292,9 +284,8 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
     except subprocess.TimeoutExpired:
         raise ProtofedError(f"flwr {arguments[0]} did not finish within {seconds:g} s") from None
     if "SuperLink is unavailable" in done.stdout + done.stderr:
-        address = read_members(folder / FEDERATION_FILE).address
         raise ProtofedError(
-            f"no server responds at {address}",
+            f"no server responds at {read_members(folder).address}",
             f"start one: protofed deploy server --dir {folder}",
         )
     start = done.stdout.find("{")

@@ -18,7 +18,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from protofed.deploy.coordinator import Coordinator
-from protofed.deploy.members import FEDERATION_FILE, read_members
+from protofed.deploy.members import read_members
 from protofed.deploy.operator import run_folder
 from protofed.deploy.programs import FOLDER_VARIABLE
 from protofed.deploy.run_log import ENDED, log, log_path, logging_to
@@ -41,9 +41,8 @@ def main(grid: Grid, context: Context) -> None:
     folder, asked = Path(place), context.run_config
     spec = unpack(str(asked["spec"]))
     config = spec.config
-    members = read_members(folder / FEDERATION_FILE)
-    if mismatch := members.mismatch(spec.task):
-        raise ProtofedError(mismatch, "start runs with: protofed deploy start")
+    members = read_members(folder)
+    members.require_own(spec.task)
     out = run_folder(folder, spec)
     with one_thread(), tf32(config.precision == "tf32"), logging_to(log_path(out)), log_signals():
         log.info("%s on %s: %s", config.method.name, config.task, out)

@@ -10,17 +10,16 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from protofed.data import load_task
-from protofed.deploy.certificates import Authority, node_key, private_pem, write_secret
-from protofed.deploy.members import FEDERATION_FILE, Member, Members, client_domain, parse_members
+from protofed.data import describe, load_task
+from protofed.deploy.certificates import Authority, node_key, write_secret
+from protofed.deploy.members import FEDERATION_FILE, Member, Members
 from protofed.deploy.programs import FLOWER_SWITCHES, host_port
 from protofed.deploy.site import SITE_FILE
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError, unknown
-from protofed.files import write_atomic
-
-_SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+from protofed.files import FORMAT, write_atomic
 
 
 def init(
@@ -31,92 +30,88 @@ def init(
     address: str = "127.0.0.1:8000",
     hosts: Sequence[str] = (),
     classes: Sequence[str] = (),
-    image_size: int = Members.image_size,
     domains: Mapping[str, str] | None = None,
     task: str | None = None,
     minimum: int | None = None,
-    gather_seconds: float = Members.gather_seconds,
-    wait_seconds: float = Members.wait_seconds,
-    round_seconds: float = Members.round_seconds,
+    **rules: Any,
 ) -> None:
     """Write everything that a federation of these sites needs into a new folder.
 
     ``hosts`` are further names for the server's certificate; ``domains`` gives the domain of a
     site, by default its own name. With ``task`` the sites are clients of that built-in task.
+    ``rules`` are further fields of ``Members``: the image size and the times.
     """
-    _check_names(sites)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ProtofedError(f"'{folder}' already exists", "choose a new folder")
-    domain_of = dict(domains or {})
-    for site in domain_of:
+    if len(set(sites)) != len(sites):
+        raise ProtofedError("each site needs a different name")
+    for site in domains or {}:
         if site not in sites:
             raise unknown("site", site, sites)
+    domain_of = {site: (domains or {}).get(site, site) for site in sites}
     if task is not None:
-        domain_of = _task_domains(task, sites)
-        sites = list(domain_of)
+        domain_of = _client_domains(task, sites)
     host, _ = host_port(address)
-    keys = {site: node_key() for site in sites}
-    federation = render(
-        "federation.toml",
-        name=name or re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name) or "federation",
+    keys = {site: node_key() for site in domain_of}
+    title = folder.resolve().name
+    members = Members(
+        name=name or re.sub(r"[^A-Za-z0-9._-]", "-", title) or "federation",
         address=address,
-        sites=[Member(site, domain_of.get(site, site), keys[site][1]) for site in sites],
-        classes=list(classes),
-        image_size=image_size,
-        task=task,
+        sites={s: Member(s, domain, keys[s][1]) for s, domain in domain_of.items()},
         minimum=min(2, len(sites)) if minimum is None else minimum,
-        gather_seconds=gather_seconds,
-        wait_seconds=wait_seconds,
-        round_seconds=round_seconds,
+        classes=tuple(classes),
+        task=task,
+        **rules,
     )
-    members = parse_members(federation, folder / "server" / FEDERATION_FILE)
-    authority = Authority(folder.resolve().name)
+    authority = Authority(title)
     certificate, server_key = authority.server([host, *hosts])
     # all input has been checked by now: an error leaves nothing half-written
-    write_secret(folder / "ca" / "ca.key", private_pem(authority.key))
-    write_atomic(folder / "ca" / "ca.crt", authority.pem)
+    values = {**vars(members), "format": FORMAT}
     common: dict[str, str | bytes] = {
-        "ca.crt": authority.pem,
-        FEDERATION_FILE: federation,
+        "ca.crt": authority.certificate,
+        FEDERATION_FILE: render("federation.toml", **values),
         "protofed.env": "".join(f"{k}={v}\n" for k, v in FLOWER_SWITCHES.items()),
     }
-    write_secret(folder / "server" / "server.key", server_key)
-    own: dict[str, str | bytes] = {
-        "server.crt": certificate,
-        "protofed-server.service": _server_service(),
+    files: dict[str, str | bytes] = {
+        "README.md": render("README.md", **values),
+        "ca/ca.crt": authority.certificate,
+        "server/server.crt": certificate,
+        "server/protofed-server.service": _service("server"),
+        **{f"server/{file}": content for file, content in common.items()},
     }
-    _write_all(folder / "server", common | own)
+    secrets = {"ca/ca.key": authority.key, "server/server.key": server_key}
     for site, (private, public) in keys.items():
-        write_secret(folder / "sites" / site / "node.key", private)
+        secrets[f"sites/{site}/node.key"] = private
+        options = ["--site", site, *([] if task else ["--data", "/srv/images"])]
         own = {
             "node.key.pub": f"{public} {site}\n",
-            SITE_FILE: render("site.toml", site=site, task=task),
-            "protofed-site.service": _site_service(site, task),
+            SITE_FILE: render("site.toml", **values, site=site),
+            "protofed-site.service": _service(f"site {site}", *options),
         }
-        _write_all(folder / "sites" / site, common | own)
-    write_atomic(folder / "README.md", render("README.md", **vars(members)))
+        files |= {f"sites/{site}/{file}": content for file, content in (common | own).items()}
+    for path, secret in secrets.items():
+        write_secret(folder / path, secret)
+    for path, content in files.items():
+        write_atomic(folder / path, content)
 
 
-def _check_names(sites: Sequence[str]) -> None:
-    for site in sites:
-        if not _SITE_NAME.fullmatch(site):
-            raise ProtofedError(
-                f"'{site}' cannot be a site's name", "use letters, digits, dots and dashes"
-            )
-    if len(set(sites)) != len(sites) or not sites:
-        raise ProtofedError("a federation needs sites, each with a different name")
+def _client_domains(task: str, sites: Sequence[str]) -> dict[str, str]:
+    """The domain of each site that is a client of a built-in task: ``scan-0`` belongs to ``scan``.
 
-
-def _task_domains(task: str, sites: Sequence[str]) -> dict[str, str]:
-    """The domain of each site that is a client of a task, in the simulator's client order.
-
-    The order matters: sums must come out the same.
+    In the simulator's client order, since sums must come out the same.
     """
-    known = load_task(task).domains
-    domains = {site: client_domain(site) for site in sites}
-    for domain in domains.values():
+    known = describe(task).domains or tuple(load_task(task).domains)
+    domains: dict[str, str] = {}
+    for site in sites:
+        domain, _, number = site.rpartition("-")
+        if not domain or not number.isdecimal():
+            raise ProtofedError(
+                f"'{site}' is not a client of a task",
+                "with --task, name sites scan-0, print-0, ...",
+            )
         if domain not in known:
             raise unknown(f"domain of {task}", domain, known)
+        domains[site] = domain
     counts = Counter(domains.values())
     ordered = {f"{d}-{i}": d for d in known for i in range(counts[d])}
     if ordered.keys() != domains.keys():
@@ -124,22 +119,12 @@ def _task_domains(task: str, sites: Sequence[str]) -> dict[str, str]:
     return ordered
 
 
-def _server_service() -> str:
-    home = "/srv/protofed/server"
-    return render("service", title="server", home=home, command=["deploy", "server", "--dir", home])
-
-
-def _site_service(site: str, task: str | None) -> str:
-    home = "/srv/protofed/site"
-    command = ["deploy", "site", "--dir", home, "--site", site]
-    if task is None:
-        command += ["--data", "/srv/images"]
-    return render("service", title=f"site {site}", home=home, command=command)
-
-
-def _write_all(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    for name, content in files.items():
-        write_atomic(folder / name, content)
+def _service(title: str, *options: str) -> str:
+    """A systemd unit for ``deploy server`` or ``deploy site``."""
+    kind = title.split()[0]
+    home = f"/srv/protofed/{kind}"
+    command = ["deploy", kind, "--dir", home, *options]
+    return render("service", title=title, home=home, command=command)
 
 
 def server_folder(folder: Path) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import secrets
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ import torch
 from flwr.app import RecordDict
 
 from protofed import tree
-from protofed.config import task_settings
+from protofed.config import AUTO, DEVICES, task_settings
 from protofed.data import Images, Share, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.data.load import site_images
 from protofed.data.sources.folder import folder_path
-from protofed.deploy.members import FEDERATION_FILE, Members, read_members
+from protofed.deploy.members import Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read_request, write
 from protofed.deploy.spec import RunSpec, unpack
 from protofed.deploy.wire import Refused, add_tree, read_tree
@@ -29,6 +28,7 @@ from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_round import train_client
 from protofed.federation.cpu import keep_freed_memory, one_thread
 from protofed.federation.evaluation import evaluate
+from protofed.federation.facts import find_device
 from protofed.federation.public_images import (
     PublicSampler,
     describe_digest,
@@ -45,7 +45,6 @@ from protofed.tree import Tree
 from protofed.version import __version__
 
 SITE_FILE = "site.toml"
-_KEYS = ("site", "data", "public", "device", "skip_bad")
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class SiteConfig:
     name: str
     members: Members
     data: str | None
+    public: str | None
+    """The folder of public images, for methods that need some."""
     device: str
     skip_bad: bool
-    public: str | None = None
-    """The folder of public images, for methods that need some."""
 
 
 def read_site_config(
@@ -68,29 +67,20 @@ def read_site_config(
 ) -> SiteConfig:
     """Read a site's settings from its folder; ``data`` and ``public`` override them."""
     path = folder / SITE_FILE
-    try:
-        raw = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
-    for key in raw:
-        if key not in _KEYS:
-            raise unknown(f"key in '{path}':", key, _KEYS)
-    members = read_members(folder / FEDERATION_FILE)
-    name, device = raw.get("site"), raw.get("device", "auto")
+    raw = read_toml(path, ("site", "data", "public", "device", "skip_bad"))
+    members = read_members(folder)
+    name, device = raw.get("site", ""), raw.get("device", AUTO)
     if name not in members.sites:
         raise unknown(f"site in '{path}':", name, members.sites)
-    if device not in ("auto", "cpu", "cuda"):
-        raise unknown(f"device in '{path}':", device, ("auto", "cpu", "cuda"))
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    skip_bad = bool(raw.get("skip_bad", False))
+    if device not in (AUTO, *DEVICES):
+        raise unknown(f"device in '{path}':", device, (AUTO, *DEVICES))
     for key in ("data", "public"):
         if not isinstance(raw.get(key, ""), str):
             raise ProtofedError(f"{key} in '{path}' must be a folder, got {raw[key]!r}")
+    with _advice_for_sites():
+        device = find_device(device)
     data, public = data or raw.get("data"), public or raw.get("public")
-    return SiteConfig(folder, str(name), members, data, device, skip_bad, public)
+    return SiteConfig(folder, name, members, data, public, device, bool(raw.get("skip_bad")))
 
 
 def own_images(site: SiteConfig, spec: RunSpec) -> tuple[Images, Images, PublicSampler | None]:
@@ -101,7 +91,10 @@ def own_images(site: SiteConfig, spec: RunSpec) -> tuple[Images, Images, PublicS
     if site.members.task is None:
         train, test = folder_images(site, spec.task.classes, spec.task.image_size)
         return train, test, _public(site, spec, spec.task, [])
-    task = _built_in(site, spec)
+    # the files of a built-in task may be elsewhere on this machine
+    task = load_task(spec.config.task, **(task_settings(spec.config) | {"data": site.data}))
+    if task.classes != spec.task.classes or (task.digest or None) != spec.facts.digest:
+        raise ProtofedError(f"the images of task '{task.name}' here differ from the run's")
     shares = {s.name: s for s in make_shares(spec.config, task)}
     if site.name not in shares:
         raise ProtofedError(f"the run has no client '{site.name}'")
@@ -137,11 +130,9 @@ def check_public(site: SiteConfig) -> str:
     source = f"{FOLDER}{site.public}"
     if site.members.task is not None:  # their size depends on the run
         return str(folder_path(source, "point to it with --public PATH"))
+    wanted, task = PublicImages(source, images=1), site.members.skeleton()
     with _advice_for_sites():
-        wanted = PublicImages(source, images=1)
-        return describe_digest(
-            public_digest(wanted, site.members.skeleton(), skip_bad=site.skip_bad)
-        )
+        return describe_digest(public_digest(wanted, task, skip_bad=site.skip_bad))
 
 
 def _public(
@@ -151,23 +142,24 @@ def _public(
 
     The error goes to the server, so it names no folder and no file.
     """
-    config, expected = spec.config, spec.facts.public_digest
-    wanted = config.method.public_images
+    method, expected = spec.config.method, spec.facts.public_digest
+    wanted = method.public_images
     if wanted is None:
         return None
     folder = wanted.source.startswith(FOLDER)
     if folder:
         if site.public is None:
             raise Refused(
-                f"site '{site.name}' has no public images, which {config.method.name} needs",
+                f"site '{site.name}' has no public images, which {method.name} needs",
                 "copy the folder that the run was started with and point to it with --public PATH, "
                 f'or public = "PATH" in {SITE_FILE}',
             )
         wanted = wanted._replace(source=f"{FOLDER}{site.public}")
     data = site.data if site.members.task is not None else None
-    device = torch.device(site.device)
     with _advice_for_sites():
-        found = make_public_sampler(wanted, task, shares, config.seed, device, data, site.skip_bad)
+        found = make_public_sampler(
+            wanted, task, shares, spec.config.seed, site.device, data, site.skip_bad
+        )
     assert found is not None
     if found.digest != expected:
         raise Refused(
@@ -178,14 +170,6 @@ def _public(
     return found
 
 
-def _built_in(site: SiteConfig, spec: RunSpec) -> Task:
-    """The built-in task whose clients the sites are; its files may be elsewhere on this machine."""
-    task = load_task(spec.config.task, **(task_settings(spec.config) | {"data": site.data}))
-    if task.classes != spec.task.classes or (task.digest or None) != spec.facts.digest:
-        raise ProtofedError(f"the images of task '{task.name}' here differ from the run's")
-    return task
-
-
 @contextmanager
 def _advice_for_sites() -> Iterator[None]:
     """In errors, name the site's setting where a run has an option."""
@@ -193,6 +177,7 @@ def _advice_for_sites() -> Iterator[None]:
         yield
     except ProtofedError as error:
         hint = error.hint.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
+        hint = hint.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
         raise type(error)(error.message, hint) from None
 
 
@@ -208,7 +193,6 @@ class PrivateStates:
         self.folder = folder
 
     def load(self, name: str) -> Tree:
-        """The state with this name."""
         path = self._path(name)
         if not path.is_file():
             raise Refused(
@@ -225,10 +209,9 @@ class PrivateStates:
 
     def keep_only(self, *needed: str) -> None:
         """Remove all states but these: the server will never name another."""
-        if self.folder.is_dir():
-            for path in self.folder.glob("*.safetensors"):
-                if path.stem not in needed:
-                    path.unlink(missing_ok=True)
+        for path in self.folder.glob("*.safetensors"):
+            if path.stem not in needed:
+                path.unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         if not re.fullmatch(r"\d{1,9}-[0-9a-f]{8}", name):
@@ -242,8 +225,7 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
     if request.site != site.name:
         raise Refused(f"this is site '{site.name}', but the message is for '{request.site}'")
     run = unpack(spec)
-    if mismatch := site.members.mismatch(run.task):
-        raise Refused(mismatch, f"server and sites need the same {FEDERATION_FILE}")
+    site.members.require_own(run.task)
     if request.run != run.hash:
         raise Refused(f"the message is for run {request.run}, but the run is {run.hash}")
     keep_freed_memory()
@@ -252,9 +234,8 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
 
 
 def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) -> RecordDict:
-    config, task = run.config, run.task
+    config, task, method = run.config, run.task, run.config.method
     train, test, public = own_images(site, run)
-    device, method = torch.device(site.device), config.method
     model = client_models(config.model, list(site.members.sites))[site.name]
     network = initial_network(config, task, model)
     setup = dataclasses.replace(make_setup(config, task, network), public=public)
@@ -267,10 +248,12 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
         )
         mine = server.initial_client(network.state_dict())
     states.keep_only(request.accepted, request.kept)
-    network = network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = network.to(  # type: ignore[call-overload]
+        torch.device(site.device), memory_format=torch.channels_last
+    )
     report: dict[str, Any] = {}
     if request.evaluate:
-        tests = {site.name: _on(test, device)}
+        tests = {site.name: _on(test, site.device)}
         seen = {} if method.evaluates == "global" else mine
         at = max(0, request.round - 1)
         score = evaluate(setup, network, received, seen, tests, at)["accuracy"]
@@ -282,7 +265,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
     message: Tree = {}
     if request.train:
         domain = site.members.domain(site.name)
-        client = ClientData(site.name, domain, _on(train, device), model)
+        client = ClientData(site.name, domain, _on(train, site.device), model)
         reply = train_client(setup, network, client, received, mine, request.round)
         message = reply.message
         if any(reply.mine.values()) or any(mine.values()):
@@ -295,17 +278,9 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             "loss_totals": [total for total, _ in reply.losses.values()],
             "loss_steps": [steps for _, steps in reply.losses.values()],
         }
-    answered = Answer(
-        site.name,
-        run.hash,
-        method.name,
-        request.round,
-        request.train,
-        version=__version__,
-        **report,
-    )
-    return add_tree(write(answered), message)
+    about = (site.name, run.hash, method.name, request.round, request.train)
+    return add_tree(write(Answer(*about, version=__version__, **report)), message)
 
 
-def _on(images: Images, device: torch.device) -> Images:
-    return dataclasses.replace(images, x=images.x.to(device), y=images.y.to(device))
+def _on(images: Images, device: str) -> Images:
+    return Images(images.x.to(device), images.y.to(device))

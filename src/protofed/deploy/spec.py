@@ -1,4 +1,4 @@
-"""What of a run travels: its configuration and its task without images, as text.
+"""What of a run travels: its configuration, facts and task, without images, as text.
 
 Of public images only their number a round and a digest travel; of a folder that every machine has a
 copy of, neither a path nor a name.
@@ -10,16 +10,14 @@ protofed that would compute something else is detected before it trains.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from protofed.config import SETTINGS, Config, make_config
-from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
@@ -34,8 +32,6 @@ from protofed.federation.public_images import (
 from protofed.federation.simulation import make_shares
 from protofed.methods import METHODS, reference
 
-_TASK_FIELDS = ("name", "classes", "leftover", "repair", "digest", "test_split")
-
 
 @dataclass(frozen=True)
 class RunSpec:
@@ -44,7 +40,7 @@ class RunSpec:
     config: Config
     """Complete: the clients of every domain, and the precision."""
     task: Task
-    """Without its images."""
+    """Only where the run was planned, and only of a built-in task, with its images."""
     facts: Facts
     """Of the machine that started the run; the digests are of the images that sites must have."""
     public: Mapping[str, int]
@@ -52,7 +48,7 @@ class RunSpec:
 
     @property
     def hash(self) -> str:
-        """Stands for the run, as in every run's folder."""
+        """Identifies the run, as in every run's folder."""
         return self.facts.run_hash(self.config)
 
     @property
@@ -63,46 +59,21 @@ class RunSpec:
 
 def make_spec(config: Config, task: Task) -> RunSpec:
     """The run of this config, on a task whose images may be elsewhere."""
-    name = reference(config.method)
-    if name not in METHODS:
+    if reference(config.method) not in METHODS:
         raise ProtofedError(
             f"method '{config.method.name}' comes from a file that the sites do not have",
             "only methods that the package includes can be deployed",
         )
-    complete = config.for_task(task.info)
+    config = config.for_task(task.info)
     sizes = (len(task.classes), task.image_size, config.width, config.norm)
     require_fit(config.method, config.models, *sizes)
-    found = discover(complete, task)
+    found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
-    public = _public(complete, task, facts.public_digest)
-    return RunSpec(replace(complete, precision=facts.precision), task, facts, public)
+    public = _count_public(config, task, facts.public_digest)
+    return RunSpec(replace(config, precision=facts.precision), task, facts, public)
 
 
-def pack(spec: RunSpec) -> str:
-    """A run as text; ``unpack`` reads it."""
-    config, task, method = spec.config, spec.task, spec.config.method
-    wanted = method.public_images
-    if wanted is not None and wanted.source.startswith(FOLDER):
-        method = method.with_public(FOLDER)  # its path on this machine stays here
-    about = {
-        **{k: getattr(task, k) for k in _TASK_FIELDS},
-        "image_size": task.image_size,
-        "domains": list(task.domains),
-        "augment": asdict(task.augment),
-    }
-    parts = {
-        "hash": spec.hash,
-        "method": {"name": reference(method), "options": method.options()},
-        "public": dict(spec.public),
-        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
-        "facts": spec.facts.to_dict(),
-        "task": about,
-    }
-    return json.dumps(parts, sort_keys=True)
-
-
-def _public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
-    """How many public images a round has, by where they come from."""
+def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
     wanted = config.method.public_images
     if wanted is None:
         return {}
@@ -116,41 +87,62 @@ def _public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
             "deploy site --public PATH there and deploy start --public PATH here",
         )
     shares = make_shares(config, task) if task.has_images else []
-    made = make_public_sampler(
+    sampler = make_public_sampler(
         wanted, task, shares, config.seed, "cpu", config.data, config.skip_bad
     )
-    assert made is not None
-    return made.counts
+    assert sampler is not None
+    return sampler.counts
+
+
+def pack(spec: RunSpec) -> str:
+    """A run as text; ``unpack`` reads it."""
+    config, task, method = spec.config, spec.task, spec.config.method
+    wanted = method.public_images
+    if wanted is not None and wanted.source.startswith(FOLDER):
+        method = method.with_public(FOLDER)  # its path on this machine stays here
+    parts = {
+        "hash": spec.hash,
+        "method": {"name": reference(method), "options": method.options()},
+        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
+        "task": {
+            "name": task.name,
+            "classes": task.classes,
+            "domains": list(task.domains),
+            "augment": asdict(task.augment),
+        },
+        "facts": spec.facts.to_dict(),
+        "public": dict(spec.public),
+    }
+    return json.dumps(parts, sort_keys=True)
 
 
 def unpack(text: str) -> RunSpec:
     """The run that ``pack`` wrote."""
     try:
         parts = json.loads(text)
-        about, method = parts["task"], parts["method"]
+        about, settings, method = parts["task"], parts["settings"], parts["method"]
+        if method["name"] not in METHODS:
+            raise ProtofedError(f"this installation has no method {method['name']!r:.100}")
         augment: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in about["augment"].items()
         }
-        settings = {k: v for k, v in parts["settings"].items() if v is not None}
-        public = {str(name): int(n) for name, n in parts["public"].items()}
-        facts = Facts.from_dict(parts["facts"])
         task = skeleton(
             about["name"],
             about["classes"],
-            about["image_size"],
-            {d: settings["clients"].get(d, 0) for d in about["domains"]},
+            about["domains"],
+            settings["image_size"],
             Augment(**augment),
-            **{k: about[k] for k in ("leftover", "repair", "digest", "test_split")},
+            settings["test_split"],
         )
+        config = make_config(task, method["name"], method["options"], **settings)
+        public = {str(name): int(n) for name, n in parts["public"].items()}
+        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
+        claimed = parts["hash"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtofedError(f"the run's configuration cannot be read: {error!r}") from None
-    if method["name"] not in METHODS:
-        raise ProtofedError(f"this installation has no method {method['name']!r}")
-    config = make_config(task, method["name"], method["options"], **settings)
-    spec = RunSpec(config, task, facts, public)
-    if spec.hash != parts["hash"]:
+    if spec.hash != claimed:
         raise ProtofedError(
-            f"run {parts['hash']} has hash {spec.hash} on this machine",
+            f"run {claimed} has hash {spec.hash} on this machine",
             "server and sites need the same version of protofed",
         )
     return spec
@@ -158,42 +150,24 @@ def unpack(text: str) -> RunSpec:
 
 def skeleton(
     name: str,
-    classes: list[str] | tuple[str, ...],
+    classes: Iterable[str],
+    domains: Iterable[str],
     image_size: int,
-    clients: Mapping[str, int],
     augment: Augment,
-    **more: Any,
+    test_split: str | None,
+    digest: str = "",
 ) -> Task:
     """A task without its images."""
-    none = Images(
-        torch.empty(0, 3, image_size, image_size, dtype=torch.uint8), torch.empty(0).long()
-    )
+    pixels = torch.empty(0, 3, image_size, image_size, dtype=torch.uint8)
+    none = Images(pixels, torch.empty(0).long())
+    domains = tuple(domains)
     return Task(
         name=name,
         classes=tuple(classes),
-        domains={d: Domain(none, none) for d in clients},
+        domains=dict.fromkeys(domains, Domain(none, none)),
         augment=augment,
-        clients=dict(clients),
-        samples=dict.fromkeys(clients, 1.0),
-        **more,
-    )
-
-
-def folder_skeleton(
-    name: str,
-    classes: tuple[str, ...],
-    image_size: int,
-    clients: Mapping[str, int],
-    augment: str = "crop",
-    flip: bool | None = None,
-) -> Task:
-    """The task of a federation whose sites bring their own image folders."""
-    if augment not in AUGMENTS:
-        raise ProtofedError(f"unknown augmentation '{augment}'", f"valid: {', '.join(AUGMENTS)}")
-    # the configuration's hash covers the digest, and so what all sites must agree on
-    text = json.dumps([name, classes, image_size])
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    kind = AUGMENTS[augment](True if flip is None else flip)
-    return skeleton(
-        FOLDER + name, classes, image_size, clients, kind, digest=digest, test_split="auto"
+        clients=dict.fromkeys(domains, 1),
+        samples=dict.fromkeys(domains, 1.0),
+        digest=digest,
+        test_split=test_split,
     )
