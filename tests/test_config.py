@@ -353,7 +353,7 @@ def test_a_config_of_a_later_format_is_refused(tmp_path, format, fine):
     if fine:
         assert read_config(path)["rounds"] == 3
     else:
-        with pytest.raises(ProtofedError, match="config.toml"):
+        with pytest.raises(ProtofedError, match=r"config\.toml"):
             read_config(path)
 
 

@@ -13,14 +13,8 @@ from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client
 from protofed.methods import FedAdam, FedAvg
-<<<<<<< HEAD
-from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
-=======
-from protofed.federation.simulation import Federation
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
->>>>>>> methods
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -10,14 +10,8 @@ from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client
 from protofed.methods import FedAvg, FedAvgM
-<<<<<<< HEAD
-from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
-=======
-from protofed.federation.simulation import Federation
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
->>>>>>> methods
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

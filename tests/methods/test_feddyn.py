@@ -21,14 +21,8 @@ from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Update
 from protofed.methods import FedAvg, FedDyn
-<<<<<<< HEAD
-from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
-=======
-from protofed.federation.simulation import Federation
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
->>>>>>> methods
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

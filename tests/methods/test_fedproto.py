@@ -9,14 +9,8 @@ from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedProto
-<<<<<<< HEAD
-from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
-=======
-from protofed.federation.simulation import Federation
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
->>>>>>> methods
 
 SIZES = Sizes(K, D, 8)
 pytestmark = pytest.mark.usefixtures("single_thread")

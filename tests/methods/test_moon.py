@@ -16,14 +16,8 @@ from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Sizes
 from protofed.methods import FedAvg, Moon
 from protofed.models import Network
-<<<<<<< HEAD
-from protofed.runs.run import run
-from protofed.testing.checks import TINY, tiny_task
-=======
-from protofed.federation.simulation import Federation
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
->>>>>>> methods
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 

@@ -15,14 +15,8 @@ from protofed.federation.batches import ClientBatches
 from protofed.federation.simulation import Federation
 from protofed.keys import generator
 from protofed.methods import METHODS, FedAvgGA, create
-<<<<<<< HEAD
-from protofed.runs.run import run
-from protofed.testing.checks import CLASSES, TINY, tiny_task
-=======
-from protofed.federation.simulation import Federation
 from protofed.runs.run import run
 from protofed.testing.checks import CLASSES, SHORT, tiny_task
->>>>>>> methods
 
 # clients leave some training images to nobody: public ones, for a method that needs them
 SMALL = {**SHORT, "rounds": 2, "epochs": 1, "samples": 16}
