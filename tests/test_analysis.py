@@ -30,7 +30,7 @@ def fpl(tmp_path_factory: pytest.TempPathFactory) -> Result:
 def network_of(result: Result, model: dict[str, torch.Tensor]) -> torch.nn.Module:
     from protofed.federation.simulation import initial_network
 
-    network = initial_network(result.config, TASK)
+    network = initial_network(result.found_config, TASK)
     network.load_state_dict(model)
     return network.eval()
 

@@ -15,6 +15,7 @@ from protofed.cli.app import app
 from protofed.config import make_config
 from protofed.data import load_task
 from protofed.errors import ProtofedError
+from protofed.federation.simulation import Federation
 from protofed.runs.result import load_run
 from protofed.runs.run import run
 
@@ -113,11 +114,10 @@ def test_a_run_on_a_folder_and_its_results_without_it(name: str, tmp_path: Path)
     out = tmp_path / "run"
     result = run(task=name, out=out, flip=False, image_size=16, **SMALL)
     config = result.config
-    assert config.label.startswith("folder-pets-fedavg-0-")
     assert (config.image_size, config.flip, config.test_split) == (16, False, "auto")
-    assert config.digest == load_task(name, image_size=16).digest
+    assert result.facts["digest"] == load_task(name, image_size=16).digest
     assert load_run(out).config == config
-    assert result.network()
+    assert load_run(out).network()
     (tmp_path / "pets").rename(tmp_path / "gone")
     again = load_run(out)
     assert again.config.hash == config.hash and again.accuracy == result.accuracy
@@ -126,16 +126,21 @@ def test_a_run_on_a_folder_and_its_results_without_it(name: str, tmp_path: Path)
 def test_the_hash_knows_the_images_not_their_place(
     name: str, tmp_path: Path, pictures: Any
 ) -> None:
-    config = make_config(name, **SMALL)
+    def run_name(task: str, **more: Any) -> str:
+        return Federation(make_config(task, **SMALL, **more)).name
+
+    before = run_name(name)
+    assert before.startswith("folder-pets-fedavg-0-")
     shutil.copytree(tmp_path / "pets", tmp_path / "copy" / "pets")
     copy = f"folder:{tmp_path / 'copy' / 'pets'}"
-    assert make_config(copy, **SMALL).hash == config.hash
-    assert make_config(name, flip=False, **SMALL).hash != config.hash
-    assert make_config(name, image_size=16, **SMALL).hash != config.hash
+    assert run_name(copy) == before
+    assert run_name(name, flip=False) != before
+    assert run_name(name, image_size=16) != before
     (tmp_path / "copy" / "pets" / "b" / "cat" / "0.png").write_bytes(pictures.one(1234))
-    assert make_config(copy, **SMALL).hash != config.hash
-    with pytest.raises(ProtofedError, match="not those of the configuration"):
-        make_config(copy, digest=config.digest, **SMALL)
+    assert run_name(copy) != before
+    run(name, out=tmp_path / "run", **SMALL)
+    with pytest.raises(ProtofedError, match=r"another configuration.*digest \w{64} → \w{64}"):
+        run(copy, out=tmp_path / "run", resume=True, **SMALL)
 
 
 def test_a_run_with_the_augmentation_of_large_images(name: str) -> None:
