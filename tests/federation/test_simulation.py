@@ -13,7 +13,7 @@ from tests.runs.diary import QUICK, TASK, Diary
 from protofed import tree
 from protofed.config import make_config
 from protofed.federation.simulation import (
-    EXAMINED,
+    TESTED_PER_DOMAIN,
     Federation,
     batchnorm_policy,
     initial_network,
@@ -75,25 +75,25 @@ def test_states_spill_to_disk(tmp_path: Path) -> None:
 
 
 def test_of_many_clients_some_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protofed.federation.simulation.EXAMINED", 3)
+    monkeypatch.setattr("protofed.federation.simulation.TESTED_PER_DOMAIN", 3)
     many = federation(clients={"left": 8, "right": 2}, participation=0.2)
     assert "3 clients" in many.examined
-    drawn = [[e.client for e in many._exams(round)] for round in range(6)]
+    drawn = [[e.client for e in many._eval_jobs(round)] for round in range(6)]
     for names in drawn:
         assert len(names) == len(set(names)) == 5
         assert [n for n in names if n.startswith("right")] == ["right-0", "right-1"]
         assert names == sorted(names, key=list(many.sites).index)
     assert len({n for names in drawn for n in names}) > 7, "others in other rounds"
-    assert drawn == [[e.client for e in many._exams(round)] for round in range(6)], "keyed"
+    assert drawn == [[e.client for e in many._eval_jobs(round)] for round in range(6)], "keyed"
     record = many.run_round()
     assert set(record["accuracy"]) == {"left", "right"}
 
 
 def test_all_of_few_clients_are_examined() -> None:
     few = federation(clients={"left": 8, "right": 2})
-    assert EXAMINED >= 8
+    assert TESTED_PER_DOMAIN >= 8
     assert few.examined == ""
-    assert [e.client for e in few._exams(0)] == list(few.sites)
+    assert [e.client for e in few._eval_jobs(0)] == list(few.sites)
 
 
 def test_images_of_clients_that_sit_out_are_not_kept_twice() -> None:

@@ -14,7 +14,7 @@ from protofed.data.task import Domain, Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import train_client
 from protofed.federation.model_state import load_model
-from protofed.federation.simulation import Federation, Observer, initial_network
+from protofed.federation.simulation import Federation, Observer
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedSeProto
@@ -548,7 +548,7 @@ def test_an_image_size_the_decoder_cannot_make_is_told_in_words(pixels):
 
 def test_encoder_and_head_begin_as_fedavgs():
     ours, plain = (
-        initial_network(make_config(tiny_task(), m, **TINY), tiny_task()).state_dict()
+        Federation(make_config(tiny_task(), m, **TINY), tiny_task()).make_network().state_dict()
         for m in (FedSeProto(), FedAvg())
     )
     assert set(ours) - set(plain) == {n for n in ours if n.startswith(("semantic.", *PRIVATE))}

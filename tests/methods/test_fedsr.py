@@ -14,7 +14,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.client_round import train_client
 from protofed.federation.evaluation import evaluate
 from protofed.federation.model_state import load_model
-from protofed.federation.simulation import Federation, initial_network
+from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Entry, Sizes
 from protofed.methods import FedAvg, FedSR
 from protofed.methods.fedsr import cmi
@@ -425,7 +425,7 @@ def test_network_for_all_models(model):
 
 def test_encoder_and_head_begin_as_fedavgs():
     ours, plain = (
-        initial_network(make_config(tiny_task(), m, **TINY), tiny_task()).state_dict()
+        Federation(make_config(tiny_task(), m, **TINY), tiny_task()).make_network().state_dict()
         for m in (FedSR(), FedAvg())
     )
     assert set(ours) - set(plain) == {"gaussian.weight", "gaussian.bias", *PRIVATE}

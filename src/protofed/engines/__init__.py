@@ -7,38 +7,20 @@ this package makes them known to the federation.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-
 import torch
 
 from protofed.engines.loop import Loop
 from protofed.engines.workers import Workers
-from protofed.federation.cpu import keep_freed_memory
-from protofed.federation.engine import Engine, register_engine
+from protofed.federation.engine import Engine, MakeNetworks, register_engine
 from protofed.federation.setup import Setup
-from protofed.models import Network
-
-Networks = Callable[[], Mapping[str, Network]]
 
 
-def _loop(setup: Setup, networks: Networks, device: torch.device, workers: int | None) -> Engine:
-    if device.type == "cpu":
-        keep_freed_memory()
-    return Loop(setup, networks())
-
-
-def _workers(setup: Setup, networks: Networks, device: torch.device, workers: int | None) -> Engine:
-    keep_freed_memory()
-    return Workers(setup, [networks() for _ in range(workers or os.cpu_count() or 1)])
-
-
-def _lanes(setup: Setup, networks: Networks, device: torch.device, workers: int | None) -> Engine:
+def _lanes(setup: Setup, networks: MakeNetworks, device: torch.device, _: int | None) -> Engine:
     from protofed.engines.lanes.engine import Lanes  # needs a GPU
 
     return Lanes(setup, networks, device)
 
 
-register_engine("loop", _loop)
-register_engine("workers", _workers)
+register_engine("loop", Loop)
+register_engine("workers", Workers)
 register_engine("lanes", _lanes)

@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from protofed.federation.client_round import Reply, train_client
+from protofed.federation.cpu import keep_freed_memory
+from protofed.federation.engine import Engine, MakeNetworks, PrivateStates
 from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
 from protofed.federation.setup import ClientData, Setup
-from protofed.models import Network
 from protofed.tree import Tree
 
 
-class Loop:
+class Loop(Engine):
     """Runs clients in order, each in the network of its model."""
 
-    def __init__(self, setup: Setup, networks: Mapping[str, Network]) -> None:
-        self.setup, self.networks = setup, networks
+    def __init__(
+        self, setup: Setup, networks: MakeNetworks, device: torch.device, _: int | None = None
+    ) -> None:
+        if device.type == "cpu":
+            keep_freed_memory()
+        self.setup, self.networks = setup, networks()
 
     def train(
-        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[tuple[str, Reply]]:
-        """The clients' replies, in order."""
         for data in clients:
             network = self.networks[data.model]
             reply = train_client(self.setup, network, data, received, mine(data.name), round)
             yield data.name, reply
 
     def evaluate(
-        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[Scores]:
-        """The scores of each job."""
         for job in jobs:
             yield evaluate_job(self.setup, self.networks, job, received, mine, round)
-
-    def free_memory(self) -> None:
-        """Nothing to free: the loop needs its one network per model."""

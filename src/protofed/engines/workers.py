@@ -8,36 +8,41 @@ whatever the number of workers.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 
 import torch
 
 from protofed.federation.client_round import Reply, train_client
+from protofed.federation.cpu import keep_freed_memory
+from protofed.federation.engine import Engine, MakeNetworks, PrivateStates
 from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
 from protofed.federation.setup import ClientData, Setup
-from protofed.models import Network
 from protofed.tree import Tree
 
 
-class Workers:
+class Workers(Engine):
     """A pool of threads, each with its own network for each of the clients' models."""
 
-    def __init__(self, setup: Setup, networks: Sequence[Mapping[str, Network]]) -> None:
-        self.setup, self._count = setup, len(networks)
+    def __init__(
+        self, setup: Setup, networks: MakeNetworks, _: torch.device, workers: int | None = None
+    ) -> None:
+        keep_freed_memory()
+        self.setup, self._count = setup, workers or os.cpu_count() or 1
         self._local = local = threading.local()
-        unclaimed = list(networks)
+        unclaimed = [networks() for _ in range(self._count)]
 
         def start() -> None:  # without self, which every thread of the pool would keep alive
             torch.set_num_threads(1)  # applies to the calling thread
             local.networks = unclaimed.pop()
 
-        self._pool = ThreadPoolExecutor(len(networks), "protofed", initializer=start)
+        self._pool = ThreadPoolExecutor(self._count, "protofed", initializer=start)
 
     def train(
-        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[tuple[str, Reply]]:
         """The replies in order of completion; the largest clients start first.
 
@@ -60,26 +65,21 @@ class Workers:
                 left.cancel()
 
     def evaluate(
-        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[Scores]:
-        """The scores of each job, in order; if there are few jobs, they are split by test set."""
-
         def work(job: EvalJob) -> Scores:
             return evaluate_job(self.setup, self._local.networks, job, received, mine, round)
 
         if len(jobs) >= self._count:
             yield from self._pool.map(work, jobs)
             return
-        for job in jobs:
+        for job in jobs:  # too few for all workers: split by test set
             parts = [replace(job, tests={name: job.tests[name]}) for name in job.tests]
             whole: Scores = {}
             for scores in self._pool.map(work, parts):
                 for rule, found in scores.items():
                     whole.setdefault(rule, {}).update(found)
             yield whole
-
-    def free_memory(self) -> None:
-        """Nothing to free: workers use no device memory."""
 
 
 def _first_error(running: Iterable[Future[Reply]]) -> BaseException:

@@ -14,29 +14,32 @@ from protofed.federation.setup import ClientData, Setup
 from protofed.models import Network
 from protofed.tree import Tree
 
+PrivateStates = Callable[[str], Tree]
+"""Gives a client's private state by its name."""
+
+MakeNetworks = Callable[[], Mapping[str, Network]]
+"""Makes a network for each of the clients' models."""
+
 
 class Engine(Protocol):
-    """Trains and evaluates clients. ``mine`` gives a client's private state by its name."""
+    """Trains and evaluates clients."""
 
     def train(
-        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[tuple[str, Reply]]:
         """Train these clients; yields the name and reply of each, in any order."""
 
     def evaluate(
-        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[Scores]:
         """The scores of each job, in order."""
 
     def free_memory(self) -> None:
-        """Free device memory that can be allocated again in the next round."""
+        """Free device memory that can be allocated again in the next round, if there is any."""
 
 
-EngineFactory = Callable[
-    [Setup, Callable[[], Mapping[str, Network]], torch.device, int | None], Engine
-]
-"""Makes an engine from the setup, a maker of networks for each model, the device, and the number
-of workers (None: as many as the engine likes)."""
+EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None], Engine]
+"""The last argument is the setting ``workers``."""
 
 _FACTORIES: dict[str, EngineFactory] = {}
 
@@ -46,14 +49,8 @@ def register_engine(name: str, factory: EngineFactory) -> None:
     _FACTORIES[name] = factory
 
 
-def build_engine(
-    name: str,
-    setup: Setup,
-    make_networks: Callable[[], Mapping[str, Network]],
-    device: torch.device,
-    workers: int | None = None,
-) -> Engine:
-    """The engine of that name; ``make_networks`` makes a network for each of the models."""
+def engine_factory(name: str) -> EngineFactory:
+    """What makes the engine of that name."""
     if name not in _FACTORIES:
         raise unknown("engine", name, _FACTORIES)
-    return _FACTORIES[name](setup, make_networks, device, workers)
+    return _FACTORIES[name]

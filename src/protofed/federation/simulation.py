@@ -15,13 +15,13 @@ from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_state import ClientStore
-from protofed.federation.engine import build_engine
+from protofed.federation.engine import engine_factory
 from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.facts import DTYPES, Facts, discover
 from protofed.federation.finite import require_finite_model
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries
-from protofed.federation.public_images import PublicSampler, make_public_sampler
+from protofed.federation.public_images import make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Method, Sizes
@@ -36,8 +36,8 @@ NO_WEIGHTS = "nothing: no model is averaged"
 """What a run says of its averaging weights where there is nothing to average."""
 
 
-EXAMINED = 20
-"""Clients of a domain whose own models a round tests; where there are more, each round draws anew.
+TESTED_PER_DOMAIN = 20
+"""Clients of a domain whose own models a round tests; if there are more, each round draws some.
 
 Otherwise a round's time would grow with the clients that do not take part in it.
 """
@@ -72,11 +72,7 @@ class Sites(Mapping[str, ClientData]):
     """
 
     def __init__(
-        self,
-        task: Task,
-        shares: Sequence[Share],
-        device: torch.device,
-        models: Mapping[str, str],
+        self, task: Task, shares: Sequence[Share], device: torch.device, models: Mapping[str, str]
     ) -> None:
         self._task, self._device, self._models = task, device, models
         self._shares = {share.name: share for share in shares}
@@ -100,7 +96,6 @@ class Sites(Mapping[str, ClientData]):
         return len(self._shares)
 
     def domain(self, name: str) -> str:
-        """A client's domain."""
         return self._shares[name].domain
 
 
@@ -135,7 +130,11 @@ class Federation:
             for name in dict.fromkeys(self.models.values())
         }
         network = next(iter(self._initial.values()))
-        self.setup = replace(make_setup(config, self.task, network), public=self._public(device))
+        public = make_public_sampler(
+            self.method.public_images, self.task, self.shares, config.seed, device,
+            config.data, config.skip_bad,
+        )  # fmt: skip
+        self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
         self.sites = Sites(self.task, self.shares, device, self.models)
         self.tests = {
@@ -154,17 +153,10 @@ class Federation:
             device=device if config.engine == "lanes" else "cpu",
         )
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
-        self.engine = build_engine(
-            config.engine, self.setup, self.make_networks, device, config.workers
-        )
+        make_engine = engine_factory(config.engine)
+        self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
-
-    def _public(self, device: torch.device) -> PublicSampler | None:
-        config, wanted = self.config, self.method.public_images
-        return make_public_sampler(
-            wanted, self.task, self.shares, config.seed, device, config.data, config.skip_bad
-        )
 
     def make_network(self, model: str = "") -> Network:
         """A network to compute in, on the run's device, of that model (else the first)."""
@@ -229,7 +221,7 @@ class Federation:
         }
 
     def _aggregate(self) -> None:
-        """Close the round; if the GPU's memory is short, with what the engine can give up."""
+        """Close the round; if out of GPU memory, with what the engine can free."""
         try:
             self.server.finish()
             return
@@ -244,20 +236,20 @@ class Federation:
         With ``everyone`` the clients' mean on their own domains is there too, as ``own``.
         """
         round, found = max(0, self.server.round - 1), list[Scores]()
-        exams = self._exams(round)
-        scored = self.engine.evaluate(exams, self.server.broadcast(), self.store.get, round)
+        jobs = self._eval_jobs(round)
+        scored = self.engine.evaluate(jobs, self.server.broadcast(), self.store.get, round)
         for done, scores in enumerate(scored, start=1):
             found.append(scores)
             for observer in observers:
-                observer.tested(round, done, len(exams))
+                observer.tested(round, done, len(jobs))
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
         if self.method.evaluates == "everyone":
-            owners = zip(exams, found, strict=True)
-            own = [{(d := self._domain(e)): s["accuracy"][d]} for e, s in owners]
+            domains = [self.sites.domain(job.client) for job in jobs if job.client]
+            own = [{d: s["accuracy"][d]} for d, s in zip(domains, found, strict=True)]
             means["own"] = _means(own, self.tests)
         return means
 
-    def _exams(self, round: int) -> list[EvalJob]:
+    def _eval_jobs(self, round: int) -> list[EvalJob]:
         """Who is tested on what. A domain without clients is tested with all clients' models."""
         who = self.method.evaluates
         if who == "global":
@@ -273,38 +265,31 @@ class Federation:
                     if who == "everyone" or d == share.domain or d not in seen
                 },
             )
-            for share in self._examined(round)
+            for share in self._tested_clients(round)
         ]
 
     @property
     def examined(self) -> str:
         """In words, if clients are tested with their own models, but not all in every round."""
-        if (
-            self.method.evaluates == "global"
-            or max(self.config.domain_clients.values()) <= EXAMINED
-        ):
+        most = max(self.config.domain_clients.values())
+        if self.method.evaluates == "global" or most <= TESTED_PER_DOMAIN:
             return ""
-        return f"{EXAMINED} clients of a domain that has more, drawn anew every round"
+        return f"{TESTED_PER_DOMAIN} clients of a domain that has more, drawn anew every round"
 
-    def _examined(self, round: int) -> list[Share]:
+    def _tested_clients(self, round: int) -> list[Share]:
         """The clients whose own models are tested: all, or some of a domain that has very many."""
         found: list[Share] = []
         for domain in self.task.domains:
             own = [share for share in self.shares if share.domain == domain]
-            if len(own) > EXAMINED:
+            if len(own) > TESTED_PER_DOMAIN:
                 rng = keys.generator(self.config.seed, round, domain, "examined")
-                chosen = rng.choice(len(own), size=EXAMINED, replace=False)
+                chosen = rng.choice(len(own), size=TESTED_PER_DOMAIN, replace=False)
                 own = [own[i] for i in sorted(chosen)]
             found += own
         return found
 
-    def _domain(self, exam: EvalJob) -> str:
-        assert exam.client is not None
-        return self.sites.domain(exam.client)
-
     @property
     def model(self) -> Slot:
-        """The global model."""
         return self.server.state.get("model", {})
 
     def own_models(self) -> dict[str, Slot]:

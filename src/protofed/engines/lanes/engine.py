@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -27,9 +27,9 @@ from protofed.engines.lanes.lane import Lane, PendingReply
 from protofed.engines.lanes.random_tables import RandomTables
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
+from protofed.federation.engine import Engine, MakeNetworks, PrivateStates
 from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
 from protofed.federation.setup import ClientData, Setup
-from protofed.models import Network
 from protofed.tree import Tree
 
 LANES = 6  # on an H200, 5 and 8 are 3 to 5 % slower, 3 and 12 at least 10 %
@@ -39,13 +39,13 @@ RECORDING_COST = 1.5  # a lane that must first record a graph counts as this muc
 FEWEST_PROTOTYPES = 16  # a class's prototypes are padded to this many, or the next power of two
 
 
-class Lanes:
+class Lanes(Engine):
     """Several lanes on one GPU; results agree with the loop engine up to rounding."""
 
     def __init__(
         self,
         setup: Setup,
-        make_networks: Callable[[], Mapping[str, Network]],
+        make_networks: MakeNetworks,
         device: torch.device,
         lanes: int | None = None,
     ) -> None:
@@ -59,7 +59,7 @@ class Lanes:
         self._evaluation_batch = LARGEST_EVALUATION_BATCH
 
     def train(
-        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[tuple[str, Reply]]:
         """Train these clients; all replies come at the end, in the clients' order."""
         retried = False
@@ -77,16 +77,13 @@ class Lanes:
             yield data.name, replies[data.name]
 
     def evaluate(
-        self, jobs: Sequence[EvalJob], received: Tree, mine: Callable[[str], Tree], round: int
+        self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
     ) -> Iterator[Scores]:
-        """The scores of each job."""
         received = tree.to(received, self.device)
         for job in jobs:
             yield self._evaluate(job, received, mine, round)
 
-    def _evaluate(
-        self, job: EvalJob, received: Tree, mine: Callable[[str], Tree], round: int
-    ) -> Scores:
+    def _evaluate(self, job: EvalJob, received: Tree, mine: PrivateStates, round: int) -> Scores:
         """The scores of a job; when out of memory, in smaller batches or with fewer lanes."""
         networks, retried = self._evaluation_networks, False
         while True:
@@ -110,7 +107,7 @@ class Lanes:
         self._drop_lanes()
 
     def _train(
-        self, clients: Sequence[ClientData], received: Tree, mine: Callable[[str], Tree], round: int
+        self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> dict[str, Reply]:
         received = _pad_prototypes(tree.to(received, self.device))
         while len(self._lanes) < min(self._count, len(clients)):
