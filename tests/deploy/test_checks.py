@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,6 +74,10 @@ def test_the_weights_of_the_others_are_renormalized(world: Callable[..., Any]) -
 
 HARMFUL: dict[str, Spoil] = {
     "no steps": lambda c: set_values(c, steps=0),
+    "very many steps": lambda c: set_values(c, steps=2**62),
+    "more steps of a loss": lambda c: set_values(
+        c, loss_terms=["x"], loss_totals=[1.0], loss_steps=[10**6]
+    ),
     "a long name of a loss": lambda c: set_values(
         c, loss_terms=["x" * 10**6], loss_totals=[1.0], loss_steps=[1]
     ),
@@ -144,11 +149,8 @@ def test_logits_of_other_shapes_are_refused(world: Callable[..., Any]) -> None:
 def test_very_many_logits_are_not_too_many(world: Callable[..., Any]) -> None:
     """The most bytes of a reply follow from how many images there are, not from the noise."""
     w = world("fedmd", {"images": 24}, rounds=1)
-    spec = unpack(w.spec)
-    config, task, public = spec.config, spec.task, spec.public
-    assert public == {"scan": 8, "print": 8, "photo": 8}
-    server = w.coordinator().server
-    assert (
-        expected_reply(config, task, server, {"x": 10**7}).limit == 4 * 10**7 * 10 * 4 + SLACK_BYTES
-    )
-    assert expected_reply(config, task, server, public).limit == 4 * 24 * 10 * 4 + SLACK_BYTES
+    spec, server = unpack(w.spec), w.coordinator().server
+    assert spec.public == {"scan": 8, "print": 8, "photo": 8}
+    many = replace(spec, public={"x": 10**7})
+    assert expected_reply(many, server).limit == 4 * 10**7 * 10 * 4 + SLACK_BYTES
+    assert expected_reply(spec, server).limit == 4 * 24 * 10 * 4 + SLACK_BYTES

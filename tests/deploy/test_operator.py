@@ -12,10 +12,12 @@ pytest.importorskip("flwr")
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
+from protofed.data.augment import AUGMENTS
 from protofed.deploy import operator as deploy
 from protofed.deploy import programs
 from protofed.deploy.members import Members, read_members
 from protofed.deploy.setup import init
+from protofed.deploy.spec import pack, unpack
 from protofed.errors import ProtofedError
 
 
@@ -48,6 +50,19 @@ def test_what_only_a_simulator_can_do_is_refused(tmp_path: Path, members: Member
     ):
         with pytest.raises(ProtofedError, match=words):
             deploy.plan_run(members, where, "fpl", {}, settings)
+
+
+def test_a_config_file_sets_what_the_options_do(tmp_path: Path, members: Members) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('method = "fpl"\naugment = "large"\nflip = false\nimage_size = 32\n')
+    spec = deploy.plan_run(members, file, None, {}, {})
+    assert spec.task.augment == AUGMENTS["large"](False)
+    settings = {"augment": "large", "flip": False}
+    assert spec.hash == deploy.plan_run(members, None, "fpl", {}, settings).hash
+    assert unpack(pack(spec)).task.augment == spec.task.augment
+    file.write_text("image_size = 64\n")
+    with pytest.raises(ProtofedError, match="image_size is 64, but the sites agreed on 32"):
+        deploy.plan_run(members, file, "fpl", {}, {})
 
 
 def test_what_cannot_be_deployed_fails_before_anything_starts(members: Members) -> None:

@@ -83,7 +83,7 @@ def test_names_with_special_characters_survive(tmp_path: Path) -> None:
     )  # fmt: skip
     members = read_members(tmp_path / "f" / "server")
     assert (members.name, members.classes) == (name, tuple(classes))
-    assert members.domain("a.b") == domain and members.round_seconds == 1234567.5
+    assert members.sites["a.b"].domain == domain and members.round_seconds == 1234567.5
 
 
 def test_sites_of_a_task_are_in_the_simulators_order(tmp_path: Path) -> None:

@@ -17,20 +17,21 @@ from flwr.app import RecordDict
 from torch import Tensor
 
 from protofed import tree
-from protofed.config import Config
 from protofed.data.task import Images, Task
-from protofed.deploy.messages import Answer, Request, read_answer
+from protofed.deploy.messages import Answer, Request, read
+from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused, read_tree
 from protofed.federation.client_round import Reply, train_client
 from protofed.federation.public_images import ImagePool, PublicSampler
 from protofed.federation.server import Server
-from protofed.federation.setup import ClientData, Setup
+from protofed.federation.setup import ClientData
 from protofed.federation.simulation import initial_network, make_setup
 from protofed.keys import generator
 from protofed.method import Sizes
 from protofed.tree import Tree
 
-MAX_SAMPLES = 10**9
+MAX_COUNT = 10**9
+"""Images or steps of a site in a round."""
 MAX_TERMS = 100
 """Loss terms in a reply, and characters in the name of a term or of a state."""
 SLACK_BYTES = 64 << 20
@@ -54,13 +55,10 @@ class ExpectedReply:
     limit: int
 
 
-def expected_reply(
-    config: Config, task: Task, server: Server, public: Mapping[str, int] | None = None
-) -> ExpectedReply:
-    """What a client of this run sends, found by training two clients on noise.
-
-    ``public``: how many public images a round has, by where they come from.
-    """
+def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
+    """What a client of this run sends, found by training two clients on noise."""
+    config, task = spec.config, spec.task
+    total = sum(spec.public.values()) or None
     network = initial_network(config, task)
     setup = make_setup(config, task, network)
     # only shapes matter: one epoch, with steps too small for noise to make them diverge
@@ -68,12 +66,13 @@ def expected_reply(
     setup = dataclasses.replace(setup, training=quiet)
     mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    numbers = (max(12, len(task.classes)), 3 * len(task.classes) + 12)
+    classes = len(task.classes)
+    numbers = (max(12, classes), 3 * classes + 12)
     few, many = (
         train_client(
-            dataclasses.replace(setup, public=_noise_public(task, seen)) if public else setup,
+            dataclasses.replace(setup, public=_noise_public(task, seen)) if total else setup,
             network,
-            _noise_site(setup, task, n),
+            ClientData("template", "none", Images(_noise(task, n), torch.arange(n) % classes)),
             server.broadcast(),
             mine,
             0,
@@ -81,7 +80,6 @@ def expected_reply(
         for n, seen in zip(numbers, NOISE_PUBLIC, strict=True)
     )
     model = {name: tuple(t.shape) for name, t in few.get("model", {}).items()}
-    total = sum(public.values()) if public else None
     entries: dict[tuple[str, str], tuple[torch.dtype, Shape]] = {}
     largest = 0
     for slot, slots in few.items():
@@ -118,11 +116,6 @@ def _shape(
     return tuple(shape)
 
 
-def _noise_site(setup: Setup, task: Task, n: int) -> ClientData:
-    own = Images(_noise(task, n), torch.arange(n) % setup.sizes.classes)
-    return ClientData("template", "none", own)
-
-
 def _noise_public(task: Task, n: int) -> PublicSampler:
     return PublicSampler({"noise": ImagePool(_noise(task, n), torch.arange(n), n)}, seed=0)
 
@@ -139,7 +132,7 @@ def check_answer(
 
     Raises ``Refused`` for anything that does not fit the request.
     """
-    answer = read_answer(content)
+    answer = read(content, Answer)
     for what, got, want in (
         ("site", answer.site, request.site),
         ("run", answer.run, request.run),
@@ -149,7 +142,7 @@ def check_answer(
     ):
         if got != want:
             raise Refused(f"the reply is for {what} {got!r}, not {want!r}")
-    if not 0 <= answer.right <= answer.tested <= MAX_SAMPLES:
+    if not 0 <= answer.right <= answer.tested <= MAX_COUNT:
         raise Refused(f"the reply has {answer.right} of {answer.tested} test images right")
     if request.evaluate and not answer.tested:
         raise Refused("the reply lacks the requested evaluation")
@@ -158,7 +151,8 @@ def check_answer(
         if message:
             raise Refused("the reply carries tensors that were not requested")
         return answer, None
-    if not (0 < answer.samples <= MAX_SAMPLES and answer.steps > 0 and answer.lr >= 0):
+    counts = (answer.samples, answer.steps)
+    if not all(0 < n <= MAX_COUNT for n in counts) or answer.lr < 0:
         raise Refused(
             f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}"
         )
@@ -167,8 +161,8 @@ def check_answer(
     names = (answer.state, *answer.loss_terms)
     if len(names) > MAX_TERMS or any(len(name) > MAX_TERMS for name in names):
         raise Refused("the reply has too many loss terms or too long names")
-    if any(n < 1 for n in answer.loss_steps):
-        raise Refused("a loss in the reply has no steps")
+    if not all(1 <= n <= answer.steps for n in answer.loss_steps):
+        raise Refused("a loss in the reply has no steps, or more than the reply")
     _check_tree(message, expected)
     losses = {term: (float(total), n) for term, (total, n) in answer.losses.items()}
     return answer, Reply(message, {}, answer.samples, answer.steps, float(answer.lr), losses)

@@ -13,8 +13,10 @@ is tried again.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,7 @@ from protofed.runs.records import Record
 from protofed.tree import Tree
 
 ATTEMPTS = 3
-"""Attempts at a round with too few replies before the run ends."""
-FETCH_ATTEMPTS = 3
-"""Attempts at fetching a reply that Flower cannot read."""
+"""At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
 MAX_PROBLEM_LENGTH = 500
 """Characters to record of what is wrong with a reply: some of them are the site's own."""
 
@@ -89,7 +89,7 @@ class Coordinator:
         """For each site, the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
         """The record of the last round, which still lacks its accuracy."""
-        self.expected = expected_reply(config, task, self.server, spec.public)
+        self.expected = expected_reply(spec, self.server)
         self.failures = 0
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class Coordinator:
         assert self.pending is not None
         right, tested = (dict.fromkeys(self.members.clients(), 0) for _ in range(2))
         for name, answer in got.answers.items():
-            domain = self.members.domain(name)
+            domain = self.members.sites[name].domain
             right[domain] += answer.right
             tested[domain] += answer.tested
         # over all test images of a domain's sites: large test sets weigh more than small ones
@@ -311,20 +311,20 @@ class Coordinator:
             got.down += tree.nbytes(received)
             got.wire[name] = {"down": wire.message_bytes(messages[name]), "up": 0}
         waiting: dict[str, str] = {}
-        ids = list(self.grid.push_messages(list(messages.values())))
-        for i, name in enumerate(messages):
-            if i < len(ids) and ids[i]:
-                waiting[ids[i]] = name
+        ids = self.grid.push_messages(messages.values())
+        for name, message_id in zip_longest(messages, ids):
+            if message_id:
+                waiting[message_id] = name
             else:
                 self._problem(got, name, "the message could not be sent")
-        unreadable: dict[str, int] = {}
+        unreadable = Counter[str]()
         while waiting:
             for message_id, name in list(waiting.items()):
                 try:
                     pulled = list(self.grid.pull_messages([message_id]))
                 except Exception as error:  # a reply that Flower itself cannot read
-                    unreadable[name] = unreadable.get(name, 0) + 1
-                    if unreadable[name] >= FETCH_ATTEMPTS:
+                    unreadable[name] += 1
+                    if unreadable[name] >= ATTEMPTS:
                         del waiting[message_id]
                         self._problem(got, name, f"refused: unreadable ({type(error).__name__})")
                     continue

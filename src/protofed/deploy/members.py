@@ -104,9 +104,6 @@ class Members:
         """The site that has this public key (PEM, as Flower gives it)."""
         return self._by_key.get(_curve_point(load_pem_public_key, public_key) or b"")
 
-    def domain(self, site: str) -> str:
-        return self.sites[site].domain
-
     def clients(self) -> dict[str, int]:
         """The number of sites in each domain."""
         return dict(Counter(site.domain for site in self.sites.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -52,11 +52,18 @@ class Answer:
     loss_steps: list[int] = field(default_factory=list)
     version: str = ""
 
+    def __post_init__(self) -> None:
+        if not len(self.loss_terms) == len(self.loss_totals) == len(self.loss_steps):
+            raise Refused("the message's losses do not match each other")
+
     @property
     def losses(self) -> dict[str, tuple[float, int]]:
         """For each loss term its sum over the steps that have it, and the number of those steps."""
         pairs = zip(self.loss_totals, self.loss_steps, strict=True)
         return dict(zip(self.loss_terms, pairs, strict=True))
+
+
+Said = TypeVar("Said", Request, Answer)
 
 
 def write(said: Request | Answer) -> RecordDict:
@@ -65,29 +72,15 @@ def write(said: Request | Answer) -> RecordDict:
     return RecordDict({RECORD: ConfigRecord(values)})
 
 
-def read_request(content: RecordDict) -> Request:
-    """The request in a message; refused unless every field has its type."""
-    return Request(**_values(content, Request))
-
-
-def read_answer(content: RecordDict) -> Answer:
-    """The answer in a message; refused unless every field has its type."""
-    answer = Answer(**_values(content, Answer))
-    lengths = {len(answer.loss_terms), len(answer.loss_totals), len(answer.loss_steps)}
-    if len(lengths) != 1:
-        raise Refused("the message's losses do not match each other")
-    return answer
-
-
 _ITEM_TYPES = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
 
 
-def _values(content: RecordDict, cls: type[Request] | type[Answer]) -> dict[str, Any]:
-    """The record's values: all required fields, no others, each of its type."""
+def read(content: RecordDict, cls: type[Said]) -> Said:
+    """The request or answer in a message: all required fields, no others, each of its type."""
     record = content.config_records.get(RECORD)
     if record is None:
         raise Refused("the message is empty: it has no record 'protofed'")
-    values = dict(record.items())
+    values: dict[str, Any] = dict(record.items())
     types = {f.name: str(f.type) for f in fields(cls)}
     required = {f.name for f in fields(cls) if f.default is f.default_factory is MISSING}
     if missing := sorted(required - values.keys()):
@@ -100,4 +93,4 @@ def _values(content: RecordDict, cls: type[Request] | type[Answer]) -> dict[str,
         fits = isinstance(items, list) and all(type(i) in _ITEM_TYPES[item] for i in items)
         if not fits or len(items) > MAX_ITEMS:
             raise Refused(f"'{name}' of the message is not {types[name]}")
-    return values
+    return cls(**values)

@@ -21,7 +21,7 @@ from protofed.data.info import FOLDER
 from protofed.data.load import site_images
 from protofed.data.sources.folder import folder_path
 from protofed.deploy.members import Members, read_members, read_toml
-from protofed.deploy.messages import Answer, Request, read_request, write
+from protofed.deploy.messages import Answer, Request, read, write
 from protofed.deploy.spec import RunSpec, unpack
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import ProtofedError, unknown
@@ -221,7 +221,7 @@ class PrivateStates:
 
 def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
     """The site's reply to a message of the run that ``spec`` describes."""
-    request = read_request(content)
+    request = read(content, Request)
     if request.site != site.name:
         raise Refused(f"this is site '{site.name}', but the message is for '{request.site}'")
     run = unpack(spec)
@@ -264,7 +264,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             tree.save(own, path, {"hash": run.hash})
     message: Tree = {}
     if request.train:
-        domain = site.members.domain(site.name)
+        domain = site.members.sites[site.name].domain
         client = ClientData(site.name, domain, _on(train, site.device), model)
         reply = train_client(setup, network, client, received, mine, request.round)
         message = reply.message

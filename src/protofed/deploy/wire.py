@@ -16,7 +16,7 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from torch import Tensor
 
 from protofed.errors import ProtofedError
-from protofed.tree import Slot, Tree
+from protofed.tree import Tree
 
 PREFIX = "tree."
 RAW = "protofed.raw"
@@ -63,7 +63,6 @@ def from_array(array: Array, where: str) -> Tensor:
 
 
 def add_tree(content: RecordDict, tree: Tree) -> RecordDict:
-    """Add the Tree's slots to a message's content."""
     for slot, entries in tree.items():
         if entries:
             content[PREFIX + slot] = ArrayRecord({n: to_array(t) for n, t in entries.items()})
@@ -72,23 +71,19 @@ def add_tree(content: RecordDict, tree: Tree) -> RecordDict:
 
 def read_tree(content: RecordDict, limit: int | None = None) -> Tree:
     """The Tree in a message's content; more than ``limit`` bytes are refused unread."""
-    size = data_bytes(content)
+    size = sum(len(a.data) for r in content.array_records.values() for a in r.values())
     if limit is not None and size > limit:
         raise Refused(f"the message has {size} bytes, more than the {limit} allowed")
     tree: Tree = {}
     for key, record in content.array_records.items():
         if not key.startswith(PREFIX):
             raise Refused(f"the message has an unknown record {key!r}")
-        slot: Slot = {}
-        for name, array in record.items():
-            slot[name] = from_array(array, f"entry {name!r} of slot {key.removeprefix(PREFIX)!r}")
-        tree[key.removeprefix(PREFIX)] = slot
+        slot = key.removeprefix(PREFIX)
+        tree[slot] = {
+            name: from_array(array, f"entry {name!r} of slot {slot!r}")
+            for name, array in record.items()
+        }
     return tree
-
-
-def data_bytes(content: RecordDict) -> int:
-    """Bytes of tensor data in a message's content."""
-    return sum(len(a.data) for r in content.array_records.values() for a in r.values())
 
 
 def message_bytes(message: Message) -> int:

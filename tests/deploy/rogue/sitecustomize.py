@@ -21,12 +21,12 @@ NAME = "protofed.deploy.site"
 
 def spoil(module: Any) -> None:
     """Replace the site's answer with a rogue's."""
-    from protofed.deploy.messages import read_request
+    from protofed.deploy.messages import Request, read
 
     honest, plan = module.answer, json.loads(os.environ["ROGUE"])
 
     def answer(site: Any, spec: str, content: Any) -> Any:
-        request = read_request(content)
+        request = read(content, Request)
         kind = plan.get(str(request.round)) if request.train else None
         if kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
