@@ -175,7 +175,15 @@ def read_packed(file: Path) -> list[StoredRun]:
             line = json.loads(text)
             check_format(file, line.get("format"))
             found.append(StoredRun(line["name"], line["facts"], line=line))
-    except (OSError, ValueError, EOFError, zlib.error, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        zlib.error,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise Damaged(file, str(error)) from None
     return found
 
