@@ -56,8 +56,8 @@ def _settings() -> str:
         "",
         "What a run can be asked for: an option of `protofed run`, `compare`, `sweep` and",
         "`study run` (`--weight-decay`), a key of `config.toml` and of a study's TOML, a keyword",
-        "of `protofed.run` (`weight_decay`). What is not given comes from the protocol, then from the",
-        "task. Hyper-parameters of a method are not settings: `--set tau=0.05`.",
+        "of `protofed.run` (`weight_decay`). What is not given comes from the protocol, then from",
+        "the task. Hyper-parameters of a method are not settings: `--set tau=0.05`.",
         "",
     ]
     for panel in PANELS:

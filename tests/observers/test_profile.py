@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.cli.commands import TINY as COMMAND
+from tests.cli.commands import Done, call
 
-from protofed.cli import app as cli
 from protofed.methods import FPL
 from protofed.observers import profile as profiling
 from protofed.observers.profile import Profile
@@ -68,25 +68,15 @@ def test_a_long_round_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < len(operations(cut.path)) < len(operations(whole.path)) / 2, "one client of four"
 
 
-def test_on_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def protofed(*more: str) -> tuple[int, str, str]:
-        line = "run --rounds 2 --epochs 1 --clients 1 --samples 10 --model cnn2 --width 4"
-        argv = ["protofed", *line.split(), "--device", "cpu", "--out", str(tmp_path / "a"), *more]
-        monkeypatch.setattr(sys, "argv", argv)
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
+def test_on_the_command_line(tmp_path: Path) -> None:
+    def protofed(*more: str) -> Done:
+        return call("run", *COMMAND, "--rounds", 2, "--out", tmp_path / "a", *more)
 
-    code, out, _ = protofed("--profile")
-    assert code == 0
-    assert "round 2 is recorded in" in out and "perfetto" in out
+    done = protofed("--profile")
+    assert done.code == 0
+    assert "round 2 is recorded in" in done.out and "perfetto" in done.out
     assert operations(tmp_path / "a" / "trace.json.gz")
-    code, _, err = protofed("--profile")
-    assert code == 2 and "no round to record" in err and "--overwrite" in err
-    assert protofed("--overwrite")[0] == 0
+    done = protofed("--profile")
+    assert done.code == 2 and "no round to record" in done.err and "--overwrite" in done.err
+    assert protofed("--overwrite", "--quiet").code == 0
     assert not (tmp_path / "a" / "trace.json.gz").exists()

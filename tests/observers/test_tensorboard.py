@@ -4,13 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from protofed.studies.worker import work
+from tests.cli.commands import TINY as OPTIONS
+from tests.cli.commands import call
+from tests.studies.in_process import run_in_process
+from tests.studies.made_runs import study
 
-from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.observers.tensorboard import TensorBoard
 from protofed.runs.run import run
-from protofed.studies.definition import dumps
 
 TINY = {"rounds": 2, "epochs": 1, "clients": 1, "samples": 10, "device": "cpu", "model": "cnn2",
         "width": 4}  # fmt: skip
@@ -83,20 +84,25 @@ def test_with_the_real_one(tmp_path):
     ("study", "run", "mine.toml"),
     ("compare", "--methods", "fedavg"),
     ("sweep", "--method", "fpl", "--over", "tau=0.1"),
+    ("run",),
 ])  # fmt: skip
-def test_a_study_asks_for_it_before_anything_runs(command, monkeypatch, protofed, raw):
+def test_it_is_asked_for_before_anything_runs(command, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    Path("mine.toml").write_text(dumps(raw()))
-    code, _, err = protofed(*command, "--tensorboard")
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(study().toml())
+    code, _, err = call(*command, "--tensorboard")
     assert code == 2
     assert "protofed[tensorboard]" in err
     assert not Path("runs").exists()
 
 
-def test_a_run_of_a_study_writes_it(written, tmp_path):
-    config = make_config("glyphs", **{**TINY, "rounds": 1})
-    (tmp_path / "config.toml").write_text(config.toml())
-    assert work(tmp_path / "config.toml", tmp_path / "run", 1, tensorboard=True) == 0
-    assert written["place"] == (str(tmp_path / "run" / "tensorboard"), 1)
+def test_on_the_command_line(written, monkeypatch, tmp_path):
+    """A study passes it on to its runs, which write it."""
+    monkeypatch.chdir(tmp_path)
+    assert call("run", *OPTIONS, "--tensorboard", "--quiet", "--out", "it").code == 0
+    assert written["place"] == (str(Path("it/tensorboard")), 1)
     assert ("accuracy/average", 1) in written
     assert written["closed"]
+    started = run_in_process(monkeypatch)
+    assert call("compare", *OPTIONS, "--methods", "fedavg", "--tensorboard").code == 0
+    assert "--tensorboard" in started[0]

@@ -1,4 +1,4 @@
-"""A study packed to be kept: small, without models, and the same tables and report from it."""
+"""A study packed to be kept: few small files, no models, and the same tables and report."""
 
 from __future__ import annotations
 
@@ -6,163 +6,208 @@ import gzip
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from protofed.studies.pack import pack
+from tests.report.conftest import SMALL
+from tests.studies.made_runs import PAPER, make_runs, make_study, study
 
 from protofed import analysis
 from protofed.errors import ProtofedError
 from protofed.report import plot, stored_analysis
 from protofed.report.collect import collect
-from protofed.report.group_analysis import analyzed_run
+from protofed.report.group_analysis import analyze, analyzed_run
+from protofed.report.pack import pack
 from protofed.report.page import write_report
+from protofed.runs.pool import PACKED, Pool
 from protofed.runs.result import load_run
 from protofed.runs.run import run
-from protofed.studies import folder as folders
-from protofed.studies import plan
-from protofed.studies.definition import parse
-
-PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
-         "FedAvg": [40.0, 40.0, 40.0, 40.0, 40.0],
-         "FPL": {"values": [50.0, 50.0, 50.0, 50.0, 50.0], "std": 0.5}}  # fmt: skip
+from protofed.studies.folder import StudyFolder, to_text
+from protofed.studies.launch import prepare
 
 
-def flat(cell: Any) -> dict[str, float]:
-    value = (40.0 if cell.line.row.method == "fedavg" else 45.0) + cell.seed
-    return dict.fromkeys(("scan", "print", "photo", "inverse"), value)
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
-def names(folder: Path) -> set[str]:
-    """The files in the folders of the runs."""
-    runs = [p.parent for p in folder.glob("*/config.toml")]
-    return {p.name for run in runs for p in run.iterdir()}
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files with the figures' names: drawing takes most of the time."""
+
+    def save(drawn: plot.Plot, folder: Path, kinds: tuple[str, ...], **_: object) -> list[Path]:
+        paths = [folder / f"{drawn.name}.{kind}" for kind in kinds]
+        for path in paths:
+            path.write_text("")
+        return paths
+
+    monkeypatch.setattr(plot, "save", save)
 
 
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_the_copy_makes_the_same_tables_and_a_report(raw, make_runs, tmp_path, monkeypatch):
-    study = parse(raw(printed={"glyphs": PAPER}, notes=["it did otherwise"]), "mine")
-    study = study.overridden(settings={"data": "/somewhere/images"})
-    make_runs(study, tmp_path / "a", flat, skip={("FPL", 1)})
-    folders.write_outputs(study, tmp_path / "a")
-    packed = pack(tmp_path / "a", tmp_path / "b")
+def test_the_copy_is_four_files_and_makes_the_same_tables(tmp_path: Path) -> None:
+    made = study(printed={"glyphs": PAPER}, notes=["it did otherwise"])
+    made = made.overridden(settings={"data": "/somewhere/images"})
+    folder = make_study(made, tmp_path / "runs" / "s", skip={("FPL", 1)})
+    packed = pack(folder.path, tmp_path / "b", images=0)
     assert packed.runs == 3
-    for name in ("table.md", "table.csv", "table.tex"):
-        assert (tmp_path / "a" / name).read_text() == (tmp_path / "b" / name).read_text()
-    assert names(tmp_path / "b") == {"config.toml", "summary.json", "rounds.jsonl.gz"}
-    kinds = {p.suffix for p in (tmp_path / "b").rglob("*") if p.is_file()}
-    assert kinds == {".toml", ".json", ".gz", ".md", ".csv", ".tex", ".png", ".html"}
-    # where the images lay is nobody's business, and cannot change a number
-    for file in (tmp_path / "b").rglob("*.toml"):
-        assert "somewhere" not in file.read_text()
-    page = (tmp_path / "b" / "report.html").read_text("utf-8")
-    assert "40.00 (+0.5)" in page
-    assert "50.00 ± 0.50 (-5.0)" in page
-    assert "it did otherwise" in page
-    assert "All methods: the run&#39;s folder has no model." in page
-    # again over what is there: the same bytes, and nothing of what was there before
+    assert set(contents(tmp_path / "b")) == {"study.toml", PACKED, "table.md", "curves.png"}
+    assert packed.size == sum(map(len, contents(tmp_path / "b").values())) < 100_000
+    # where images and runs lay is nobody's business, and cannot change a number
+    for text in ((tmp_path / "b" / "study.toml").read_text(), _packed_text(tmp_path / "b")):
+        assert "somewhere" not in text and "pool" not in text
+    shutil.rmtree(tmp_path / "runs" / "s")  # nothing comes from elsewhere
+    copy = StudyFolder.open(tmp_path / "b")
+    for form in ("markdown", "csv", "latex"):
+        ours, theirs = (to_text(f.study, f.tables(), form) for f in (copy, folder))
+        assert ours == theirs
+    assert (tmp_path / "b" / "table.md").read_text() == to_text(made, folder.tables(), "markdown")
+    assert "1/2" in (tmp_path / "b" / "table.md").read_text()
+
+
+def _packed_text(folder: Path) -> str:
+    return gzip.decompress((folder / PACKED).read_bytes()).decode()
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_packed_again_it_is_the_same_bytes_and_nothing_of_before(tmp_path: Path) -> None:
+    folder = make_study(study(seeds=1), tmp_path / "runs" / "s")
+    pack(folder.path, tmp_path / "b", images=0)
     before = contents(tmp_path / "b")
-    (tmp_path / "b" / "figures" / "old.png").write_text("")
-    monkeypatch.setattr(plot, "save", lambda *_: [])
-    pack(tmp_path / "a", tmp_path / "b")
-    assert contents(tmp_path / "b") == {p: c for p, c in before.items() if p.suffix != ".png"}
+    (tmp_path / "b" / "old.png").write_text("")
+    pack(folder.path, tmp_path / "b", images=0)
+    assert contents(tmp_path / "b") == before
+    # from the copy itself, too
+    pack(tmp_path / "b", tmp_path / "c", images=0)
+    assert contents(tmp_path / "c") == before
 
 
-def test_nothing_is_packed_over_what_is_no_packed_study(study, make_runs, tmp_path):
-    make_runs(study, tmp_path / "a", flat)
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("summary.json", "x"), ("config.toml", "seed = 1"), ("rounds.jsonl", "[1]\n")],
+)
+@pytest.mark.usefixtures("no_drawing")
+def test_what_cannot_be_read_leaves_an_earlier_copy(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    folder = make_study(study(seeds=1), tmp_path / "runs" / "s")
+    pack(folder.path, tmp_path / "b", images=0)
+    before = contents(tmp_path / "b")
+    (make_runs(study(seeds=1), tmp_path / "runs")["FPL", 0] / file).write_text(content)
+    with pytest.raises(ProtofedError, match=file.replace(".", r"\.")):
+        pack(folder.path, tmp_path / "b", images=0)
+    assert contents(tmp_path / "b") == before
+
+
+def test_nothing_is_packed_over_what_is_not_a_packed_study(tmp_path: Path) -> None:
+    folder = make_study(study(), tmp_path / "runs" / "s")
     with pytest.raises(ProtofedError, match="into itself"):
-        pack(tmp_path / "a", tmp_path / "a")
+        pack(folder.path, folder.path)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("")
-    with pytest.raises(ProtofedError, match="not empty"):
-        pack(tmp_path / "a", tmp_path / "b")
-    shutil.copytree(tmp_path / "a", tmp_path / "c")
-    next((tmp_path / "c").glob("*/config.toml")).with_name("model.safetensors").write_text("")
-    with pytest.raises(ProtofedError, match="with its models"):
-        pack(tmp_path / "a", tmp_path / "c")
-    make_runs(study, tmp_path / "d", flat, skip={(r, s) for r in ("FedAvg", "FPL") for s in (0, 1)})
+    for place in (tmp_path / "b", tmp_path / "runs"):
+        with pytest.raises(ProtofedError, match="not empty"):
+            pack(folder.path, place)
+    every = {(label, seed) for label in ("FedAvg", "FPL") for seed in (0, 1)}
+    none = make_study(study(), tmp_path / "none" / "s", skip=every)
     with pytest.raises(ProtofedError, match="no finished run"):
-        pack(tmp_path / "d", tmp_path / "e")
+        pack(none.path, tmp_path / "e")
+    with pytest.raises(ProtofedError, match="holds no study"):
+        pack(tmp_path, tmp_path / "e")
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_packed_study_is_not_run_in(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / PACKED).write_bytes(b"")
+    with pytest.raises(ProtofedError, match="holds a packed study"):
+        StudyFolder.create(tmp_path / "b", study(), tmp_path)
+
+
+# ---- what a report shows of models --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A real study, and what it packs to."""
-    from .conftest import raw
-
-    folder = tmp_path_factory.mktemp("packed")
-    settings = {**raw()["settings"], "clients": {"scan": 2, "photo": 1}, "engine": "loop"}
-    study = parse(raw(seeds=1, settings=settings, printed={"glyphs": PAPER}), "mine")
-    cells = plan.cells(study)
-    index = {cell.key: folder / "a" / cell.config().label for cell in cells}
-    for cell in cells:
-        run(config=cell.config(), out=index[cell.key])
-    folders.write_study(study, folder / "a", index)
+    """A real study's folder, and what it packs to."""
+    place = tmp_path_factory.mktemp("packed")
+    settings = {k: v for k, v in SMALL.items() if k != "task"} | {"rounds": 1}
+    made, jobs = prepare(study(seeds=1, settings=settings), place / "runs")
+    for job in jobs:
+        run(config=job.config, out=job.folder.path)
+    folder = StudyFolder.create(place / "runs" / "s", made, place / "runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plot, "save", lambda *_: [])  # most of the time it takes
-        pack(folder / "a", folder / "b", images=12)
-    return folder / "a", folder / "b"
+        patch.setattr(plot, "save", lambda *_, **__: [])  # most of the time it takes
+        pack(folder.path, place / "copy", images=12)
+    return folder.path, place / "copy"
 
 
 def test_the_report_of_the_copy_is_the_report(
     packed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With t-SNE, confusions and clusters, though no model is there any more."""
-    source, copy = packed
-    assert names(copy) >= {"analysis.json.gz"} and "model.safetensors" not in names(copy)
-    write_report(collect([source]), tmp_path / "r.html", images=12)
-    ours, theirs = ((p).read_text("utf-8") for p in (tmp_path / "r.html", copy / "report.html"))
-    # places of a t-SNE are kept to two digits
+    monkeypatch.setattr(plot, "svg", lambda panel, prefix: f'<svg aria-label="{panel.alt}"></svg>')
+    texts = []
+    for folder in packed:
+        write_report(collect([folder]), tmp_path / "r.html", images=12)
+        texts.append((tmp_path / "r.html").read_text("utf-8"))
+    ours, theirs = texts
     for part in ("by class", "clusters in round 1", "The gap between domains", "% right"):
         assert part in ours and part in theirs, part
     assert ours.count("<svg") == theirs.count("<svg")
-    assert len(theirs) < 1.5e6
-    # and packing the copy changes nothing
-    monkeypatch.setattr(plot, "save", lambda *_: [])
-    pack(copy, tmp_path / "again")
-    assert (tmp_path / "again" / "report.html").read_text("utf-8") == theirs
+    assert "has no model" not in theirs
 
 
 def test_what_was_kept_reads_back(packed: tuple[Path, Path]) -> None:
     source, copy = packed
-    of_fpl = next(p.parent for p in source.glob("glyphs-fpl-*/config.toml"))
+    stored = {run.config["method"]: run for run in Pool(copy).runs}
+    parts = stored["fpl"].analysis
+    assert parts is not None
+    assert set(parts) >= {"confusion", "tsne", "gap", "clusters", "distances", "tested"}
     found = stored_analysis.GroupAnalysis()
-    assert stored_analysis.load(found, "FPL", copy / of_fpl.name)
-    full = load_run(of_fpl)
+    stored_analysis.add_stored(found, "FPL", parts)
+    full = load_run(next(source.parent.glob("glyphs-fpl-*")))
     confusion = analysis.confusion(full, "photo", limit=12)
     assert np.array_equal(found.confusions["FPL"]["photo"], confusion)
     assert found.clusters["FPL"] == analysis.clusters(full)
     cosine = analysis.prototype_distances(full).cosine
     assert np.allclose(found.distances["FPL"].cosine, cosine, atol=1e-4, equal_nan=True)
-    assert not stored_analysis.load(found, "FPL", source)
-    file = copy / of_fpl.name / stored_analysis.FILE
-    parts = json.loads(gzip.decompress(file.read_bytes()))
-    assert set(parts) >= {"confusion", "tsne", "gap", "clusters", "distances", "tested"}
+    # as JSON it is the same
+    again = stored_analysis.GroupAnalysis()
+    stored_analysis.add_stored(again, "FPL", json.loads(json.dumps(parts)))
+    assert again.clusters == found.clusters
 
 
-def test_the_first_seed_with_a_model_is_analyzed_run(
-    packed: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_first_seed_with_a_model_is_analyzed(packed: tuple[Path, Path], tmp_path: Path) -> None:
     """Whose model, or what was kept of it, is there; without any it is the first."""
     source, copy = packed
-    run = next(p.parent for p in source.glob("glyphs-fpl-*/config.toml"))
+    folder = next(source.parent.glob("glyphs-fpl-*"))
     bare = tmp_path / "bare"
-    shutil.copytree(run, bare, ignore=shutil.ignore_patterns("model.safetensors"))
-    without, whole, kept_of = (load_run(p, model=False) for p in (bare, run, copy / run.name))
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("model.safetensors"))
+    without, whole = (load_run(path, model=False) for path in (bare, folder))
+    kept = next(run for run in Pool(copy).runs if run.config["method"] == "fpl").result()
     assert analyzed_run([without, whole]) is whole
-    assert analyzed_run([without, kept_of, whole]) is kept_of
+    assert analyzed_run([without, kept, whole]) is kept
     assert analyzed_run([without, without]) is without
 
 
-def test_a_run_without_its_model_says_so(packed: tuple[Path, Path]) -> None:
-    _, copy = packed
-    lean = load_run(next(copy.glob("*/config.toml")).parent)
-    assert lean.lean and len(lean.rounds) == 1
+def test_a_packed_run_has_no_model(packed: tuple[Path, Path]) -> None:
+    kept = Pool(packed[1]).runs[0].result()
+    assert kept.lean and len(kept.rounds) == 1
+    assert kept.plot().startswith(b"\x89PNG")
     with pytest.raises(ProtofedError, match="without its model"):
-        analysis.features(lean, "photo")
+        analysis.features(kept, "photo")
     with pytest.raises(ProtofedError, match="without its model"):
-        lean.network()
+        kept.network()
+
+
+@pytest.mark.parametrize("parts", [{"confusion": {}}, {"tsne": [1]}, {"clusters": {}}])
+def test_a_stored_analysis_that_is_damaged_is_named(
+    packed: tuple[Path, Path], parts: dict[str, object]
+) -> None:
+    with pytest.raises(ProtofedError, match="stored analysis of FPL is damaged"):
+        stored_analysis.add_stored(stored_analysis.GroupAnalysis(), "FPL", parts)
+    # and the page says so in its place
+    (group,) = collect([packed[1]]).groups
+    for result in group.results:
+        result.analysis = parts
+    found = analyze(group, 12, lambda text: None)
+    assert "damaged" in found.reasons("features", group.methods)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.report.conftest import SMALL
+from tests.studies.made_runs import TINY, make_runs, study
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
@@ -24,8 +23,7 @@ from protofed.report.page_table import PageCell, PageTable, result_table
 from protofed.report.palette import TONES
 from protofed.report.run_details import facts
 from protofed.report.stored_analysis import GroupAnalysis
-from protofed.runs.result import load_run
-from protofed.runs.run import run
+from protofed.runs.result import Result, load_run
 from protofed.studies.tables import rows
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -95,7 +93,7 @@ def test_nothing_comes_from_elsewhere(report: Path) -> None:
 
 def test_the_same_runs_give_the_same_page(runs: Path, tmp_path: Path, saved: list[str]) -> None:
     for name in "ab":
-        write_report(collect([runs / "fpl-0"]), tmp_path / name, images=2)
+        write_report(collect([runs / "fpl-0"]), tmp_path / name, images=0)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     (group,) = collect([runs / "fpl-0"]).groups
     one, two = (analyze(group, 2, lambda text: None).embeddings["fpl"][0] for _ in range(2))
@@ -144,10 +142,10 @@ def test_what_cannot_be_made_is_said(runs: Path, tmp_path: Path, saved: list[str
 def test_without_the_images_the_rest_is_there(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: list[str]
 ) -> None:
-    def missing(config: object) -> None:
+    def missing(result: Result) -> None:
         raise ProtofedError("task 'glyphs' is nowhere", "fetch it")
 
-    monkeypatch.setattr("protofed.report.group_analysis.config_task", missing)
+    monkeypatch.setattr(Result, "task", missing)
     write_report(collect([runs]), tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text("utf-8")
     assert "not available: task &#39;glyphs&#39; is nowhere (fetch it)" in text
@@ -178,43 +176,14 @@ def test_every_text_is_escaped(runs: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "alert(" in text and "<script>alert" not in text
 
 
-def test_groups_are_runs_that_may_be_compared(runs: Path, tmp_path: Path, saved: list[str]) -> None:
-    run(**{**SMALL, "rounds": 1}, method="fpl", out=tmp_path / "short")
-    for tau in (0.05, 0.1):
-        run(**SMALL, method="fpl", options={"tau": tau}, out=tmp_path / str(tau))
-    (group,) = collect([runs, tmp_path / "0.05", tmp_path / "0.1", runs / "fpl-0"]).groups
-    assert group.title == "glyphs"
-    assert list(group.methods) == ["fedavg", "fpl tau=0.02", "fpl tau=0.05", "fpl tau=0.1"]
-    assert [len(r) for r in group.methods.values()] == [2, 2, 1, 1]
-    assert group.seeds == [0, 1]
-    both = collect([runs, tmp_path / "short"])
-    assert [g.title for g in both.groups] == ["glyphs · rounds 2", "glyphs · rounds 1"]
-    write_report(both, tmp_path / "two.html", tmp_path / "f", images=0)
-    text = (tmp_path / "two.html").read_text("utf-8")
-    page = Page(text)
+def test_two_groups_have_names_of_their_own(tmp_path: Path, saved: list[str]) -> None:
+    for rounds in (1, 2):
+        settings = {**TINY, "rounds": rounds}
+        make_runs(study(seeds=1, settings=settings), tmp_path / "runs", rounds=rounds)
+    write_report(collect([tmp_path / "runs"]), tmp_path / "two.html", tmp_path / "f", images=0)
+    page = Page((tmp_path / "two.html").read_text("utf-8"))
     assert len(page.ids) == len(set(page.ids)) and set(page.targets) <= set(page.ids)
     assert len(saved) == len(set(saved)) and "glyphs-rounds-1-curves" in saved
-
-
-def test_damaged_runs_are_skipped_and_no_run_is_an_error(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "fpl-0", tmp_path / "broken")
-    (tmp_path / "broken" / "rounds.jsonl").write_bytes(b"cut\n")
-    given = collect([runs / "fedavg-0", tmp_path])
-    assert [p.name for p, _ in given.skipped] == ["broken"]
-    with pytest.raises(ProtofedError, match="no finished run in"):
-        collect([tmp_path])
-    with pytest.raises(ProtofedError, match="is not a folder"):
-        collect([tmp_path / "nowhere"])
-
-
-def test_runs_of_a_gpu_can_be_read_without_one(runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(runs / "fedavg-0", tmp_path / "gpu")
-    config = tmp_path / "gpu" / "config.toml"
-    text = config.read_text("utf-8").replace('device = "cpu"', 'device = "cuda"')
-    config.write_text(text.replace('engine = "loop"', 'engine = "lanes"'), "utf-8")
-    (group,) = collect([tmp_path]).groups
-    assert group.results[0].config.device == "cuda"
-    assert group.results[0].config.engine == "lanes"
 
 
 def test_the_headline(runs: Path) -> None:
@@ -259,20 +228,6 @@ def test_the_command(runs: Path, tmp_path: Path, saved: list[str]) -> None:
     assert isinstance(failed.exception, ProtofedError)
     failed = CliRunner().invoke(app, ["report", str(runs), "-o", str(tmp_path)])
     assert "is a folder" in str(failed.exception)
-
-
-def test_keep_rounds_by_command(tmp_path: Path) -> None:
-    given = [
-        "run", "--quiet", "--clients", "1", "--samples", "10", "--epochs", "1", "--rounds", "2",
-        "--method", "fedproto", "--device", "cpu", "--model", "cnn2", "--width", "4",
-        "--out", str(tmp_path / "run"), "--keep-rounds", "1,last",
-    ]  # fmt: skip
-    done = CliRunner().invoke(app, given)
-    assert done.exit_code == 0, done.output
-    assert {p.name for p in (tmp_path / "run" / "snapshots").iterdir()} == {
-        "1.safetensors", "2.safetensors",
-    }  # fmt: skip
-    assert json.loads((tmp_path / "run" / "summary.json").read_text("utf-8"))["rounds"] == 2
 
 
 def test_most_methods_need_not_be_named(runs: Path) -> None:

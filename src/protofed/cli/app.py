@@ -6,8 +6,10 @@ import sys
 from typing import Annotated
 
 import typer
+from click import Context
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from protofed.cli.compare import compare
 from protofed.cli.data import data_app
@@ -24,8 +26,23 @@ from protofed.cli.tasks import tasks
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
+ORDER = (
+    *("tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "report"),
+    "deploy",
+)
+
+
+class InOrder(TyperGroup):
+    """Lists the commands in ``ORDER``; typer would list groups of commands last."""
+
+    def list_commands(self, ctx: Context) -> list[str]:
+        """The names of the commands."""
+        return sorted(self.commands, key=ORDER.index)
+
+
 app = typer.Typer(
     name="protofed",
+    cls=InOrder,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -35,13 +52,10 @@ app = typer.Typer(
     "Start with [bold]protofed compare --task glyphs --methods fedavg,fedproto,fpl[/bold]: "
     "three methods on a task that needs no download.",
 )
-app.command(context_settings=HELP)(tasks)
-app.add_typer(data_app)
-for command in (methods, run, show, compare, sweep):
+for command in (tasks, methods, run, show, compare, sweep, report):
     app.command(context_settings=HELP)(command)
-app.add_typer(study_app)
-app.command(context_settings=HELP)(report)
-app.add_typer(deploy_app)
+for group in (data_app, study_app, deploy_app):
+    app.add_typer(group)
 
 
 @app.callback(invoke_without_command=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, changes_numbers
+from protofed.config import changes_numbers
 from protofed.errors import ProtofedError
 from protofed.report.palette import Look, looks_of
 from protofed.runs import Result, RunFolder, load_run
@@ -167,10 +167,8 @@ def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list
 def _groups(results: list[Result]) -> list[Group]:
     found: dict[str, list[Result]] = {}
     for result in results:
-        facts = {k: result.facts.get(k) for k in ("digest", "precision")}
-        setting = _text([_values(result.config), facts])
-        found.setdefault(setting, []).append(result)
-    settings = [_values(runs[0].config) for runs in found.values()]
+        found.setdefault(_text(_values(result)), []).append(result)
+    settings = [_values(runs[0]) for runs in found.values()]
     differing = [k for k in settings[0] if len({_text(s[k]) for s in settings}) > 1]
     groups = []
     for runs, values in zip(found.values(), settings, strict=True):
@@ -181,17 +179,19 @@ def _groups(results: list[Result]) -> list[Group]:
     return groups
 
 
-def _values(config: Config) -> dict[str, Any]:
-    names = [f.name for f in fields(config) if changes_numbers(f.name)]
-    return {name: getattr(config, name) for name in names if name not in _MAY_DIFFER}
+def _values(result: Result) -> dict[str, Any]:
+    """The settings and facts that runs share which may be compared."""
+    names = [f.name for f in fields(result.config) if changes_numbers(f.name)]
+    settings = {n: getattr(result.config, n) for n in names if n not in _MAY_DIFFER}
+    return settings | {n: result.facts.get(n) for n in ("precision", "numerics", "digest")}
 
 
 def _labeled(runs: Iterable[Result]) -> list[Result]:
     """The runs with labels that name the hyper-parameters in which runs of a method differ.
 
-    FedAvg comes first, then the others by name.
+    FedAvg comes first, then the others by name and by the values of their hyper-parameters.
     """
-    runs = sorted(runs, key=lambda r: (r.config.method.name != BASELINE, r.config.method.name))
+    runs = sorted(runs, key=_order)
     variants: dict[str, dict[str, Mapping[str, Any]]] = {}
     for run in runs:
         options = run.config.method.options()
@@ -208,6 +208,14 @@ def _labeled(runs: Iterable[Result]) -> list[Result]:
         taken.add((label, run.config.seed))
         labeled.append(replace(run, summary={**run.summary, "method": label}))
     return labeled
+
+
+def _order(run: Result) -> tuple[Any, ...]:
+    method = run.config.method
+    values = method.options().values()
+    # numbers before words, which cannot be compared with them
+    options = tuple((0, v) if isinstance(v, (int, float)) else (1, str(v)) for v in values)
+    return method.name != BASELINE, method.name, options
 
 
 def _text(value: Any) -> str:

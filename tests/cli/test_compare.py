@@ -1,0 +1,340 @@
+"""``protofed compare`` and ``sweep``: one real comparison, and many made-up ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+from PIL import Image
+from tests.cli.commands import DIVERGES, MINE, TINY, Done, call, succeed
+from tests.studies.in_process import run_in_process, start_nothing
+from tests.studies.made_runs import DOMAINS, image_folder, make_runs, rising
+
+from protofed.studies.folder import StudyFolder
+from protofed.studies.launch import adhoc
+from protofed.studies.plan import PlannedRun
+
+Protofed = Callable[..., Done]
+SETTINGS = {"rounds": 1, "epochs": 1, "clients": 1, "samples": 10, "device": "cpu",
+            "model": "cnn2", "width": 4}  # fmt: skip
+"""What TINY says."""
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def runs_in(pool: Path) -> list[Path]:
+    return [path.parent for path in pool.glob("*/config.toml")]
+
+
+# ---- one comparison, with processes -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sequence[object], Path, str]:
+    """Two methods, one from a file, and two seeds; FedAvg's runs are there before compare."""
+    place = tmp_path_factory.mktemp("compared")
+    (place / "mine.py").write_text(MINE)
+    pool = place / "runs"
+    for seed in (5, 6):
+        succeed("run", *TINY, "--quiet", "--seed", seed, "--runs", pool)
+    args = [
+        "compare", *TINY, "--methods", f"fedavg,{place / 'mine.py'}:Mine", "--seeds", "2",
+        "--seed", "5", "--set", "mine.scale=4", "--jobs", "2", "--runs", pool,
+    ]  # fmt: skip
+    return args, pool, succeed(*args)
+
+
+@pytest.fixture(scope="module")
+def folder(compared: tuple[Sequence[object], Path, str]) -> Path:
+    """The folder of its tables."""
+    (found,) = compared[1].glob("compare-*")
+    return found
+
+
+def test_every_method_is_run_with_every_seed(
+    compared: tuple[Sequence[object], Path, str], folder: Path
+) -> None:
+    _, pool, out = compared
+    assert sorted(run.name.rsplit("-", 1)[0] for run in runs_in(pool)) == [
+        "glyphs-fedavg-5", "glyphs-fedavg-6", "glyphs-mine-5", "glyphs-mine-6",
+    ]  # fmt: skip
+    assert "2 of 4 runs are already complete" in out
+    assert "2 runs, 2 at a time" in out
+    for name in ("mine seed 5", "mine seed 6"):
+        assert f"{name}  round 1/1" in out
+    assert "fedavg seed" not in out
+    assert re.fullmatch(r"compare-glyphs-[0-9a-f]{10}", folder.name)
+    assert {p.name for p in folder.iterdir()} == {
+        "study.toml", "table.md", "table.csv", "table.tex", "curves.png", "curves.pdf",
+    }  # fmt: skip
+    assert "…" not in out, "where there is no terminal nothing of a table is cut off"
+
+
+def test_the_table_is_right(compared: tuple[Sequence[object], Path, str], folder: Path) -> None:
+    _, pool, out = compared
+    accuracy = {}
+    for run in runs_in(pool):
+        lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+        summary = json.loads((run / "summary.json").read_text())
+        mean = {d: fmean(r["accuracy"][d] for r in lines) for d in lines[0]["accuracy"]}
+        mean["average"] = fmean(r["average"] for r in lines)
+        accuracy[summary["method"], summary["seed"]] = mean
+    header, _, *body = (folder / "table.md").read_text().split("\n\n")[1].splitlines()
+    columns = [c.strip() for c in header.strip("|").split("|")]
+    assert columns == ["method", *DOMAINS, "average", "Δ FedAvg", "MB", "s"]
+    cells = {}
+    for line in body:
+        row = [re.sub(r"\*\*|</?u>", "", c).strip() for c in line.strip("|").split("|")]
+        cells[row[0]] = dict(zip(columns, row, strict=True))
+    assert list(cells) == ["fedavg", "mine"]
+    for method, shown in cells.items():
+        for column in columns[1:6]:
+            both = [accuracy[method, seed][column] for seed in (5, 6)]
+            assert shown[column] == f"{fmean(both):.1f} ± {stdev(both):.1f}"
+    pairs = [accuracy["mine", s]["average"] - accuracy["fedavg", s]["average"] for s in (5, 6)]
+    assert any(pairs)  # otherwise the next line shows nothing
+    # 12.706: Student's t with one degree of freedom
+    half = 12.706 * stdev(pairs) / math.sqrt(2)
+    noise = ", noise" if half >= abs(fmean(pairs)) else ""
+    error = stdev(pairs) / math.sqrt(2)
+    delta = f"{round(fmean(pairs), 1) + 0:+.1f} ± {error:.1f} (±{half:.1f}{noise})"
+    assert cells["mine"]["Δ FedAvg"] == delta
+    assert cells["fedavg"]["Δ FedAvg"] == ""
+    assert cells["mine"]["average"] in out
+    with Image.open(folder / "curves.png") as image:
+        image.load()
+        assert min(image.size) > 300
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_again_nothing_is_run(
+    compared: tuple[Sequence[object], Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, pool, _ = compared
+    start_nothing(monkeypatch)
+    before = {p: c for p, c in files(pool).items() if not p.parent.name.startswith("compare")}
+    assert "4 of 4 runs are already complete" in succeed(*args)
+    after = {p: c for p, c in files(pool).items() if not p.parent.name.startswith("compare")}
+    assert after == before
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_another_comparison_has_a_folder_of_its_own(
+    compared: tuple[Sequence[object], Path, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, pool, _ = compared
+    start_nothing(monkeypatch)
+    before = files(folder)
+    fewer = [*args[: args.index("--methods")], "--methods", "fedavg", "--seed", 5, "--runs", pool]
+    assert "1 of 1 runs are already complete" in succeed(*fewer)
+    assert len(list(pool.glob("compare-*/table.md"))) == 2
+    assert files(folder) == before
+    # not even where it is asked for
+    done = call(*fewer, "--out", folder)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "holds another study" in done.err and "choose another --out" in done.err
+    assert files(folder) == before
+
+
+# ---- made-up ones -------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_parts_write_runs_only_and_the_whole_its_tables(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = run_in_process(monkeypatch)
+    args = ["compare", *TINY, "--methods", "fedavg,fpl", "--jobs", 1]
+    for part in ("1/2", "2/2"):
+        done = protofed(*args, "--shard", part, "--runs", f"pool{part[0]}")
+        assert (done.code, done.err) == (0, "")
+        pool = Path(f"pool{part[0]}")
+        assert f"part {part[0]} of 2: its runs are in pool" in " ".join(done.out.split())
+        assert runs_in(pool) == list(pool.iterdir()), "nothing but runs"
+    assert len(started) == 2
+    Path("all").mkdir()
+    for run in (*Path("pool1").iterdir(), *Path("pool2").iterdir()):
+        run.rename(Path("all") / run.name)
+    start_nothing(monkeypatch)
+    done = protofed(*args, "--runs", "all")
+    assert done.code == 0 and "2 of 2 runs are already complete" in done.out
+    (table,) = Path("all").glob("compare-glyphs-*/table.md")
+    assert "| fpl |" in table.read_text()
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_run_that_diverged_is_named_and_the_table_made_of_the_others(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_in_process(monkeypatch)
+    Path("nan.py").write_text(DIVERGES)
+    args = ["compare", *TINY, "--methods", "nan.py:Nanny,fedavg", "--seed", 7]
+    done = protofed(*args)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "nanny seed 7" in done.err and "'ce' is nan" in done.err
+    assert re.search(r"nanny \(diverged\) +—", done.out)
+    start_nothing(monkeypatch)  # it would diverge again
+    done = protofed(*args)
+    assert done.code == 2 and "to try again, delete" in done.err
+    # alone there is nothing to show
+    done = protofed("compare", *TINY, "--methods", "nan.py:Nanny", "--seed", 7, "--out", "none")
+    assert done.code == 2 and not Path("none/table.md").exists()
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_the_same_method_twice_is_one_row(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = run_in_process(monkeypatch)
+    assert protofed("compare", *TINY, "--methods", "fedavg,fedavg", "--jobs", 2).code == 0
+    assert len(started) == 1
+
+
+def unseen_runs(pool: Path, methods: Sequence[str]) -> None:
+    def score(run: PlannedRun) -> dict[str, float]:
+        better = 5.0 * (run.line.label == "fpl")
+        return {d: a + better + (d == run.unseen) for d, a in rising(run).items()}
+
+    rows = {name: (name, {}) for name in methods}
+    settings = {k: v for k, v in SETTINGS.items() if k != "clients"} | {"leave_out": "each"}
+    make_runs(adhoc("compare", "", "glyphs", rows, range(1), settings), pool, score)
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_each_domain_is_left_out_in_turn(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen_runs(Path("runs"), ["fedavg", "fpl"])
+    start_nothing(monkeypatch)
+    options = [o for o in zip(TINY[::2], TINY[1::2], strict=True) if o[0] != "--clients"]
+    given = [word for option in options for word in option]
+    done = protofed("compare", "--methods", "fedavg,fpl", "--leave-out", "each", *given)
+    assert (done.code, done.err) == (0, "")
+    assert "8 of 8 runs are already complete" in done.out
+    text = " ".join(done.out.split())
+    assert "fedavg 11.0 21.0 31.0 41.0 26.0" in text
+    assert "fpl 16.0 26.0 36.0 46.0 31.0 +5.0" in text
+    assert done.out.count("unseen average") == 1  # one table
+    (definition,) = Path("runs").glob("compare-glyphs-*/study.toml")
+    assert "Methods on glyphs, unseen domains" in definition.read_text("utf-8")
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_folder_of_images(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOFED_CACHE", "cache")
+    image_folder(Path("a/pets"))
+    image_folder(Path("b/pets"), start=100)
+    started = run_in_process(monkeypatch)
+    given = [w for w in TINY if w not in ("--samples", "10")]
+    tables = []
+    for where in "ab":
+        args = ["compare", *given, "--methods", "fedavg", "--task", f"folder:{where}/pets"]
+        done = protofed(*args)
+        assert (done.code, done.err) == (0, "")
+        assert "already complete" not in done.out
+        assert "differ in" not in done.out
+        tables.append(done.out)
+    assert len(started) == 2 and len(runs_in(Path("runs"))) == 2
+    folders = sorted(Path("runs").glob("compare-folder-pets-*"))
+    assert len(folders) == 2
+    # reading needs no images
+    Path("a").rename("gone")
+    for folder in folders:
+        assert StudyFolder.open(folder).tables()[0].columns == ("day", "night", "average")
+        assert protofed("study", "table", folder).code == 0
+
+
+BAD: dict[str, tuple[list[str], list[str]]] = {
+    "unknown method": (["--methods", "fedavg,fedprotto"], ["'fedprotto'", "fedproto"]),
+    "no method": (["--methods", ""], ["[rows]"]),
+    "unknown task": (["--task", "glyph"], ["'glyph'", "glyphs"]),
+    "seeds 0": (["--seeds", "0"], ["--seeds", "at least 1"]),
+    "set without method": (
+        ["--methods", "fpl", "--set", "tau=0.1"],
+        ["which method", "METHOD.tau"],
+    ),
+    "set of a setting": (["--set", "fedavg.lr=0.1"], ["lr"]),
+    "set of a method that is not there": (
+        ["--methods", "fpl", "--set", "fedproto.weight=1"],
+        ["fedproto"],
+    ),
+    "set of an unknown name": (["--methods", "fpl", "--set", "fpl.tao=1"], ["'tao'", "tau"]),
+    "set of a bad value": (["--methods", "fpl", "--set", "fpl.tau=-1"], ["tau", "above 0"]),
+    "jobs -1": (["--jobs", "-1"], ["jobs"]),
+    "no such part": (["--shard", "3/2"], ["--shard '3/2'", "1/4"]),
+    "part of nothing": (["--shard", "one"], ["--shard 'one'"]),
+    "no such domain": (["--leave-out", "eachh"], ["unknown domain of glyphs 'eachh'"]),
+    "different models": (
+        ["--methods", "local,fedavg", "--model", "cnn3,cnn2"],
+        ["fedavg", "methods that can"],
+    ),
+    "two of one name": (["--methods", "a.py:Mine,b.py:Mine"], ["both named mine", "name"]),
+}
+
+
+@pytest.mark.parametrize("case", list(BAD))
+def test_bad_input(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    start_nothing(monkeypatch)
+    Path("a.py").write_text(MINE)
+    Path("b.py").write_text(MINE.replace("3.0", "5.0"))
+    given, words = BAD[case]
+    done = protofed("compare", "--methods", "fedavg", *TINY, *given, "--out", "made")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.count("\n") == 1
+    for word in words:
+        assert word in done.err, done.err
+    assert {p.name for p in tmp_path.iterdir()} <= {"a.py", "b.py", "__pycache__"}
+
+
+# ---- sweeps -------------------------------------------------------------------------------------
+
+
+def test_a_sweep_takes_what_is_there_and_draws_it(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = run_in_process(monkeypatch)
+    assert protofed("run", *TINY, "--quiet").code == 0
+    done = protofed(
+        "sweep", *TINY, "--method", "fpl", "--over", "tau=0.1", "--over", "tau=0.2",
+        "--against", "fedavg", "--set", "upcr=0",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    assert "1 of 3 runs are already complete" in done.out
+    assert len(started) == 2
+    (folder,) = Path("runs").glob("sweep-*")
+    assert re.fullmatch(r"sweep-glyphs-fpl-tau-[0-9a-f]{10}", folder.name)
+    with Image.open(folder / "sweep.png") as image:
+        image.load()
+    study = StudyFolder.open(folder).study
+    assert [line.label for line in study.lines] == ["fedavg", "fpl, tau=0.1", "fpl, tau=0.2"]
+    summaries = [json.loads(p.read_text()) for p in Path("runs").glob("*-fpl-*/summary.json")]
+    assert sorted(s["hyper_parameters"]["tau"] for s in summaries) == [0.1, 0.2]
+    assert {s["hyper_parameters"]["upcr"] for s in summaries} == {0}
+
+
+def test_over_takes_hyper_parameters_and_settings(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protofed.studies.execution.run_all", lambda jobs, *_: [])
+    given = ("--method", "fpl", "--over", "tau=0.1,0.2", "--over", "lr=0.01,0.1")
+    assert protofed("sweep", *TINY, *given).code == 0
+    (folder,) = Path("runs").glob("sweep-glyphs-fpl-tau-lr-*")
+    first = StudyFolder.open(folder).study.lines[0].row
+    assert (first.options, first.settings) == ({"tau": 0.1}, {"lr": 0.01})
+
+
+@pytest.mark.parametrize("over", ["tau", "tau=", "tao=1", "tau=-1"])
+def test_bad_sweeps(protofed: Protofed, tmp_path: Path, over: str) -> None:
+    done = protofed("sweep", "--method", "fpl", "--over", over, "--out", "made")
+    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+    assert "ta" in done.err
+    assert list(tmp_path.iterdir()) == []

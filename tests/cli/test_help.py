@@ -1,0 +1,134 @@
+"""Help: every option of every command, made from the settings, in the order of a person's path."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.cli.commands import Done, call
+
+from protofed.cli.app import app
+from protofed.cli.deploy import DEPLOYED
+from protofed.config import SETTINGS
+from protofed.version import __version__
+
+Protofed = Callable[..., Done]
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+WHOLE = {  # those of groups too
+    (name, *more): command
+    for name, one in COMMANDS.items()
+    for more, command in [((), one), *(((n,), c) for n, c in getattr(one, "commands", {}).items())]
+}
+CONFIGURED = {
+    ("run",): set(SETTINGS),
+    ("compare",): set(SETTINGS),
+    ("sweep",): set(SETTINGS),
+    ("study", "run"): set(SETTINGS) - {"seed"},
+    ("deploy", "start"): set(DEPLOYED),
+}
+"""The commands that take settings, and which."""
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[tuple[str, ...], str]:
+    """The help of every command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        return {command: call(*command, "--help").out for command in WHOLE}
+
+
+def plain(text: str) -> str:
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
+
+
+def panels(page: str) -> list[str]:
+    return re.findall(r"^╭─ (.*?) ─", page, re.M)
+
+
+@pytest.mark.parametrize("command", list(WHOLE), ids=" ".join)
+def test_help_names_and_explains_every_option_and_argument(
+    pages: dict[tuple[str, ...], str], command: tuple[str, ...]
+) -> None:
+    page = plain(pages[command])
+    for parameter in WHOLE[command].params:
+        for option in parameter.opts:
+            text = getattr(parameter, "help", None)
+            assert text, f"{option} has no help"
+            if option.startswith("--"):
+                assert re.search(rf"{option}\b", page), f"{option} is not in the help"
+            assert " ".join(text.split()[:3]) in page, f"{option}: {text}"
+
+
+@pytest.mark.parametrize("command", list(CONFIGURED), ids=" ".join)
+def test_every_setting_is_an_option_with_its_help(
+    pages: dict[tuple[str, ...], str], command: tuple[str, ...]
+) -> None:
+    options = {p.name: p for p in WHOLE[command].params}
+    assert CONFIGURED[command] == SETTINGS.keys() & options.keys()
+    for name in CONFIGURED[command]:
+        setting, option = SETTINGS[name], options[name]
+        assert option.opts == [f"--{name.replace('_', '-')}"]
+        assert option.help.startswith(setting.help)
+        assert option.rich_help_panel == setting.panel
+        assert option.default is None, "not given is not the default's value"
+        if setting.default is not None and setting.kind != "bool":
+            assert f"[default: {setting.default}]" in plain(pages[command]), name
+        if setting.kind == "bool":
+            assert option.secondary_opts == [f"--no-{name.replace('_', '-')}"]
+
+
+def test_panels_are_in_order_and_the_common_options_first(
+    pages: dict[tuple[str, ...], str],
+) -> None:
+    order = ["Options", "Training", "Clients and data", "Method", "Engine", "Output"]
+    for command in CONFIGURED:
+        found = [panel for panel in panels(pages[command]) if panel != "Arguments"]
+        assert found == [panel for panel in order if panel in found], command
+        assert {"Options", "Training", "Output"} <= set(found)
+    page = pages["run",]
+    places = [page.index(option) for option in ("--task", "--method", "--rounds", "--set", "--out")]
+    assert places == sorted(places)
+
+
+def test_commands_are_in_the_order_of_a_person_s_path() -> None:
+    order = [
+        "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "report", "deploy",
+    ]  # fmt: skip
+    page = call("--help").out
+    assert set(COMMANDS) == set(order)
+    assert re.findall(rf"^│ ({'|'.join(order)}) ", page, re.M) == order
+    assert list(COMMANDS["study"].commands) == ["list", "show", "run", "table", "pack"]
+
+
+@pytest.mark.parametrize("command", [(), *WHOLE], ids=" ".join)
+def test_h_works_everywhere(command: tuple[str, ...]) -> None:
+    done = call(*command, "-h")
+    assert done.code == 0 and "Usage: " in done.out
+
+
+def test_version_and_nothing(protofed: Protofed) -> None:
+    assert protofed("--version")[:2] == (0, f"protofed {__version__}\n")
+    done = protofed()
+    assert "compare" in done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["run", "--round", "3"], "--round"),
+        (["run", "--rounds", "x"], "x"),
+        (["runn"], "runn"),
+        (["compare", "--participation", "half"], "half"),
+    ],
+)
+def test_a_mistyped_option_or_command(
+    protofed: Protofed, tmp_path: Path, args: list[str], word: str
+) -> None:
+    code, out, err = protofed(*args)
+    assert (code, out) == (2, "")
+    assert word in err
+    assert list(tmp_path.iterdir()) == []

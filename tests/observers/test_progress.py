@@ -1,0 +1,49 @@
+"""What a person sees while something runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from tests.cli.commands import call
+
+from protofed.observers.progress import RunProgress, accuracies, duration
+from protofed.runs.records import shown
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
+
+
+def test_accuracies_under_the_names_a_person_reads() -> None:
+    record = {"accuracy": {"scan": 90.0, "photo": 70.0, "inverse": 30.0}, "average": 190 / 3}
+    assert accuracies(record) == "scan 90.0  photo 70.0  inverse 30.0  average 63.3"
+    unseen = "inverse (unseen) 30.0  scan 90.0  photo 70.0  seen average 80.0"
+    assert accuracies(record, "inverse") == unseen
+    nan = float("nan")
+    assert shown({"a": 1.0, "b": nan, "c": 3.0, "average": 2.0}, "a")["seen average"] == 3.0
+    assert shown({"a": 1.0, "average": 1.0}, "elsewhere") == {"a": 1.0, "average": 1.0}
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (8.4, 200, 7500)] == ["8 s", "3:20 min", "2:05 h"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_run_is_followed(terminal: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=120, force_terminal=terminal)
+    settings = {**TINY, "epochs": 1, "samples": 8, "leave_out": "right", "clients": "one"}
+    run(tiny_task(), observers=[RunProgress(console)], **settings)
+    said = file.getvalue()
+    assert "left out: only tested on, with" in said
+    assert "1 client × 8 samples, 4 of 4 classes" in said
+    assert "engine loop" in said
+    assert ("round 3/3  right (unseen)" in said) != terminal
+    if terminal:
+        assert "client 1/1" in said
+
+
+def test_quiet_says_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    done = call("run", "--rounds", 1, "--epochs", 1, "--clients", 1, "--samples", 10, "--model",
+                "cnn2", "--width", 4, "--quiet", "--out", tmp_path / "x")  # fmt: skip
+    assert done == (0, "", "")

@@ -1,0 +1,106 @@
+"""The figures of a study as files: which there are, what they are called, what they show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tests.studies.made_runs import DOMAINS, make_study, rising, study
+
+from protofed.report import plot
+from protofed.report.figures import sweep
+from protofed.report.study_figures import write_figures
+from protofed.studies.folder import StudyFolder
+from protofed.studies.plan import PlannedRun
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[plot.Plot]:
+    """The figures, which are not drawn."""
+    found: list[plot.Plot] = []
+
+    def save(made: plot.Plot, folder: Path, **_: object) -> list[Path]:
+        found.append(made)
+        return [folder / f"{made.name}.png"]
+
+    monkeypatch.setattr(plot, "save", save)
+    return found
+
+
+def names(folder: StudyFolder) -> list[str]:
+    return write_figures(folder, folder.tables())
+
+
+def test_curves_are_pictures(tmp_path: Path) -> None:
+    folder = make_study(study(), tmp_path / "s")
+    assert names(folder) == ["curves.png", "curves.pdf"]
+    with Image.open(tmp_path / "s" / "curves.png") as image:
+        image.load()
+        assert min(image.size) > 300
+    assert (tmp_path / "s" / "curves.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("over", [{"tau": [0.02, 0.5]}, {"tau": [0.02, 0.5], "upcr": [0, 1]}])
+def test_a_sweep_is_a_line_or_a_heat_map(tmp_path: Path, over: dict[str, Any]) -> None:
+    made = study(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}])
+    folder = make_study(made, tmp_path / "s", skip={("FPL, tau=0.5, upcr=1", 0)})
+    assert write_figures(folder, folder.tables(), kinds=("png",)) == ["sweep.png"]
+    with Image.open(tmp_path / "s" / "sweep.png") as image:
+        image.load()
+        assert min(image.size) > 200
+
+
+def test_figures_have_names_of_their_own(tmp_path: Path, drawn: list[plot.Plot]) -> None:
+    bars = make_study(study(kind="bars"), tmp_path / "bars")
+    assert names(bars) == ["curves.png", "bars.png"]
+    sweeps = [{"rows": ["FPL"], "over": {"tau": [0.1]}}, {"rows": ["FPL"], "over": {"upcr": [0]}}]
+    swept = make_study(study(kind="sweep", sweep=sweeps), tmp_path / "swept")
+    assert names(swept) == ["sweep-tau.png", "sweep-upcr.png"]
+    tasks = {"a/b": {"task": "glyphs"}, "glyphs": {"lr": 0.02}}
+    two = make_study(study(tasks=tasks), tmp_path / "two")
+    assert names(two) == ["curves-a-b.png", "curves-glyphs.png"]
+    every = {(label, seed) for label in ("FedAvg", "FPL") for seed in (0, 1)}
+    none = make_study(study(), tmp_path / "pool" / "none", skip=every)
+    assert names(none) == []
+
+
+def test_curves_show_the_unseen_domains(tmp_path: Path, drawn: list[plot.Plot]) -> None:
+    def unseen(run: PlannedRun) -> dict[str, float]:
+        return {**rising(run), str(run.unseen): 50.0 + run.seed}
+
+    for left_out in ("photo", "each"):
+        made = study(tasks={"glyphs": {"leave_out": left_out}})
+        assert names(make_study(made, tmp_path / left_out, unseen)) == ["curves.png"]
+    one, each = drawn
+    assert one.panels[0].title == "photo (unseen)"
+    assert [panel.title for panel in each.panels][1:] == [f"{d} (unseen)" for d in DOMAINS]
+    assert "FPL ends at 50.5 %" in each.panels[1].alt  # two seeds: 50 and 51
+    assert "each domain left out in turn, 2 seeds" in each.heading
+    # rows that trained on all domains are not drawn over one that did not
+    lines = {"All": "fedavg", "Less": {"method": "fedavg", "settings": {"leave_out": "photo"}}}
+    mixed = make_study(study(rows=lines, baseline="All", seeds=1), tmp_path / "mixed", rising)
+    names(mixed)
+    assert [key.label for key in drawn[-1].legend] == ["All"]
+
+
+def swept_over(tmp_path: Path, left_out: str, over: dict[str, Any]) -> plot.Plot:
+    made = study(
+        tasks={"glyphs": {"leave_out": left_out}}, seeds=1, sweep=[{"rows": ["FPL"], "over": over}]
+    )
+    (table,) = make_study(made, tmp_path / "pool" / made.hash, rising).tables()
+    drawn = sweep(made, 0, table)
+    assert drawn is not None
+    return drawn
+
+
+def test_a_sweep_is_drawn_over_the_unseen_domain(tmp_path: Path) -> None:
+    line = swept_over(tmp_path, "photo", {"tau": [0.02, 0.5]})
+    assert line.legend[0].label == "FPL, photo (unseen)"
+    assert "30.0 %" in line.panels[0].alt
+    heat = swept_over(tmp_path, "photo", {"tau": [0.02, 0.5], "lr": [0.01, 0.1]})
+    assert "photo (unseen)" in heat.caption
+    assert "30.0 to 30.0 %" in heat.panels[0].alt
+    labels = [key.label for key in swept_over(tmp_path, "each", {"tau": [0.02, 0.5]}).legend]
+    assert (labels[0], labels[-1]) == ("FPL, unseen average", "FedAvg, unseen average")
