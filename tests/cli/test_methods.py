@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.commands import MINE, Done
 
-from protofed.testing.checks import Verdict
+from protofed.testing.checks import CheckResult
 
 Protofed = Callable[..., Done]
 
@@ -45,7 +45,7 @@ def test_methods_check(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0
     assert re.search(r"all \d+ checks passed", out)
     assert "✓ gradients" in out
-    found = [Verdict("gradients", "passed"), Verdict("missing class", "failed", "not finite")]
+    found = [CheckResult("gradients", "passed"), CheckResult("missing class", "failed", "not finite")]
     monkeypatch.setattr(
         "protofed.testing.run_checks", lambda _, tell: [tell(v) or v for v in found]
     )
