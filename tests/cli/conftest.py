@@ -19,7 +19,9 @@ def protofed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., D
 @pytest.fixture
 def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of figures, and no figures: drawing takes most of the time."""
-    monkeypatch.setattr(
-        plot, "save", lambda drawn, folder, *_, **__: [folder / f"{drawn.name}.png"]
-    )
+
+    def save(drawn: plot.Plot, folder: Path, *_: object, **__: object) -> list[Path]:
+        return [folder / f"{drawn.name}.png"]
+
+    monkeypatch.setattr(plot, "save", save)
     monkeypatch.setattr(plot, "svg", lambda panel, prefix: "<svg></svg>")

@@ -46,9 +46,13 @@ def test_methods_check(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> N
     assert re.search(r"all \d+ checks passed", out)
     assert "✓ gradients" in out
     found = [CheckResult("gradients", "passed"), CheckResult("missing class", "failed", "not finite")]
-    monkeypatch.setattr(
-        "protofed.testing.run_checks", lambda _, tell: [tell(v) or v for v in found]
-    )
+
+    def checked(method: object, tell: Callable[[CheckResult], None]) -> list[CheckResult]:
+        for verdict in found:
+            tell(verdict)
+        return found
+
+    monkeypatch.setattr("protofed.testing.run_checks", checked)
     code, out, err = protofed("methods", "check", "mine.py:Mine")
     assert code == 2
     assert "✗ missing class: not finite" in out

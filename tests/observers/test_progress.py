@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.cli.commands import TINY as OPTIONS
 from tests.cli.commands import call
 
 from protofed.observers.progress import RunProgress, accuracies, duration
@@ -39,11 +41,8 @@ def test_a_run_is_followed(terminal: bool) -> None:
     assert "1 client × 8 samples, 4 of 4 classes" in said
     assert "engine loop" in said
     assert ("round 3/3  right (unseen)" in said) != terminal
-    if terminal:
-        assert "client 1/1" in said
+    assert ("━" in said) == terminal
 
 
-def test_quiet_says_nothing(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    done = call("run", "--rounds", 1, "--epochs", 1, "--clients", 1, "--samples", 10, "--model",
-                "cnn2", "--width", 4, "--quiet", "--out", tmp_path / "x")  # fmt: skip
-    assert done == (0, "", "")
+def test_quiet_says_nothing(tmp_path: Path) -> None:
+    assert call("run", *OPTIONS, "--quiet", "--out", tmp_path / "x") == (0, "", "")

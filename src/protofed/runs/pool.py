@@ -175,15 +175,9 @@ def read_packed(file: Path) -> list[StoredRun]:
             line = json.loads(text)
             check_format(file, line.get("format"))
             found.append(StoredRun(line["name"], line["facts"], line=line))
-    except (
-        OSError,
-        ValueError,
-        EOFError,
-        zlib.error,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (OSError, EOFError, zlib.error) as error:  # not a whole gzip file
+        raise Damaged(file, str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not lines of runs
         raise Damaged(file, str(error)) from None
     return found
 
