@@ -20,7 +20,7 @@ class Request:
 
     site: str
     run: str
-    """The hash of the run's configuration."""
+    """The run's hash."""
     round: int
     train: bool
     evaluate: bool

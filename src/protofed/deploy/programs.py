@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from protofed.deploy.members import Member, Members, read_members
@@ -88,10 +87,6 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-class Stop(Exception):
-    """This process was asked to end."""
-
-
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A program that ends with this block, and whatever it started with it."""
@@ -121,13 +116,10 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
     """SIGTERM and Ctrl-C end the block, and its programs with it."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stop
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
+    signals, interrupt = (signal.SIGTERM, signal.SIGINT), signal.default_int_handler
+    before = {sign: signal.signal(sign, interrupt) for sign in signals}
     try:
-        with contextlib.suppress(Stop):
+        with contextlib.suppress(KeyboardInterrupt):
             yield
     finally:
         for sign, handler in before.items():
@@ -186,7 +178,7 @@ def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> Non
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
             return
         time.sleep(0.2)
-    raise ProtofedError(f"the SuperLink is not listening on {host}:{port}")
+    raise ProtofedError(f"the SuperLink is not listening on {join_address(host, port)}")
 
 
 def _register(folder: Path, members: Members) -> None:
@@ -251,8 +243,7 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -270,17 +261,12 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
     """Run Flower's command line and return the JSON object it prints."""
     if not (folder / "operator" / "config.toml").is_file():
         write_connection(folder, read_members(folder).address)
-    command = [_program("flwr"), *arguments, "--format", "json"]
     try:
         done = subprocess.run(
-            command,
-            env=environment(folder / "operator"),
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+            [_program("flwr"), *arguments, "--format", "json"],
+            env=environment(folder / "operator"), timeout=seconds, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ProtofedError(f"flwr {arguments[0]} did not finish within {seconds:g} s") from None
     if "SuperLink is unavailable" in done.stdout + done.stderr:
@@ -288,9 +274,9 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
             f"no server responds at {read_members(folder).address}",
             f"start one: protofed deploy server --dir {folder}",
         )
-    start = done.stdout.find("{")
+    _, brace, rest = done.stdout.partition("{")
     try:
-        found: dict[str, Any] = json.loads(done.stdout[start:] if start >= 0 else "")
+        found: dict[str, Any] = json.loads(brace + rest)
     except ValueError:
         said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
         text = " ".join(s.strip() for s in said[-6:])[:600]

@@ -39,11 +39,9 @@ def main(grid: Grid, context: Context) -> None:
             f"{FOLDER_VARIABLE} is not set", "start the server with: protofed deploy server"
         )
     folder, asked = Path(place), context.run_config
-    spec = unpack(str(asked["spec"]))
-    config = spec.config
-    members = read_members(folder)
+    spec, members = unpack(str(asked["spec"])), read_members(folder)
     members.require_own(spec.task)
-    out = run_folder(folder, spec)
+    config, out = spec.config, run_folder(folder, spec)
     with one_thread(), tf32(config.precision == "tf32"), logging_to(log_path(out)), log_signals():
         log.info("%s on %s: %s", config.method.name, config.task, out)
         try:
