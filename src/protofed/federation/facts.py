@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+import PIL
 import torch
 
 from protofed.config import AUTO, Config, short_hash, short_task
@@ -92,6 +93,7 @@ def discover(config: Config, task: Task) -> Facts:
             "protofed": __version__,
             "torch": torch.__version__,
             "numpy": np.__version__,
+            "pillow": PIL.__version__,  # another one may decode a JPEG to other pixels
             "python": platform.python_version(),
         },
     )
