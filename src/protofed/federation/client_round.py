@@ -36,7 +36,6 @@ class Reply:
     """For each loss term its sum over the steps that have it, and the number of those steps."""
 
     def add_loss(self, term: str, total: float, steps: int) -> None:
-        """Add a phase's steps."""
         before, count = self.losses.get(term, (0.0, 0))
         self.losses[term] = (before + total, count + steps)
 

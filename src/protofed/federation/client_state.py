@@ -74,11 +74,6 @@ class ClientStore:
         self._staged = {}
         return self._current
 
-    def abandon(self) -> None:
-        """Discard the staged states."""
-        self._used -= sum(map(_in_memory, self._staged.values()))
-        self._staged = {}
-
     def save(self, index: Index, round: int) -> dict[str, str]:
         """Write an index to disk for a checkpoint; returns the file of each client."""
         files = {}

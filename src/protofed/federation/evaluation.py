@@ -94,7 +94,6 @@ def _accuracies(
     round: int,
     batch: int,
 ) -> dict[str, float]:
-    """Accuracy in percent of each inference rule on one test set."""
     method, key = setup.method, keys.key(setup.seed, round, "evaluation")
     zero = torch.zeros((), dtype=torch.int64, device=client.key.device)
     hits: dict[str, Tensor] = {}

@@ -61,7 +61,6 @@ class Facts:
         return short_hash([config.hash, found])
 
     def run_name(self, config: Config) -> str:
-        """The name of the run's folder."""
         hash = self.run_hash(config)
         return f"{short_task(config.task)}-{config.method.name}-{config.seed}-{hash}"
 
@@ -100,7 +99,6 @@ def discover(config: Config, task: Task) -> Facts:
 
 
 def find_device(asked: str) -> str:
-    """The device to compute on: cpu or cuda."""
     there = torch.cuda.is_available()
     if asked == AUTO:
         return "cuda" if there else "cpu"
@@ -110,7 +108,6 @@ def find_device(asked: str) -> str:
 
 
 def find_precision(asked: str, device: str) -> str:
-    """The precision to compute in."""
     if asked != AUTO:
         return asked
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported() else "fp32"

@@ -31,7 +31,6 @@ class SGD:
         self.velocities = [torch.zeros_like(p) for p in self.parameters] if momentum else []
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -49,7 +49,6 @@ class Server:
         self._updates: dict[str, Update] = {}
 
     def view(self) -> ServerView:
-        """The server as a method sees it."""
         return ServerView(self.state, self.round, self.rounds, self.clients, self.sizes, self.seed)
 
     def sample(self) -> list[str]:

@@ -46,7 +46,6 @@ class Setup:
     public: PublicSampler | None = None
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """The context in which networks run."""
         # No cache: it would keep bfloat16 copies of weights that have since been updated.
         return torch.autocast(device.type, torch.bfloat16, self.bf16, cache_enabled=False)
 

@@ -282,7 +282,6 @@ class RunFolder:
     # ---- writing -----------------------------------------------------------------------------
 
     def save_clients(self, table: Sequence[Mapping[str, Any]]) -> None:
-        """Write who holds what."""
         write_json(self.path / CLIENTS, {"clients": table})
 
     def append_record(self, record: Record) -> None:
@@ -399,11 +398,9 @@ class RunFolder:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """The summary of a finished run."""
         return read_json(self.path / SUMMARY, REQUIRED_SUMMARY)
 
     def checkpoint(self) -> Checkpoint | None:
-        """The last checkpoint, if there is one."""
         path = self.path / CHECKPOINT
         if not path.is_file():
             return None

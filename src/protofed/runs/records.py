@@ -38,7 +38,6 @@ class Records(list[Record]):
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
         return list(dict.fromkeys(name for record in self for name in _flat(record)))
 
     def rows(self) -> list[dict[str, Any]]:

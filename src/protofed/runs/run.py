@@ -54,8 +54,7 @@ def run(
         config = merged_config(config, task, method, options, settings)
     loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
     folder = RunFolder(out) if out is not None else None
-    complete = config.for_task(loaded.info)
-    facts = discover(complete, loaded)
+    facts = discover(config, loaded)
     with one_thread(), tf32(facts.precision == "tf32"), memory_errors_in_words():
         # the federation first: a split that cannot be made neither makes a folder nor clears one
         states = folder.client_states if folder is not None else None

@@ -103,11 +103,9 @@ class CheckResult:
 
     @property
     def failed(self) -> bool:
-        """Whether the method is at fault."""
         return self.status == "failed"
 
     def line(self) -> str:
-        """The result as a line of text."""
         mark = {"passed": "✓", "failed": "✗", "skipped": "–"}[self.status]
         return f"{mark} {self.check}" + (f": {self.detail}" if self.detail else "")
 

@@ -89,7 +89,6 @@ class TrainingStep:
     # ---- the step as a function of tensors alone, as an engine records it ----------------------
 
     def inputs(self) -> list[Any]:
-        """Everything that a step reads."""
         buffers = {n for n, _ in self.network.named_buffers()}
         return [
             {n: t.clone().requires_grad_() for n, t in self.model.items() if n not in buffers},
@@ -134,7 +133,6 @@ class TrainingStep:
         key: Tensor,
         drawn: Slot,
     ) -> list[Tensor]:
-        """Loss and gradients."""
         client = self._client(received, mine)
         client.parameters = parameters  # type: ignore[assignment]
         client.round, client.progress, client.id, client.key = round, progress, id, key

@@ -38,7 +38,6 @@ class Bf16Weights:
         self.copies = {name: self._copy_of[id(weight)] for name, weight in self.weights.items()}
 
     def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The copy of a parameter, if it has one."""
         return self._copy_of.get(id(parameter))
 
     @torch.no_grad()

@@ -77,15 +77,12 @@ class Bf16OptimizerStep(OptimizerStep):
             self._fused = _FusedSGD(self.parameters, optimizer, bf16, steps)
 
     def begin_epoch(self) -> None:
-        """Cast the weights: a client's are new."""
         self.bf16.refresh()
 
     def compute(self, loss: Callable[[], R]) -> R:
-        """``loss()`` with the copies in place of the weights."""
         return self.bf16.call(loss)
 
     def step(self, total: Tensor, number: int) -> None:
-        """Step the weights and update their copies."""
         copied = [(p, c) for p in self.parameters if (c := self.bf16.copy_of(p)) is not None]
         leaves = [*self.parameters, *(copy for _, copy in copied)]
         grads = torch.autograd.grad(total, leaves, allow_unused=True)
@@ -104,7 +101,6 @@ class Bf16OptimizerStep(OptimizerStep):
         self.bf16.refresh()
 
     def end_recording(self) -> None:
-        """Tell the kernel where the recorded steps have their gradients."""
         if self._fused is not None:
             self._fused.end_recording()
 
@@ -134,7 +130,6 @@ class _FusedSGD:
         self._recorded: dict[int, list[list[int]]] = {}
 
     def step(self, number: int, grad_of: dict[int, Tensor | None]) -> None:
-        """Update all parameters that have a gradient."""
         rows, kept = [], []  # kept: gradients that were copied live until the kernel is queued
         none: list[Tensor | None] = [None] * len(self.parameters)
         velocities = self.sgd.velocities or none
@@ -165,7 +160,6 @@ class _FusedSGD:
         )
 
     def end_recording(self) -> None:
-        """Fill in the addresses of the recorded steps."""
         for number, rows in self._recorded.items():
             self.addresses[number].copy_(torch.tensor(rows))
         self._recorded.clear()
