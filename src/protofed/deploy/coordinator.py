@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -40,7 +40,6 @@ from protofed.models.mixed import client_models
 from protofed.observers.progress import accuracies
 from protofed.runs.folder import Checkpoint
 from protofed.runs.records import Record
-from protofed.tree import Tree
 
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
@@ -168,14 +167,7 @@ class Coordinator:
         """Run one round; False if it failed and must be tried again."""
         server, nodes = self.server, self._wait_for_minimum()
         round, sampled = server.round, server.sample()
-        evaluate = self.pending is not None
-        asked = {
-            name: self._request(name, name in sampled, evaluate)
-            for name in nodes
-            if name in sampled or evaluate
-        }
-        log.info("round %d: sent to %s", round + 1, ", ".join(asked))
-        got = self._exchange(asked, nodes, server.broadcast())
+        got = self._exchange(nodes, sampled, evaluate=self.pending is not None)
         trained = [name for name in sampled if name in got.answers]
         got.problems |= {name: "not connected" for name in sampled if name not in nodes}
         needed = min(self.members.minimum, len(sampled))
@@ -232,24 +224,10 @@ class Coordinator:
             )
         return False
 
-    def _request(self, name: str, train: bool, evaluate: bool) -> Request:
-        return Request(
-            site=name,
-            run=self.spec.hash,
-            round=self.server.round,
-            train=train,
-            evaluate=evaluate,
-            accepted=self.accepted.get(name, ""),
-            kept=self.ledger.kept.get(name, ""),
-        )
-
     def _last_evaluation(self) -> None:
         """Measure the accuracy after the last round, with a message without training."""
         for _ in range(ATTEMPTS):
-            nodes = self._wait_for_minimum()
-            asked = {name: self._request(name, train=False, evaluate=True) for name in nodes}
-            log.info("last evaluation: sent to %s", ", ".join(asked))
-            got = self._exchange(asked, nodes, self.server.broadcast())
+            got = self._exchange(self._wait_for_minimum(), (), evaluate=True)
             if got.answers:
                 self._measure(got)
                 self.pending = None
@@ -295,28 +273,27 @@ class Coordinator:
     # ---- messages ------------------------------------------------------------------------------
 
     def _exchange(
-        self, asked: Mapping[str, Request], nodes: Mapping[str, int], received: Tree
+        self, nodes: Mapping[str, int], sampled: Sequence[str], evaluate: bool
     ) -> Exchange:
-        """Send a message to each site and take the replies as they arrive, until the time limit."""
-        began, limit = time.monotonic(), self.members.round_seconds
-        got, records = Exchange(), wire.add_tree(RecordDict(), received)
-        messages = {}
-        for name, request in asked.items():
-            content = RecordDict({**records, RECORD: write(request)[RECORD]})
-            kind = MessageType.TRAIN if request.train else MessageType.EVALUATE
-            # Expires with the round: a site that comes back does not get an old message. A little
-            # later, so that a late reply counts as late and not as one to an unknown message.
-            group, life = str(request.round + 1), limit + 5
-            messages[name] = Message(content, nodes[name], kind, ttl=life, group_id=group)
-            got.down += tree.nbytes(received)
-            got.wire[name] = {"down": wire.message_bytes(messages[name]), "up": 0}
-        waiting: dict[str, str] = {}
-        ids = self.grid.push_messages(messages.values())
-        for name, message_id in zip_longest(messages, ids):
-            if message_id:
-                waiting[message_id] = name
-            else:
-                self._problem(got, name, "the message could not be sent")
+        """Let the sampled sites train, and all connected ones evaluate if that is asked for.
+
+        Replies are taken as they arrive, until the time limit.
+        """
+        began, limit, got = time.monotonic(), self.members.round_seconds, Exchange()
+        asked = {
+            name: Request(
+                name,
+                self.spec.hash,
+                self.server.round,
+                train=name in sampled,
+                evaluate=evaluate,
+                accepted=self.accepted.get(name, ""),
+                kept=self.ledger.kept.get(name, ""),
+            )
+            for name in nodes
+            if name in sampled or evaluate
+        }
+        waiting = self._send(got, asked, nodes)
         unreadable = Counter[str]()
         while waiting:
             for message_id, name in list(waiting.items()):
@@ -341,6 +318,31 @@ class Coordinator:
         got.seconds = time.monotonic() - began
         self.ledger.count_bytes(got.wire)
         return got
+
+    def _send(
+        self, got: Exchange, asked: Mapping[str, Request], nodes: Mapping[str, int]
+    ) -> dict[str, str]:
+        """Send each site its message; returns the site of each message's number."""
+        received, round = self.server.broadcast(), self.server.round + 1
+        what = f"round {round}" if round <= self.config.rounds else "last evaluation"
+        log.info("%s: sent to %s", what, ", ".join(asked))
+        records, messages = wire.add_tree(RecordDict(), received), {}
+        for name, request in asked.items():
+            content = RecordDict({**records, RECORD: write(request)[RECORD]})
+            kind = MessageType.TRAIN if request.train else MessageType.EVALUATE
+            # Expires with the round: a site that comes back does not get an old message. A little
+            # later, so that a late reply counts as late and not as one to an unknown message.
+            life = self.members.round_seconds + 5
+            messages[name] = Message(content, nodes[name], kind, ttl=life, group_id=str(round))
+            got.down += tree.nbytes(received)
+            got.wire[name] = {"down": wire.message_bytes(messages[name]), "up": 0}
+        waiting: dict[str, str] = {}
+        for name, message_id in zip_longest(messages, self.grid.push_messages(messages.values())):
+            if message_id:
+                waiting[message_id] = name
+            else:
+                self._problem(got, name, "the message could not be sent")
+        return waiting
 
     def _take(
         self, got: Exchange, name: str, node: int, request: Request, message: Message
