@@ -122,7 +122,7 @@ def client_data(work: Workload) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[
     ours = federation(work, "loop")
     data = {
         name: (normalized(s.images.x, ours.task.augment, torch.float32), s.images.y)
-        for name, s in ours.sites.items()
+        for name, s in ours.clients.items()
     }
     return data, {name: t.clone() for name, t in ours.model.items()}
 

@@ -184,7 +184,7 @@ def test_own_models_of_all_clients_are_tested_on_an_unseen_domain() -> None:
     network = federation.make_network()
     scores = [
         evaluate(federation.setup, network, received, federation.store.get(name), federation.tests)
-        for name in federation.sites
+        for name in federation.clients
     ]
     mean = sum(s["accuracy"]["right"] for s in scores) / len(scores)
     assert federation.evaluate()["accuracy"]["right"] == pytest.approx(mean)

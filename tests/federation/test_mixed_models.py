@@ -95,7 +95,7 @@ def test_the_table_is_in_the_file_the_hash_and_the_clients(tmp_path: Path) -> No
 
 def test_clients_of_one_model_start_equal_and_models_have_keys_of_their_own() -> None:
     one = federation(Local())
-    start = {name: one.store.get(name)["model"] for name in one.sites}
+    start = {name: one.store.get(name)["model"] for name in one.clients}
     assert tree.equal({"m": start["left-0"]}, {"m": start["right-0"]})
     assert tree.equal({"m": start["left-1"]}, {"m": start["right-1"]})
     for name, model in (("left-0", "cnn3"), ("left-1", "cnn2")):
@@ -322,7 +322,7 @@ def test_the_nearest_prototype_is_another_rule(monkeypatch: Any) -> None:
     mean, std = (torch.tensor(v)[:, None, None] for v in (task.augment.mean, task.augment.std))
     images = one.tests["right"]
     right = []
-    for name, site in one.sites.items():
+    for name, site in one.clients.items():
         network = one.make_network(site.model)
         network.load_state_dict(one.store.get(name)["model"])
         network.eval()

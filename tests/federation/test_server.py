@@ -308,7 +308,7 @@ def test_entries_that_only_go_down_keep_the_servers_value() -> None:
     before = tree.copy(federation.server.state)["model"]
     received = federation.server.broadcast()
     assert received["model"].keys() == before.keys()
-    site = next(iter(federation.sites.values()))
+    site = next(iter(federation.clients.values()))
     sent = train_client(federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0)
     heads = {"head.weight", "head.bias"}
     assert sent.message["model"].keys() == before.keys() - heads
@@ -344,7 +344,7 @@ def test_local_batchnorm_is_in_no_message_and_in_the_private_state(norms: Federa
     bn = {n for n, kind in kinds.items() if kind == "bn"}
     assert len(bn) == 10
     assert norms.server.broadcast()["model"].keys() == kinds.keys() - bn
-    site = norms.sites["left-0"]
+    site = norms.clients["left-0"]
     first = norms.store.get("left-0")
     assert first["model"].keys() == bn
     sent = train_client(
@@ -359,11 +359,11 @@ def test_local_batchnorm_is_in_no_message_and_in_the_private_state(norms: Federa
 def test_local_batchnorm_is_restored_in_the_next_round(norms: Federation) -> None:
     initial = norms.store.get("left-0")["model"]
     norms.run_round()
-    kept = {name: tree.copy(norms.store.get(name)) for name in norms.sites}
+    kept = {name: tree.copy(norms.store.get(name)) for name in norms.clients}
     assert not tree.equal(kept["left-0"], kept["right-0"]), "each client has its own"
     assert COUNTER not in norms.server.state["model"]
     norms.run_round()
-    for name in norms.sites:
+    for name in norms.clients:
         counters = int(norms.store.get(name)["model"][COUNTER]), int(kept[name]["model"][COUNTER])
         assert counters == (12, 6), "counted on from the last round"
     # by hand: the second round of a client starts from its own norms and the server's weights
@@ -374,7 +374,7 @@ def test_local_batchnorm_is_restored_in_the_next_round(norms: Federation) -> Non
         sent = train_client(
             again.setup,
             again.engine.networks["cnn2"],
-            again.sites["right-1"],
+            again.clients["right-1"],
             again.server.broadcast(),
             mine,
             1,
@@ -389,7 +389,7 @@ def test_evaluation_uses_the_clients_own_batchnorm(norms: Federation) -> None:
     record = norms.run_round()
     net = norms.engine.networks["cnn2"]
     expected: dict[str, list[float]] = {}
-    for name, site in norms.sites.items():
+    for name, site in norms.clients.items():
         load_model(net, {**norms.server.state["model"], **norms.store.get(name)["model"]})
         net.eval()
         test = norms.task.domains[site.domain].test

@@ -47,12 +47,12 @@ def test_initial_weights_are_keyed_and_leave_torchs_generator_alone() -> None:
 def test_clients_that_sit_out_keep_their_state() -> None:
     config = make_config(TASK, Diary(), **{**QUICK, "participation": 0.5, "rounds": 4})
     found = Federation(config, TASK)
-    turns = dict.fromkeys(found.sites, 0)
+    turns = dict.fromkeys(found.clients, 0)
     for _ in range(4):
         chosen = found.server.sample()
-        before = {n: tree.copy(found.store.get(n)) for n in found.sites}
+        before = {n: tree.copy(found.store.get(n)) for n in found.clients}
         found.run_round()
-        for name in found.sites:
+        for name in found.clients:
             turns[name] += name in chosen
             after = found.store.get(name)
             assert tree.equal(after, before[name]) == (name not in chosen)
@@ -68,7 +68,7 @@ def test_states_spill_to_disk(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3, "one of four fits in memory"
     plain = Federation(config, TASK)
     plain.run_round()
-    for name in plain.sites:
+    for name in plain.clients:
         assert tree.equal(found.store.get(name), plain.store.get(name))
     a, b = found.run_round(), plain.run_round()
     assert without_times([a]) == without_times([b])
@@ -82,7 +82,7 @@ def test_of_many_clients_some_are_examined(monkeypatch: pytest.MonkeyPatch) -> N
     for names in drawn:
         assert len(names) == len(set(names)) == 5
         assert [n for n in names if n.startswith("right")] == ["right-0", "right-1"]
-        assert names == sorted(names, key=list(many.sites).index)
+        assert names == sorted(names, key=list(many.clients).index)
     assert len({n for names in drawn for n in names}) > 7, "others in other rounds"
     assert drawn == [[e.client for e in many._eval_jobs(round)] for round in range(6)], "keyed"
     record = many.run_round()
@@ -93,11 +93,11 @@ def test_all_of_few_clients_are_examined() -> None:
     few = federation(clients={"left": 8, "right": 2})
     assert TESTED_PER_DOMAIN >= 8
     assert few.examined == ""
-    assert [e.client for e in few._eval_jobs(0)] == list(few.sites)
+    assert [e.client for e in few._eval_jobs(0)] == list(few.clients)
 
 
 def test_images_of_clients_that_sit_out_are_not_kept_twice() -> None:
-    found = federation(clients={"left": 8, "right": 2}).sites
+    found = federation(clients={"left": 8, "right": 2}).clients
     assert list(found) == [f"left-{i}" for i in range(8)] + ["right-0", "right-1"]
     assert len(found) == 10 and "left-9" not in found
     site = found["right-1"]

@@ -80,7 +80,7 @@ def _simulated(method: str, options: Mapping[str, Any], **settings: Any) -> dict
     federation = Federation(config, tiny_task())
     records = [federation.run_round() for _ in range(config.rounds)]
     trees = {"server": federation.server.state}
-    trees |= {name: federation.store.get(name) for name in federation.sites}
+    trees |= {name: federation.store.get(name) for name in federation.clients}
     return _found(records, trees)
 
 

@@ -258,20 +258,20 @@ def test_the_head_is_kept_sent_and_never_averaged():
         fed.run_round()
         assert not HEAD & set(fed.server.state["model"])
         table = fed.server.broadcast()["heads"]
-        for m, name in enumerate(fed.sites):
+        for m, name in enumerate(fed.clients):
             own = fed.store.get(name)["model"]
             assert set(own) == HEAD
             assert torch.equal(own["head.weight"], table["weight"][m])
             assert torch.equal(own["head.bias"], table["bias"][m])
             assert not torch.equal(own["head.weight"], start)
     assert len({row.numpy().tobytes() for row in table["weight"]}) == 4
-    assert table["id"].tolist() == [keys.key(n) for n in fed.sites]
+    assert table["id"].tolist() == [keys.key(n) for n in fed.clients]
 
 
 def test_the_next_round_starts_from_the_own_head():
     fed = federation(epochs=1, lr=1e-9)
     fed.run_round()
-    site = next(iter(fed.sites.values()))
+    site = next(iter(fed.clients.values()))
     mine = {"model": {n: t + 1 for n, t in fed.store.get(site.name)["model"].items()}}
     reply = train_client(fed.setup, fed.make_network(), site, fed.server.broadcast(), mine, 1)
     for name in ("weight", "bias"):
@@ -283,7 +283,7 @@ def test_the_extractor_is_averaged_by_sample_counts():
     received, network = fed.server.broadcast(), fed.make_network()
     replies = [
         train_client(fed.setup, network, s, received, fed.store.get(n), 0)
-        for n, s in fed.sites.items()
+        for n, s in fed.clients.items()
     ]
     assert [r.samples for r in replies] == [22, 22, 10, 10]
     fed.run_round()
@@ -311,7 +311,7 @@ class Watching(COPA):
 def test_in_a_run_every_client_skips_its_own_head(engine):
     fed = federation(Watching(), engine=engine, workers=2)
     fed.run_round()
-    for m, name in enumerate(fed.sites):
+    for m, name in enumerate(fed.clients):
         seen = fed.method.skipped[name]
         assert len(seen) == 6
         assert all(row == [j == m for j in range(4)] for row in seen)
@@ -332,7 +332,7 @@ def test_who_sits_out_keeps_a_head_at_home_and_at_the_server():
         fed.run_round()
         seen |= set(present)
         table = fed.server.state["heads"]
-        for m, name in enumerate(fed.sites):
+        for m, name in enumerate(fed.clients):
             assert torch.equal(before[m], table["weight"][m]) == (name not in present)
             assert table["mask"][m] == (name in seen)
             own = fed.store.get(name)["model"]["head.weight"]
@@ -357,4 +357,4 @@ def test_bytes_are_the_extractor_and_the_heads():
     record = fed.run_round()
     assert record["bytes_up"] == 4 * (extractor + head)
     assert record["bytes_down"] == 4 * (extractor + 4 * (head + 4 + 8))  # + mask and id
-    assert all(tree.nbytes(fed.store.get(n)) == head for n in fed.sites)
+    assert all(tree.nbytes(fed.store.get(n)) == head for n in fed.clients)

@@ -88,7 +88,7 @@ def test_nothing_of_batchnorm_travels_and_each_client_keeps_its_own():
             assert set(mine["model"]) == norms
         assert record["bytes_up"] == record["bytes_down"] == 4 * size
     shortcut = next(n for n in norms if "shortcut" in n and n.endswith("running_mean"))
-    kept = [one.store.get(name)["model"][shortcut] for name in one.sites]
+    kept = [one.store.get(name)["model"][shortcut] for name in one.clients]
     assert not any(torch.equal(kept[0], other) for other in kept[1:])
     assert one.batchnorm == "kept by each client"
 
@@ -107,7 +107,7 @@ def test_a_client_starts_from_its_own_batchnorm_and_the_global_rest():
     one.run_round()
     assert one.store.get("left-0")["model"][counter] == 12  # it counts on: nothing was reset
     # the same round from the initial BatchNorm ends elsewhere
-    site, fresh = one.sites["left-0"], one.server.initial_client(one.make_network().state_dict())
+    site, fresh = one.clients["left-0"], one.server.initial_client(one.make_network().state_dict())
     models = [
         next(iter(one.engine.train([site], received, lambda _, m=mine: m, 1)))[1].message["model"]
         for mine in (before, fresh)
@@ -131,10 +131,10 @@ def test_who_sits_out_keeps_its_batchnorm():
     _, replies = recorded(half)
     rested, seen = 0, set()
     for _ in range(4):
-        before = {name: tree.copy(half.store.get(name)) for name in half.sites}
+        before = {name: tree.copy(half.store.get(name)) for name in half.clients}
         half.run_round()
         assert len(replies) == 2
-        for name in half.sites:
+        for name in half.clients:
             after = half.store.get(name)["model"]
             assert same(after, before[name]["model"]) == (name not in replies)
             rested += name in seen and name not in replies
@@ -166,8 +166,8 @@ def test_a_domain_is_tested_by_its_own_clients():
         record = one.run_round()
     told = set()
     for domain in ("left", "right"):
-        own = [name for name, site in one.sites.items() if site.domain == domain]
-        others = [name for name in one.sites if name not in own]
+        own = [name for name, site in one.clients.items() if site.domain == domain]
+        others = [name for name in one.clients if name not in own]
         scores = accuracies(one, own, domain)
         assert record["accuracy"][domain] == pytest.approx(sum(scores) / len(scores), abs=1e-3)
         told |= {tuple(scores), tuple(accuracies(one, others, domain))}
@@ -177,7 +177,7 @@ def test_a_domain_is_tested_by_its_own_clients():
 def test_a_domain_without_clients_is_tested_by_all():
     one = federation(clients={"left": 2})
     record = one.run_round()
-    scores = accuracies(one, list(one.sites), "right")
+    scores = accuracies(one, list(one.clients), "right")
     assert record["accuracy"]["right"] == pytest.approx(sum(scores) / 2, abs=1e-3)
 
 

@@ -253,12 +253,12 @@ def test_who_sits_out_keeps_its_g_and_h_is_the_mean_of_all_clients_g():
     rested = trained_again = 0
     seen = set()
     for _ in range(5):
-        before = {name: tree.copy(half.store.get(name)) for name in half.sites}
+        before = {name: tree.copy(half.store.get(name)) for name in half.clients}
         active = half.server.sample()
         assert len(active) == 2
         start, replies = half.model, recorded(half)
         half.run_round()
-        for name in half.sites:
+        for name in half.clients:
             g = half.store.get(name)["g"]
             if name in active:
                 for n in half.sizes.parameters:
@@ -272,7 +272,7 @@ def test_who_sits_out_keeps_its_g_and_h_is_the_mean_of_all_clients_g():
         seen |= set(active)
         # both add −α(θ_m − θ^t) of the same clients, h over all M of them
         for n, h in half.server.state["h"].items():
-            mean = sum(half.store.get(name)["g"][n] for name in half.sites) / 4
+            mean = sum(half.store.get(name)["g"][n] for name in half.clients) / 4
             assert torch.allclose(h, mean, rtol=1e-9, atol=1e-13)
     assert rested
     assert trained_again
@@ -281,7 +281,7 @@ def test_who_sits_out_keeps_its_g_and_h_is_the_mean_of_all_clients_g():
 def test_a_clients_g_changes_what_it_learns():
     one = federation(participation=1.0)
     one.run_round()
-    name, site = next(iter(one.sites.items()))
+    name, site = next(iter(one.clients.items()))
     mine = one.store.get(name)
     none = {"g": {n: torch.zeros_like(t) for n, t in mine["g"].items()}}
     received = one.server.broadcast()

@@ -115,7 +115,7 @@ def test_clients_start_from_the_servers_header_and_keep_their_extractors():
         one.run_round()
         after = one.server.broadcast()
         assert not tree.equal(before, after)  # the header does train
-        for name in one.sites:
+        for name in one.clients:
             mine = one.store.get(name)["model"]
             assert mine
             assert not any(n.startswith("head.") for n in mine)
@@ -133,7 +133,7 @@ def test_accuracy_is_that_of_the_new_header():
     record = one.run_round()
     header, network = one.server.state["model"], one.make_network()
     right = []
-    for name in one.sites:
+    for name in one.clients:
         network.load_state_dict({**one.store.get(name)["model"], **header})
         network.eval()
         images = one.tests["left"]

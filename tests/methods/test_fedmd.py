@@ -170,12 +170,12 @@ def test_a_method_without_public_images_is_told_so():
     one = federation()
     bare = one.setup.__class__(**{**one.setup.__dict__, "public": None})
     with pytest.raises(ProtofedError, match="needs public images"):
-        one.sites["left-0"].with_public_images(bare, 0)
+        one.clients["left-0"].with_public_images(bare, 0)
 
 
 def test_uploaded_logits_are_those_of_the_next_rounds_images_in_evaluation_mode():
     one = federation(FedMD(images=10))
-    site, network = one.sites["left-0"], one.make_network()
+    site, network = one.clients["left-0"], one.make_network()
     mine = one.store.get("left-0")
     reply = train_client(one.setup, network, site, one.server.broadcast(), mine, 0)
     assert set(reply.message) == {"logits"}
@@ -189,7 +189,7 @@ def test_uploaded_logits_are_those_of_the_next_rounds_images_in_evaluation_mode(
 
 def test_the_digest_sees_the_rounds_images_as_they_are():
     one = federation(FedMD(images=10))
-    data = ClientBatches(one.setup, one.sites["left-0"].with_public_images(one.setup, 3))
+    data = ClientBatches(one.setup, one.clients["left-0"].with_public_images(one.setup, 3))
     images = one.setup.public.draw(3)
     batches = list(data.epoch((0, 3, "left-0", 0, 0), 4))
     assert sorted(int(r) for b in batches for r in b.rows) == list(range(10))

@@ -327,7 +327,7 @@ def test_lambda_0_is_fedavg_bit_for_bit_and_round_0_always_is():
 
 def test_the_features_are_a_clean_pass_with_the_final_weights():
     one = federation()
-    net, site = one.make_network(), one.sites["left-0"]
+    net, site = one.make_network(), one.clients["left-0"]
     reply = train_client(one.setup, net, site, one.server.broadcast(), {}, 0)
     load_model(net, reply.message["model"])
     net.eval()

@@ -177,7 +177,7 @@ def test_proto_pass_post_is_a_clean_pass_with_the_final_weights():
     for way in ("post", "last_epoch"):
         config = make_config(tiny_task(), FedProto(proto_pass=way), **SHORT)
         federation = Federation(config, tiny_task())
-        net, site = federation.engine.networks["cnn2"], federation.sites["left-0"]
+        net, site = federation.engine.networks["cnn2"], federation.clients["left-0"]
         reply = train_client(federation.setup, net, site, federation.server.broadcast(), {}, 0)
         replies[way] = reply.message
     load_model(net, replies["post"]["model"])

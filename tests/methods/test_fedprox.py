@@ -43,7 +43,7 @@ def federation(method, task=None, **settings):
 
 def reply_of(method, **settings):
     run = federation(method, **settings)
-    site = run.sites["left-0"]
+    site = run.clients["left-0"]
     return train_client(run.setup, run.make_network(), site, run.server.broadcast(), {}, 0)
 
 
@@ -113,7 +113,7 @@ def test_a_stronger_spring_keeps_the_client_nearer():
         run = federation(FedProx(mu=mu), momentum=0.0)
         start = run.server.broadcast()["model"]
         reply = train_client(
-            run.setup, run.make_network(), run.sites["left-0"], {"model": start}, {}, 0
+            run.setup, run.make_network(), run.clients["left-0"], {"model": start}, {}, 0
         )
         moved = reply.message["model"]
         distances.append(sum(float((moved[n] - start[n]).square().sum()) for n in run.model))

@@ -434,7 +434,7 @@ def federation(method=None, task=None, **settings):
 
 def trained(fed, method=None, received=None, round=0):
     """A client's reply, and its whole model before and after."""
-    site = next(iter(fed.sites.values()))
+    site = next(iter(fed.clients.values()))
     setup = replace(fed.setup, method=method or fed.method)
     received = received or fed.server.broadcast()
     mine = fed.store.get(site.name)
@@ -574,7 +574,7 @@ def test_the_private_modules_are_in_no_message_by_name_and_by_bytes(tmp_path):
     fed = federation()
     for round in range(2):
         received = fed.server.broadcast()
-        for name, site in fed.sites.items():
+        for name, site in fed.clients.items():
             before = fed.store.get(name)
             reply = train_client(
                 fed.setup, fed.engine.networks["cnn2"], site, received, before, round
@@ -600,7 +600,7 @@ def test_the_private_modules_are_in_no_message_by_name_and_by_bytes(tmp_path):
         for content in (fed.server.state, fed.server.broadcast()):
             assert set(content) == {"model", "prototypes"}
             assert content["model"].keys() == shared
-            for name in fed.sites:
+            for name in fed.clients:
                 for t in fed.store.get(name)["model"].values():
                     assert not contained(t, content, tmp_path / "server")
 
@@ -614,7 +614,7 @@ def test_bytes_are_those_of_the_shared_part():
     record = fed.run_round()
     assert record["bytes_up"] == 4 * (shared + table)
     assert record["bytes_down"] == 4 * (shared + table)
-    for name in fed.sites:
+    for name in fed.clients:
         assert tree.nbytes(fed.store.get(name)) == private
 
 
@@ -626,11 +626,11 @@ def test_private_modules_differ_between_clients_and_wait_for_those_who_sit_out()
     }
     ever = set()
     for _ in range(4):
-        before = {n: fed.store.get(n)["model"] for n in fed.sites}
+        before = {n: fed.store.get(n)["model"] for n in fed.clients}
         present = fed.server.sample()
         ever |= set(present)
         fed.run_round()
-        for name in fed.sites:
+        for name in fed.clients:
             same = tree.equal({"m": before[name]}, {"m": fed.store.get(name)["model"]})
             assert same == (name not in present)
     weights = {n: fed.store.get(n)["model"]["domain.weight"] for n in ever}
@@ -641,7 +641,7 @@ def test_private_modules_differ_between_clients_and_wait_for_those_who_sit_out()
 def test_a_clients_next_round_starts_from_its_own_private_modules():
     fed = federation()
     fed.run_round()
-    site = next(iter(fed.sites.values()))
+    site = next(iter(fed.clients.values()))
     mine, received = fed.store.get(site.name), fed.server.broadcast()
     args = (fed.setup, fed.engine.networks["cnn2"], site, received)
     one = train_client(*args, mine, 1)
@@ -717,7 +717,7 @@ def test_prototypes_are_of_the_semantic_features():
     fed = federation(FedSeProto(proto_pass="post"))
     fed.run_round()
     reply, _, after = trained(fed, round=1)
-    site = next(iter(fed.sites.values()))
+    site = next(iter(fed.clients.values()))
     load_model(fed.engine.networks["cnn2"], after)
     fed.engine.networks["cnn2"].eval()
     augment = fed.task.augment

@@ -324,7 +324,7 @@ def test_r_rho_and_c_are_in_no_message_by_name_and_by_bytes(tmp_path):
     shared = network.state_dict().keys() - PRIVATE
     for round in range(2):
         received = fed.server.broadcast()
-        for name, site in fed.sites.items():
+        for name, site in fed.clients.items():
             reply = train_client(fed.setup, network, site, received, fed.store.get(name), round)
             assert set(reply.message) == {"model"}
             assert reply.message["model"].keys() == shared
@@ -337,7 +337,7 @@ def test_r_rho_and_c_are_in_no_message_by_name_and_by_bytes(tmp_path):
         for content in (fed.server.state, fed.server.broadcast()):
             assert set(content) == {"model"}
             assert content["model"].keys() == shared
-            for name in fed.sites:
+            for name in fed.clients:
                 for t in fed.store.get(name)["model"].values():
                     assert not contained(t, content, tmp_path / "server")
 
@@ -348,7 +348,7 @@ def test_bytes_are_those_of_the_shared_part():
     shared = sum(t.nbytes for n, t in state.items() if n not in PRIVATE)
     record = fed.run_round()
     assert record["bytes_up"] == record["bytes_down"] == 4 * shared
-    for name in fed.sites:
+    for name in fed.clients:
         assert tree.nbytes(fed.store.get(name)) == 4 * (2 * 4 * 512 + 1)
 
 
@@ -356,11 +356,11 @@ def test_the_reference_is_each_clients_own_and_waits_for_those_who_sit_out():
     fed = federation(participation=0.5, rounds=4)
     ever = set()
     for _ in range(4):
-        before = {n: fed.store.get(n)["model"] for n in fed.sites}
+        before = {n: fed.store.get(n)["model"] for n in fed.clients}
         present = fed.server.sample()
         ever |= set(present)
         fed.run_round()
-        for name in fed.sites:
+        for name in fed.clients:
             after = fed.store.get(name)["model"]
             for entry in PRIVATE:
                 assert torch.equal(before[name][entry], after[entry]) == (name not in present)
@@ -370,7 +370,7 @@ def test_the_reference_is_each_clients_own_and_waits_for_those_who_sit_out():
 def test_the_next_round_starts_from_the_own_reference():
     fed = federation()
     fed.run_round()
-    site = next(iter(fed.sites.values()))
+    site = next(iter(fed.clients.values()))
     mine, args = fed.store.get(site.name), (fed.setup, fed.make_network(), site)
     received = fed.server.broadcast()
     one = train_client(*args, received, mine, 1)
@@ -437,7 +437,7 @@ def test_averaging_is_by_sample_counts():
     received = fed.server.broadcast()
     replies = [
         train_client(fed.setup, fed.make_network(), site, received, fed.store.get(n), 0)
-        for n, site in fed.sites.items()
+        for n, site in fed.clients.items()
     ]
     fed.run_round()
     samples = [r.samples for r in replies]
@@ -454,7 +454,7 @@ def test_missing_classes_keep_their_rows_and_one_client_is_enough():
     fed = Federation(make_config(task, FedSR(), **SHORT, weight_decay=0.0), task)
     fed.run_round()
     fed.run_round()
-    for name in fed.sites:
+    for name in fed.clients:
         own = fed.store.get(name)["model"]
         held = 3 if name.startswith("left") else 2
         assert not own["reference.r"][held:].any()

@@ -429,7 +429,7 @@ def test_last_epoch_prototypes_are_the_features_of_its_training_steps():
         kept.clear()
         config = make_config(tiny_task(), Recording(proto_pass=way), **TINY)
         federation = Federation(config, tiny_task())
-        site = federation.sites["left-0"]
+        site = federation.clients["left-0"]
         received = federation.server.broadcast()
         reply = train_client(
             federation.setup, federation.engine.networks["cnn2"], site, received, {}, 0

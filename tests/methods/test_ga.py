@@ -193,7 +193,7 @@ def test_scores_are_of_the_received_and_the_trained_model_on_the_holdout(metric)
     fed = federation(FedAvgGA(metric=metric, holdout=0.4))
     fed.run_round()
     received, some = fed.server.broadcast(), set()
-    for site in fed.sites.values():
+    for site in fed.clients.values():
         reply = train_client(fed.setup, fed.make_network(), site, received, {}, 1)
         scores = reply.message["scores"]
         assert set(scores) == {"received", "own"}
@@ -220,7 +220,7 @@ class Watching(FedAvgGA):
 def test_a_tenth_is_held_out_and_never_trained_on():
     fed = federation(Watching())
     record = fed.run_round()
-    for name, site in fed.sites.items():
+    for name, site in fed.clients.items():
         held = set(ClientBatches(fed.setup, site).parts["holdout"].tolist())
         assert len(held) == 2  # of 22
         assert fed.method.rows[name] == set(range(22)) - held
@@ -263,7 +263,7 @@ def test_a_run_from_its_messages_by_hand(method, participation):
     T = 4
     settings = {"rounds": T, "participation": participation, "samples": {"left": 22, "right": 12}}
     fed, sent, models = recorded(method, **settings)
-    names, sign = list(fed.sites), 1 if method.metric == "accuracy" else -1
+    names, sign = list(fed.clients), 1 if method.metric == "accuracy" else -1
     a, own, moved = dict.fromkeys(names, 1 / 4), {}, 0
     for t, (replies, model) in enumerate(zip(sent, models, strict=True)):
         assert len(replies) == 4 * participation
@@ -330,7 +330,9 @@ def test_the_holdout_alone_can_change_the_weights():
     other = federation(epochs=4)
     for share in other.shares:
         if share.domain == "left":
-            held = share.rows[ClientBatches(other.setup, other.sites[share.name]).parts["holdout"]]
+            held = share.rows[
+                ClientBatches(other.setup, other.clients[share.name]).parts["holdout"]
+            ]
             labels = other.task.domains["left"].train.y
             labels[held] = (labels[held] + 1) % 4
     for each in (fed, other):
@@ -344,7 +346,7 @@ def test_fedga_is_ga_on_fedprox():
         FedGA(mu=0.3), federation().make_network(), federation().sizes, received={}, mine={}
     )
     client.start = {n: t + 0.1 for n, t in client.model().items()}
-    site = next(iter(federation().sites.values()))
+    site = next(iter(federation().clients.values()))
     batch = next(ClientBatches(federation().setup, site).epoch((1,), 8))
     terms = []
     for method in (FedGA(mu=0.3), FedProx(mu=0.3)):

@@ -418,7 +418,7 @@ def test_gamma_of_a_run_is_one_number_a_batch_and_keyed():
         federation = Federation(make_config(tiny_task(), I2PFL(), **SHORT), tiny_task())
         setup = replace(federation.setup, method=method)
         for round in (0, 1):
-            for site in federation.sites.values():
+            for site in federation.clients.values():
                 received = federation.server.broadcast()
                 train_client(setup, federation.engine.networks["cnn2"], site, received, {}, round)
         seen.append({k: torch.stack(v) for k, v in method.seen.items()})
@@ -642,7 +642,7 @@ def federation(method, **settings):
 @pytest.mark.parametrize("proto_pass", ["last_epoch", "post"])
 def test_one_client_has_its_own_means_as_g(proto_pass):
     one = federation(I2PFL(proto_pass=proto_pass), clients={"left": 1})
-    (site,) = one.sites.values()
+    (site,) = one.clients.values()
     network = one.engine.networks["cnn2"]
     reply = train_client(
         one.setup, network, site, one.server.broadcast(), one.store.get(site.name), 0
@@ -672,7 +672,7 @@ def test_a_class_absent_from_a_round_keeps_its_prototype():
         (name,) = fed.server.sample()
         fed.run_round()
         after = fed.server.state["prototypes"]
-        here = [0, 1] if fed.sites[name].domain == "left" else [2, 3]
+        here = [0, 1] if fed.clients[name].domain == "left" else [2, 3]
         away = [k for k in range(4) if k not in here]
         known[here] = 1
         assert torch.equal(after["mask"], known)

@@ -47,7 +47,7 @@ def test_a_round_goes_on_from_the_clients_own_model():
     before = tree.copy(one.store.get("left-0"))
     one.run_round()
     network = one.make_network()
-    again = train_client(one.setup, network, one.sites["left-0"], {}, before, 1)
+    again = train_client(one.setup, network, one.clients["left-0"], {}, before, 1)
     assert tree.equal(again.mine, one.store.get("left-0"))
     load_model(network, before["model"])  # a whole model
 

@@ -245,7 +245,7 @@ def test_who_sits_out_keeps_its_older_model_and_a_late_first_round_has_no_contra
         orders.append(name)
         held[name] = half.store.get(name)["previous"]
         expected[name] = half.model  # one client a round: the average is its model
-        for client in half.sites:
+        for client in half.clients:
             state = half.store.get(client)
             if client in expected:
                 assert same(state["previous"], expected[client])
@@ -253,7 +253,7 @@ def test_who_sits_out_keeps_its_older_model_and_a_late_first_round_has_no_contra
             else:
                 assert state["history"]["there"] == 0
     changes = sum(a != b for a, b in pairwise(orders))
-    assert set(orders) == set(half.sites)
+    assert set(orders) == set(half.clients)
     assert changes >= 2  # somebody sat out and came back
     assert not same(*expected.values())
 

@@ -255,11 +255,11 @@ def test_controls_sum_to_the_servers_and_who_sits_out_keeps_its_own(participatio
     one = federation(participation=participation, precision="fp64")
     replies, rested, seen = recorded(one), 0, set()
     for _ in range(4):
-        before = {name: tree.copy(one.store.get(name)) for name in one.sites}
+        before = {name: tree.copy(one.store.get(name)) for name in one.clients}
         start, c = one.model, one.server.state["c"]
         one.run_round()
         assert len(replies) == active
-        for name in one.sites:
+        for name in one.clients:
             c_m = one.store.get(name)["c_m"]
             if name not in replies:
                 assert same(c_m, before[name]["c_m"])
@@ -275,7 +275,7 @@ def test_controls_sum_to_the_servers_and_who_sits_out_keeps_its_own(participatio
                 assert torch.allclose(change, c_m[n] - before[name]["c_m"][n], atol=1e-13)
         seen |= set(replies)
         for n, c in one.server.state["c"].items():
-            total = sum(one.store.get(name)["c_m"][n] for name in one.sites)
+            total = sum(one.store.get(name)["c_m"][n] for name in one.clients)
             assert torch.allclose(c, total / 4, rtol=1e-9, atol=1e-13)
         assert any(c.any() for c in one.server.state["c"].values())
     assert bool(rested) == (active < 4)
@@ -284,7 +284,7 @@ def test_controls_sum_to_the_servers_and_who_sits_out_keeps_its_own(participatio
 def test_both_controls_change_what_a_client_learns():
     one = federation()
     one.run_round()
-    name, site = next(iter(one.sites.items()))
+    name, site = next(iter(one.clients.items()))
     mine, received = one.store.get(name), one.server.broadcast()
 
     def none(slot):

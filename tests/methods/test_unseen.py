@@ -177,7 +177,7 @@ def test_ga_holds_out_samples_of_the_seen_domains(tmp_path):
     assert ledger["weight"].tolist() != [0.5, 0.5]  # the gaps moved them
     federation = Federation(make_config(task(), method, **SMALL, **UNSEEN), task())
     train, test = (task().domains["left"].train.x, task().domains["right"])
-    for site in federation.sites.values():
+    for site in federation.clients.values():
         parts = ClientBatches(federation.setup, site).parts
         assert not set(parts["holdout"]) & set(parts["train"])
         assert len(parts["holdout"]) == 4  # of 16

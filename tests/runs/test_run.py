@@ -130,7 +130,7 @@ def test_observers_see_everything_in_order() -> None:
 
     class Watch(Observer):
         def start(self, federation: Federation, records: Records) -> None:
-            seen.append(("start", len(federation.sites), len(records)))
+            seen.append(("start", len(federation.clients), len(records)))
 
         def client(self, round: int, done: int, total: int) -> None:
             seen.append((round, done, total))

@@ -65,7 +65,7 @@ class Observer:
         """Called with the run's ``Result`` when it is complete."""
 
 
-class Sites(Mapping[str, ClientData]):
+class Clients(Mapping[str, ClientData]):
     """The clients by name. A client's images are taken out of the task's when it is asked for.
 
     So the images of clients that sit out are not in memory a second time; on a GPU they stay.
@@ -84,10 +84,10 @@ class Sites(Mapping[str, ClientData]):
         share, device = self._shares[name], self._device
         images = self._task.domains[share.domain].train
         own = Images(images.x[share.rows].to(device), images.y[share.rows].to(device))
-        site = ClientData(name, share.domain, own, self._models[name])
+        client = ClientData(name, share.domain, own, self._models[name])
         if device.type != "cpu":
-            self._kept[name] = site
-        return site
+            self._kept[name] = client
+        return client
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shares)
@@ -136,7 +136,7 @@ class Federation:
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
-        self.sites = Sites(self.task, self.shares, device, self.models)
+        self.clients = Clients(self.task, self.shares, device, self.models)
         self.tests = {
             name: tested_images(self.task, name, config.leave_out, device)
             for name in self.task.domains
@@ -145,7 +145,7 @@ class Federation:
             self.method,
             network,
             self.sizes,
-            list(self.sites),
+            list(self.clients),
             rounds=config.rounds,
             seed=config.seed,
             participation=config.participation,
@@ -183,16 +183,16 @@ class Federation:
         names, received = server.sample(), server.broadcast()
         down = tree.nbytes(received) * len(names)
         up = 0
-        told: dict[str, dict[str, tuple[float, int]]] = {}
+        losses: dict[str, dict[str, tuple[float, int]]] = {}
         steps = 0
-        sites = [self.sites[n] for n in names]
-        replies = self.engine.train(sites, received, self.store.get, round)
+        clients = [self.clients[n] for n in names]
+        replies = self.engine.train(clients, received, self.store.get, round)
         for done, (name, reply) in enumerate(replies, start=1):
             server.accept(name, reply)
             self.store.stage(name, reply.mine, round)
             up += tree.nbytes(reply.message)
             steps += reply.steps
-            told[name] = reply.losses
+            losses[name] = reply.losses
             for observer in observers:
                 observer.reply(round, name, reply.message)
                 observer.client(round, done, len(names))
@@ -209,7 +209,7 @@ class Federation:
             "accuracy": _rounded(accuracy),
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
-            "loss": mean_losses([told[name] for name in names]),
+            "loss": mean_losses([losses[name] for name in names]),
             "bytes_up": up,
             "bytes_down": down,
             "clients": len(names),
@@ -244,7 +244,7 @@ class Federation:
                 observer.tested(round, done, len(jobs))
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
         if self.method.evaluates == "everyone":
-            domains = [self.sites.domain(job.client) for job in jobs if job.client]
+            domains = [self.clients.domain(job.client) for job in jobs if job.client]
             own = [{d: s["accuracy"][d]} for d, s in zip(domains, found, strict=True)]
             means["own"] = _means(own, self.tests)
         return means
@@ -274,7 +274,7 @@ class Federation:
         most = max(self.config.domain_clients.values())
         if self.method.evaluates == "global" or most <= TESTED_PER_DOMAIN:
             return ""
-        return f"{TESTED_PER_DOMAIN} clients of a domain that has more, drawn anew every round"
+        return f"{TESTED_PER_DOMAIN} clients of a domain that has more, drawn again every round"
 
     def _tested_clients(self, round: int) -> list[Share]:
         """The clients whose own models are tested: all, or some of a domain that has very many."""
@@ -299,12 +299,12 @@ class Federation:
         """
         if self.method.evaluates == "global":
             return {}
-        first = {self.models[n]: n for n in self.sites}
+        first = {self.models[n]: n for n in self.clients}
         sizes = {m: tree.nbytes(self._initial_client(n)) for m, n in first.items()}
         total = sum(sizes[m] for m in self.models.values())
         if self.store.folder is not None and total > self.store.limit:
             return {}
-        return {n: tree.to(self.store.get(n), "cpu").get("model", {}) for n in self.sites}
+        return {n: tree.to(self.store.get(n), "cpu").get("model", {}) for n in self.clients}
 
     def table(self) -> list[dict[str, Any]]:
         """The client-to-domain table: samples, classes held, samples of each class held."""
@@ -390,16 +390,16 @@ def batchnorm_policy(network: Network, method: Method) -> str:
 
 
 def weights_policy(network: Network, method: Method, average: str) -> str:
-    """What the mean of the clients' models is weighed by, in words."""
+    """What the mean of the clients' models is weighted by, in words."""
     if all(method.shared(e) != "both" for e in model_entries(network)):
         return NO_WEIGHTS
     return method.weighting or average
 
 
-def mean_losses(told: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+def mean_losses(replies: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
     """The mean over all steps of each loss term, summed in the clients' order."""
     losses: dict[str, tuple[float, int]] = {}
-    for one in told:
+    for one in replies:
         for term, (total, count) in one.items():
             before, counted = losses.get(term, (0.0, 0))
             losses[term] = (before + total, counted + count)

@@ -71,7 +71,7 @@ class RunProgress(Observer):
         resumed = f", resumed after round {len(records)}" if records else ""
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
-            f"{config.seed}: {len(federation.sites)} clients, {config.rounds} rounds "
+            f"{config.seed}: {len(federation.clients)} clients, {config.rounds} rounds "
             f"of {config.epochs} epochs, {' and '.join(config.models)}, "
             f"engine {federation.facts.engine}{resumed}"
         )

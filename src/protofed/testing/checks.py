@@ -294,7 +294,7 @@ def _resume(subject: _Subject) -> str:
 def _serialization(subject: _Subject) -> str:
     method, federation = subject.method, subject.federation
     received = federation.server.broadcast()
-    site = next(iter(federation.sites.values()))
+    site = next(iter(federation.clients.values()))
     network = federation.make_network()
     reply = train_client(
         federation.setup, network, site, received, federation.store.get(site.name), 1

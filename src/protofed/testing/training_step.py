@@ -26,7 +26,7 @@ class TrainingStep:
         self.method, self.dtype, self.sizes = method, dtype, federation.sizes
         self.network = federation.make_network()
         self.received = federation.server.broadcast()
-        self.site, *others = federation.sites.values()
+        self.site, *others = federation.clients.values()
         self.another = others[0].name
         self.mine = federation.store.get(self.site.name)
         self.epochs = federation.setup.training.epochs

@@ -117,7 +117,7 @@ def both(method: Method, rounds: int = 2, **settings: Any) -> tuple[Federation, 
 def difference(loop: Federation, lanes: Federation) -> float:
     """The largest difference between the server's states, and between the clients'."""
     trees = [(loop.server.state, lanes.server.state)]
-    trees += [(loop.store.get(n), lanes.store.get(n)) for n in loop.sites]
+    trees += [(loop.store.get(n), lanes.store.get(n)) for n in loop.clients]
     worst = 0.0
     for a, b in trees:
         assert a.keys() == b.keys()
