@@ -45,7 +45,10 @@ def test_methods_check(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> N
     assert code == 0
     assert re.search(r"all \d+ checks passed", out)
     assert "✓ gradients" in out
-    found = [CheckResult("gradients", "passed"), CheckResult("missing class", "failed", "not finite")]
+    found = [
+        CheckResult("gradients", "passed"),
+        CheckResult("missing class", "failed", "not finite"),
+    ]
 
     def checked(method: object, tell: Callable[[CheckResult], None]) -> list[CheckResult]:
         for verdict in found:
