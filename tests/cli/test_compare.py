@@ -197,6 +197,11 @@ def test_the_same_method_twice_is_one_row(
     assert len(started) == 1
 
 
+def without_clients() -> list[str]:
+    at = TINY.index("--clients")
+    return [*TINY[:at], *TINY[at + 2 :]]
+
+
 def unseen_runs(pool: Path, methods: Sequence[str]) -> None:
     def score(run: PlannedRun) -> dict[str, float]:
         better = 5.0 * (run.line.label == "fpl")
@@ -213,8 +218,7 @@ def test_each_domain_is_left_out_in_turn(
 ) -> None:
     unseen_runs(Path("runs"), ["fedavg", "fpl"])
     start_nothing(monkeypatch)
-    options = [o for o in zip(TINY[::2], TINY[1::2], strict=True) if o[0] != "--clients"]
-    given = [word for option in options for word in option]
+    given = without_clients()
     done = protofed("compare", "--methods", "fedavg,fpl", "--leave-out", "each", *given)
     assert (done.code, done.err) == (0, "")
     assert "8 of 8 runs are already complete" in done.out
@@ -224,6 +228,18 @@ def test_each_domain_is_left_out_in_turn(
     assert done.out.count("unseen average") == 1  # one table
     (definition,) = Path("runs").glob("compare-glyphs-*/study.toml")
     assert "Methods on glyphs, unseen domains" in definition.read_text("utf-8")
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_each_domain_is_left_out_for_real(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = run_in_process(monkeypatch)
+    done = protofed("compare", "--methods", "copa", "--leave-out", "each", *without_clients())
+    assert (done.code, done.err) == (0, "")
+    assert "unseen average" in done.out and len(started) == 4
+    summaries = [json.loads(p.read_text("utf-8")) for p in Path("runs").glob("*/summary.json")]
+    assert {s["unseen"] for s in summaries} == set(DOMAINS)
 
 
 @pytest.mark.usefixtures("no_drawing")
