@@ -37,9 +37,9 @@ from rich.progress import (
 
 from protofed.data.locate import locate
 from protofed.data.readers import read_arrays, read_idx, sniff
-from protofed.data.samples import DataMissing
 from protofed.data.sources import PUBLISHED
 from protofed.data.sources.published import ManualDownload, RemoteFile, plain
+from protofed.data.task import DataMissing
 from protofed.errors import ProtofedError, unknown
 from protofed.files import write_atomic
 from protofed.version import __version__

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from protofed.data.cache import cache_folder
 from protofed.data.listing import hidden, is_archive
-from protofed.data.samples import DataMissing
 from protofed.data.sources.published import PublishedTask, plain
+from protofed.data.task import DataMissing
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _LIST = re.compile(r".+_(train|crossval|val|test)(_kfold)?\.txt", re.IGNORECASE)

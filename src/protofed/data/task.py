@@ -1,14 +1,44 @@
-"""A task: several domains with the same classes, as uint8 images in memory."""
+"""A task: several domains with the same classes, as images in memory or still to decode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed.errors import ProtofedError
+
+SPLITS = ("train", "test")
+
+
+class DataMissing(ProtofedError):
+    """A task's files are not where they were looked for."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image to decode: its name for messages, its label, and its file's bytes or its pixels."""
+
+    name: str
+    label: int
+    read: Callable[[], bytes | NDArray[np.uint8]]
+
+
+Parts = dict[tuple[str, str], list[Sample]]
+"""Samples by domain and split."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The images of a task in their order, and notes for a reader of its results."""
+
+    classes: tuple[str, ...]
+    parts: Parts
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,8 +89,6 @@ class Augment:
 IMAGE_SIZE = 32
 """The default side of images from files, in pixels."""
 
-_RESERVED = ("average", "seen average")  # columns of every table
-
 
 @dataclass(frozen=True)
 class TaskInfo:
@@ -105,7 +133,7 @@ class Task:
     augment: Augment
     clients: Mapping[str, int]
     samples: Mapping[str, float]
-    note: str = field(default="")
+    note: str = ""
     leftover: bool = False
     repair: bool = False
     whole_unseen: bool = False
@@ -114,12 +142,11 @@ class Task:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _RESERVED:
-            if name in self.domains:
-                raise ProtofedError(
-                    f"a domain cannot be called '{name}': tables have a column of that name",
-                    "rename its folder",
-                )
+        for name in self.domains.keys() & {"average", "seen average"}:
+            raise ProtofedError(
+                f"a domain cannot be called '{name}': tables have a column of that name",
+                "rename its folder",
+            )
 
     @property
     def has_images(self) -> bool:
@@ -146,5 +173,4 @@ class Task:
     @property
     def image_size(self) -> int:
         """Side length of the (square) images in pixels."""
-        first = next(iter(self.domains.values()))
-        return int(first.train.x.shape[-1])
+        return int(next(iter(self.domains.values())).train.x.shape[-1])

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from protofed.data.load import load_task, task_plan
-from protofed.data.samples import SPLITS
 from protofed.data.sources import PUBLISHED
-from protofed.data.task import Task
+from protofed.data.task import SPLITS, Task
 
 
 @dataclass

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from protofed.data.listing import File, is_archive, list_files
 from protofed.data.readers import Arrays, pair, read_arrays, sniff
-from protofed.data.samples import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.data.sources.published import ManualDownload, PublishedTask, RemoteFile, plain
-from protofed.data.task import TaskInfo
+from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample, TaskInfo
 from protofed.errors import ProtofedError
 
 # Sets in MNIST's format that are not MNIST.

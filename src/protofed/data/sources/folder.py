@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from protofed.data.listing import File, FileParts, is_archive, list_files
-from protofed.data.samples import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.data.sources.image_tree import (
     SPLIT_FOLDERS,
     TreeImage,
@@ -18,6 +17,7 @@ from protofed.data.sources.image_tree import (
     mod10,
 )
 from protofed.data.sources.published import plain
+from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.errors import ProtofedError
 
 FOLDER = "folder:"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protofed.data.listing import File, list_files
-from protofed.data.samples import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.data.sources.published import PublishedTask, plain
+from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.errors import ProtofedError
 
 SPLIT_FOLDERS = {"train": "train", "training": "train", "crossval": "train", "test": "test"}

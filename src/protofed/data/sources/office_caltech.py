@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from protofed.data.samples import Plan
 from protofed.data.sources.image_tree import mod10, read_tree
 from protofed.data.sources.published import ManualDownload, PublishedTask
-from protofed.data.task import TaskInfo
+from protofed.data.task import Plan, TaskInfo
 
 DOMAINS = ("caltech", "amazon", "webcam", "dslr")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from protofed.data.samples import DataMissing, Parts, Plan
 from protofed.data.sources.image_tree import TreeImage, mod10, read_list, read_tree
 from protofed.data.sources.published import ManualDownload, PublishedTask, RemoteFile
-from protofed.data.task import TaskInfo
+from protofed.data.task import DataMissing, Parts, Plan, TaskInfo
 
 DOMAINS = ("photo", "art_painting", "cartoon", "sketch")
 

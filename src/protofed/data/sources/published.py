@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protofed.data.samples import Plan
-from protofed.data.task import TaskInfo
+from protofed.data.task import Plan, TaskInfo
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protofed import keys
-from protofed.data.samples import SPLITS, Parts, Plan
 from protofed.data.sources.image_tree import TreeImage, mod10, read_list, read_tree
 from protofed.data.sources.published import ManualDownload, PublishedTask, RemoteFile
-from protofed.data.task import TaskInfo
+from protofed.data.task import SPLITS, Parts, Plan, TaskInfo
 
 DOMAINS = ("caltech", "labelme", "pascal", "sun")
 
