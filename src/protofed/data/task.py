@@ -86,10 +86,6 @@ class Augment:
     grayscale: float = 0.0
 
 
-IMAGE_SIZE = 32
-"""The default side of images from files, in pixels."""
-
-
 @dataclass(frozen=True)
 class TaskInfo:
     """A task without its images.
@@ -105,7 +101,7 @@ class TaskInfo:
     classes: tuple[str, ...] | None
     clients: Mapping[str, int] | None
     samples: Mapping[str, float] | None
-    image_size: int = IMAGE_SIZE
+    image_size: int = 32
     flip: bool = True
     test_splits: tuple[str, ...] = ()
     leftover: bool = False
