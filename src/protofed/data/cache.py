@@ -1,11 +1,9 @@
 """The cache of decoded images: one uint8 array for a task at a size, mapped into memory.
 
-An entry is named after a hash of what it was made from, so that another version or other content
-gets another entry. It consists of ``NAME.npy`` with the pixels and ``NAME.json`` with labels,
-notes and checksums. Both are written under a temporary name first, and two processes that make
-the same entry write the same bytes. An entry that is damaged counts as missing.
-
-The cache only saves time: a cache folder that cannot be written does not stop a run.
+An entry is named after a hash of what it was made from. It consists of ``NAME.npy`` with the pixels
+and ``NAME.json`` with labels, notes and checksums. Both are written under a temporary name first,
+and two processes that make the same entry write the same bytes. A damaged entry counts as missing,
+and a cache folder that cannot be written does not stop a run.
 """
 
 from __future__ import annotations

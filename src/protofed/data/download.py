@@ -192,19 +192,11 @@ class _Bar:
             transient=True,
         )
         self._task = self.progress.add_task(escape(title), total=None)
-        self.started = False
-
-    @property
-    def total(self) -> float | None:
-        return self.progress.tasks[0].total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self.progress.update(self._task, total=size or None)  # 0: the server did not say
+        self.started, self.total = False, 0  # pooch sets the total if the server tells it
 
     def update(self, n: int) -> None:
         self.started = True
-        self.progress.update(self._task, advance=n)
+        self.progress.update(self._task, total=self.total or None, advance=n)
 
     def reset(self) -> None:
         self.progress.update(self._task, completed=0)
@@ -214,7 +206,7 @@ class _Bar:
 
 
 def _is_transient(error: requests.RequestException) -> bool:
-    """Whether the next attempt may succeed: the server has a problem, or the transfer was cut."""
+    """Whether the server has a problem that may pass, or the transfer was cut."""
     if error.response is not None:
         return error.response.status_code in _TRANSIENT
     return isinstance(error, (*_SILENT, requests.exceptions.ChunkedEncodingError))
@@ -295,7 +287,6 @@ def _sums(folder: Path) -> dict[str, str]:
 
 
 def instructions(task: str, manual: ManualDownload, root: Path) -> str:
-    """What a person has to download, from where, and where to put it."""
     return (
         f"To download by hand ({', '.join(manual.domains)}): {manual.what}.\n"
         + "".join(f"  from   {page}\n" for page in manual.pages)

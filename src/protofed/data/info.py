@@ -47,8 +47,7 @@ def distribution(info: TaskInfo, name: str, seed: int = 0) -> dict[str, int]:
     - ``skewed``: the task's main one, on which the papers compare methods;
     - ``equal``: the clients of ``skewed``, divided equally among the domains and rounded up;
     - ``one``: one client per domain;
-    - ``random``: drawn by ``seed`` as the published code draws it. Seeds then also differ in their
-      clients, so it says little about a method unless there are many seeds.
+    - ``random``: drawn by ``seed`` as in the published code, so seeds also differ in their clients.
     """
     if name not in distributions(info):
         raise unknown(f"client distribution of {info.name}", name, distributions(info))
@@ -73,8 +72,7 @@ def _draw(domains: int, clients: int, seed: int, cover: bool) -> tuple[int, ...]
     """Drawn by NumPy's legacy generator, seeded with the run's seed, as in the published code.
 
     ``cover``: every domain gets one client first, and only the others are drawn. A draw with more
-    than 10 clients of a domain is repeated (or twice the even share, if that is more, so that a
-    task with hundreds of clients terminates too).
+    than 10 clients of a domain (or twice the even share, for large tasks) is repeated.
     """
     rng = np.random.RandomState(seed % 2**32)
     limit = max(10, 2 * math.ceil(clients / domains))

@@ -74,10 +74,9 @@ def load_task(
     split = test_split or info.test_splits[0]
     if split not in info.test_splits:
         raise unknown(f"test split of {name}", split, info.test_splits)
-    paths = _locate(name, data)
-    size = image_size or info.image_size
-    kind = name.partition(":")[0]
-    images = _decoded(kind, paths, size, split, skip_bad, lambda: _plan(name, paths, split))
+    paths, plan = task_files(name, data, split)
+    size, kind = image_size or info.image_size, name.partition(":")[0]
+    images = _decoded(kind, paths, size, split, skip_bad, plan)
     published = PUBLISHED.get(name)
     notes = [info.about or f"Images of {paths[0]}.", *images.notes]
     if images.skipped:
@@ -101,10 +100,7 @@ def load_task(
 
 
 def site_images(path: Path, size: int, skip_bad: bool) -> Decoded:
-    """The images of one site, a tree ``class/image`` or ``{train,test}/class/image``.
-
-    They are one domain, named after the folder.
-    """
+    """The images of one site, ``class/image`` or ``{train,test}/class/image``, as one domain."""
     plan = partial(folder_plan, path, one_domain=True)
     return _decoded("site", [path], size, TEST_SPLITS[0], skip_bad, plan)
 
@@ -117,9 +113,15 @@ def public_images(path: Path, size: int, skip_bad: bool) -> Tensor:
     return domain.train.x
 
 
-def task_plan(name: str, data: str | Path | None, test_split: str) -> Plan:
-    """The images of a task from files, not decoded."""
-    return _plan(name, _locate(name, data), test_split)
+def task_files(
+    name: str, data: str | Path | None, test_split: str
+) -> tuple[list[Path], Callable[[], Plan]]:
+    """Where a task's files are, and what reads them into a plan."""
+    if name.startswith(FOLDER):
+        path = folder_path(name)
+        return [path], partial(folder_plan, path)
+    paths = locate(PUBLISHED[name], data)
+    return paths, partial(PUBLISHED[name].plan, paths, test_split)
 
 
 def _check(**options: Any) -> None:
@@ -128,16 +130,6 @@ def _check(**options: Any) -> None:
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if value is not None and not (right and (name != "image_size" or 8 <= value <= 1024)):
             raise ProtofedError(f"{name} must be {words}, got {value!r}")
-
-
-def _locate(name: str, data: str | Path | None) -> list[Path]:
-    return [folder_path(name)] if name.startswith(FOLDER) else locate(PUBLISHED[name], data)
-
-
-def _plan(name: str, paths: list[Path], test_split: str) -> Plan:
-    if name.startswith(FOLDER):
-        return folder_plan(paths[0])
-    return PUBLISHED[name].plan(paths, test_split)
 
 
 def _decoded(
@@ -150,9 +142,8 @@ def _decoded(
 ) -> Decoded:
     """The images of files, from the cache if it has them.
 
-    Cache entries are named after the files' content, so that neither another folder nor a copy of
-    the data is decoded again. The content is hashed once: afterwards the names, sizes and times of
-    the files stand for it, as they do for git.
+    Cache entries are named after the files' content, so that a copy of the data is not decoded
+    again. The content is hashed once: afterwards names, sizes and times stand for it, as in git.
     """
     # without skip_bad first: that entry has no bad images, so it serves both
     skips = (False, True) if skip_bad else (False,)

@@ -72,6 +72,5 @@ def _lists(folder: Path) -> list[Path]:
     """Lists of images (photo_train_kfold.txt, CALTECH_test.txt), here or one folder below."""
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not hidden(p.name))
     wanted = [p for p in below if plain(p.name) in ("lists", "txtlists", "splits", "kfold")]
-    return [
-        p for f in (folder, *wanted) for p in sorted(f.glob("*.txt")) if _LIST.fullmatch(p.name)
-    ]
+    texts = [p for f in (folder, *wanted) for p in sorted(f.glob("*.txt"))]
+    return [p for p in texts if _LIST.fullmatch(p.name)]

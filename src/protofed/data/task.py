@@ -72,9 +72,9 @@ class Domain:
 class Augment:
     """What is done to a training image: a random crop after zero padding, a horizontal flip.
 
-    For larger images: ``resized_crop``, a random part with this range of the area, enlarged;
-    ``jitter`` of brightness, contrast, saturation and hue; ``grayscale`` with this probability.
-    Training and test images are then scaled to [0, 1] and normalized with ``mean`` and ``std``.
+    ``resized_crop`` enlarges a random part with this range of the area; ``jitter`` is that of
+    brightness, contrast, saturation and hue; ``grayscale`` a probability. Training and test images
+    are then scaled to [0, 1] and normalized with ``mean`` and ``std``.
     """
 
     padding: int = 4
@@ -88,12 +88,10 @@ class Augment:
 
 @dataclass(frozen=True)
 class TaskInfo:
-    """A task without its images.
+    """A task without its images; see ``Task``.
 
-    ``domains``, ``classes``, ``clients`` and ``samples`` are None until a folder has been read.
-    ``test_splits`` are the ways to divide the images, the default first; empty if there is no
-    choice. ``clients`` is the number of clients of each domain, ``samples`` how many training
-    images each of them holds.
+    What a folder does not tell before it is read is None. ``test_splits`` are the ways to divide
+    the images, the default first; empty if there is no choice.
     """
 
     name: str
@@ -146,12 +144,11 @@ class Task:
 
     @property
     def has_images(self) -> bool:
-        """Whether the images are at hand, not only the shape of the task."""
+        """False if only the shape of the task is known."""
         return any(len(domain.train) for domain in self.domains.values())
 
     @property
     def info(self) -> TaskInfo:
-        """The task without its images."""
         return TaskInfo(
             self.name,
             tuple(self.domains),
