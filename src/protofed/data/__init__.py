@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from protofed.data.distributions import distribution, distributions
-from protofed.data.info import TASKS, describe
+from protofed.data.info import TASKS, describe, distribution, distributions
 from protofed.data.load import load_task
-from protofed.data.samples import DataMissing
 from protofed.data.split import Share, split
-from protofed.data.task import Augment, Domain, Images, Task, TaskInfo
+from protofed.data.task import Augment, DataMissing, Domain, Images, Task, TaskInfo
 
 __all__ = [
     "TASKS",

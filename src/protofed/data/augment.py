@@ -62,7 +62,8 @@ class Choices(NamedTuple):
         if augment.resized_crop is not None:
             if side is None:
                 raise ValueError("a resized crop needs the side of the images")
-            corner, size = _parts(rng, n, augment.resized_crop, side)
+            corner, sizes = _parts(rng, n, augment.resized_crop, side)
+            size = torch.from_numpy(sizes)
         if augment.jitter is not None:
             spread = np.array(augment.jitter)
             middle = np.array([1.0, 1.0, 1.0, 0.0])
@@ -71,15 +72,8 @@ class Choices(NamedTuple):
             order = torch.from_numpy(rng.permuted(np.tile(np.arange(4), (n, 1)), axis=1))
         if augment.grayscale:
             gray = torch.from_numpy(rng.random(n) < augment.grayscale)
-        return cls(
-            torch.from_numpy(corner[0]),
-            torch.from_numpy(corner[1]),
-            torch.from_numpy(flip),
-            None if size is None else torch.from_numpy(size),
-            jitter,
-            order,
-            gray,
-        )
+        top, left = torch.from_numpy(corner)
+        return cls(top, left, torch.from_numpy(flip), size, jitter, order, gray)
 
     def rows(self, index: Tensor, device: torch.device) -> Choices:
         """The choices of these rows, on ``device``."""
@@ -88,9 +82,25 @@ class Choices(NamedTuple):
 
 def cropped(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
     """uint8 images [N, C, H, W] with the whole augmentation applied, still uint8."""
-    if choices.size is not None or choices.jitter is not None or choices.gray is not None:
-        return _colored(x, choices, augment)
-    return _padded_crop(x, choices, augment)
+    if choices.size is not None:
+        values = _resized(x, choices, choices.size)
+    else:
+        every = torch.arange(len(x), device=x.device)
+        x = crops(padded(x, augment), every, choices, augment)
+        if choices.jitter is None and choices.gray is None:
+            return x
+        values = x.contiguous().to(torch.float32) / 255
+    if choices.jitter is not None and choices.order is not None:
+        # All changes of all images, then one of them is chosen: a selection of rows would have a
+        # data-dependent size, which a CUDA graph cannot capture.
+        for turn in choices.order[..., None, None, None].unbind(1):
+            changed = values
+            for operation, result in enumerate(_jittered(values, choices.jitter)):
+                changed = torch.where(turn == operation, result, changed)
+            values = changed
+    if choices.gray is not None:
+        values = torch.where(choices.gray[:, None, None, None], _gray(values), values)
+    return values.mul(255).round_().to(torch.uint8)
 
 
 def padded(x: Tensor, augment: Augment) -> Tensor:
@@ -101,8 +111,7 @@ def padded(x: Tensor, augment: Augment) -> Tensor:
     """
     n, channels, height, width = x.shape
     p = augment.padding
-    shape = (1 + augment.flip, n, height + 2 * p, width + 2 * p, channels)
-    ready = x.new_zeros(shape)
+    ready = x.new_zeros(1 + augment.flip, n, height + 2 * p, width + 2 * p, channels)
     ready[0, :, p : p + height, p : p + width] = x.permute(0, 2, 3, 1)
     if augment.flip:
         ready[1] = ready[0].flip(2)
@@ -127,46 +136,17 @@ def crops(ready: Tensor, index: Tensor, choices: Choices, augment: Augment) -> T
     return taken.view(-1, rows, columns, channels).permute(0, 3, 1, 2)
 
 
-def _padded_crop(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
-    """Padding with zeros, cropping and flipping."""
-    every = torch.arange(len(x), device=x.device)
-    return crops(padded(x, augment), every, choices, augment)
-
-
 def _parts(
     rng: np.random.Generator, n: int, scale: tuple[float, float], side: int
 ) -> tuple[Ints, Ints]:
     """Corners [2, n] and sizes [n, 2] of random parts: the first attempt that fits, else all."""
     area = side * side * rng.uniform(*scale, (_TRIES, n))
     ratio = np.exp(rng.uniform(math.log(_RATIO[0]), math.log(_RATIO[1]), (_TRIES, n)))
-    heights_widths = np.sqrt(np.stack([area / ratio, area * ratio]))
-    sizes = np.rint(heights_widths).astype(np.int64)
+    sizes = np.rint(np.sqrt(np.stack([area / ratio, area * ratio]))).astype(np.int64)
     fits = ((sizes > 0) & (sizes <= side)).all(0)
-    first = fits.argmax(0)
-    size = np.where(fits.any(0), sizes[:, first, np.arange(n)], side)
+    size = np.where(fits.any(0), sizes[:, fits.argmax(0), np.arange(n)], side)
     corner = np.floor(rng.random((2, n)) * (side - size + 1)).astype(np.int64)
     return corner, np.ascontiguousarray(size.T)
-
-
-def _colored(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
-    """Crop, flip and color changes, rounded to bytes only at the end."""
-    if choices.size is not None:
-        values = _resized(x, choices, choices.size)
-    else:
-        values = _padded_crop(x, choices, augment).contiguous().to(torch.float32) / 255
-    if choices.jitter is not None and choices.order is not None:
-        # All changes of all images, then one of them is chosen: a selection of rows would have a
-        # data-dependent size, which a CUDA graph cannot capture.
-        for step in range(4):
-            turn = choices.order[:, step][:, None, None, None]
-            changed = values
-            for operation, change in enumerate(_CHANGES):
-                factor = choices.jitter[:, operation][:, None, None, None]
-                changed = torch.where(turn == operation, change(values, factor), changed)
-            values = changed
-    if choices.gray is not None:
-        values = torch.where(choices.gray[:, None, None, None], _gray(values), values)
-    return values.mul(255).round_().to(torch.uint8)
 
 
 def _resized(x: Tensor, choices: Choices, size: Tensor) -> Tensor:
@@ -185,19 +165,14 @@ def _resized(x: Tensor, choices: Choices, size: Tensor) -> Tensor:
         low = place.floor().to(torch.int64)
         high = torch.minimum(low + 1, last)
         weight = (place - low).to(torch.float32)
-        low_values, high_values = (_take(values, axis, start[:, None] + i) for i in (low, high))
-        values = torch.lerp(low_values, high_values, _along(weight, axis))
+        # [N, length], to broadcast along the axis
+        shape = (len(x), 1, length, 1) if axis == 2 else (len(x), 1, 1, length)
+        low_values, high_values = (
+            values.gather(axis, (start[:, None] + i).view(shape).expand_as(values))
+            for i in (low, high)
+        )
+        values = torch.lerp(low_values, high_values, weight.view(shape))
     return values
-
-
-def _along(t: Tensor, axis: int) -> Tensor:
-    """[N, length], reshaped to broadcast along one axis of images."""
-    return t[:, None, :, None] if axis == 2 else t[:, None, None, :]
-
-
-def _take(values: Tensor, axis: int, index: Tensor) -> Tensor:
-    """Rows (axis 2) or columns (axis 3) of images, chosen for each image."""
-    return values.gather(axis, _along(index, axis).expand_as(values))
 
 
 def _gray(x: Tensor) -> Tensor:
@@ -206,17 +181,20 @@ def _gray(x: Tensor) -> Tensor:
     return (x * weights).sum(1, keepdim=True).expand_as(x)
 
 
-def _brightness(x: Tensor, factor: Tensor) -> Tensor:
-    return (x * factor).clamp(0, 1)
+def _jittered(x: Tensor, factors: Tensor) -> list[Tensor]:
+    """The images with another brightness, contrast, saturation and hue."""
+    brightness, contrast, saturation, hue = factors[..., None, None, None].unbind(1)
+    gray = _gray(x)
 
+    def mixed(other: Tensor, factor: Tensor) -> Tensor:
+        return (x * factor + other * (1 - factor)).clamp(0, 1)
 
-def _contrast(x: Tensor, factor: Tensor) -> Tensor:
-    mean = _gray(x)[:, :1].mean((1, 2, 3), keepdim=True)
-    return (x * factor + mean * (1 - factor)).clamp(0, 1)
-
-
-def _saturation(x: Tensor, factor: Tensor) -> Tensor:
-    return (x * factor + _gray(x) * (1 - factor)).clamp(0, 1)
+    return [
+        (x * brightness).clamp(0, 1),
+        mixed(gray[:, :1].mean((1, 2, 3), keepdim=True), contrast),
+        mixed(gray, saturation),
+        _hue(x, hue),
+    ]
 
 
 def _hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -232,9 +210,7 @@ def _hue(x: Tensor, shift: Tensor) -> Tensor:
     )
     # A channel is a trapezoid over the hue, displaced by a third of a turn for each channel:
     # value - span * max(0, min(k, 4 - k, 1)), with k in sixths of a turn.
-    turned = hue[:, None] + 6 * shift
-    offset = _channels((5.0, 3.0, 1.0), x.dtype, x.device)
-    k = (turned + offset) % 6
+    k = (hue[:, None] + 6 * shift + _channels((5.0, 3.0, 1.0), x.dtype, x.device)) % 6
     share = torch.minimum(torch.minimum(k, 4 - k), torch.ones_like(k)).clamp(min=0)
     return high[:, None] - span[:, None] * share
 
@@ -243,9 +219,6 @@ def _hue(x: Tensor, shift: Tensor) -> Tensor:
 def _channels(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A constant per channel, made once: a CUDA graph cannot capture a copy from the host."""
     return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
-
-
-_CHANGES = (_brightness, _contrast, _saturation, _hue)
 
 
 def normalized(x: Tensor, augment: Augment, dtype: torch.dtype) -> Tensor:
@@ -260,9 +233,8 @@ def normalized(x: Tensor, augment: Augment, dtype: torch.dtype) -> Tensor:
     std = _channels(augment.std, dtype, x.device).flatten().repeat(width)
     result = torch.empty(rows.shape, dtype=dtype, device=x.device)
     # On a CPU, in parts that stay in its cache for all four steps.
-    part = max(1, _CACHE_BYTES // (rows.shape[1] * dtype.itemsize))
-    if x.device.type != "cpu":
-        part = max(1, len(rows))
+    fitting = _CACHE_BYTES // (rows.shape[1] * dtype.itemsize)
+    part = max(1, fitting if x.device.type == "cpu" else len(rows))
     for to, source in zip(result.split(part), rows.split(part), strict=True):
         to.copy_(source).mul_(1 / 255).sub_(mean).div_(std)
     return result.view(n, height, width, channels).permute(0, 3, 1, 2)

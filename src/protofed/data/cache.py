@@ -1,11 +1,9 @@
 """The cache of decoded images: one uint8 array for a task at a size, mapped into memory.
 
-An entry is named after a hash of what it was made from, so that another version or other content
-gets another entry. It consists of ``NAME.npy`` with the pixels and ``NAME.json`` with labels,
-notes and checksums. Both are written under a temporary name first, and two processes that make
-the same entry write the same bytes. An entry that is damaged counts as missing.
-
-The cache only saves time: a cache folder that cannot be written does not stop a run.
+An entry is named after a hash of what it was made from. It consists of ``NAME.npy`` with the pixels
+and ``NAME.json`` with labels, notes and checksums. Both are written under a temporary name first,
+and two processes that make the same entry write the same bytes. A damaged entry counts as missing,
+and a cache folder that cannot be written does not stop a run.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +32,8 @@ FORMAT = 2
 Pixels = NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class Labels:
-    """What an entry holds beside pixels.
-
-    ``parts`` are domain, split and labels of consecutive rows of pixels; ``skipped`` are the files
-    that could not be decoded.
-    """
-
-    classes: Sequence[str]
-    parts: Sequence[tuple[str, str, Sequence[int]]]
-    notes: Sequence[str] = ()
-    skipped: Sequence[str] = ()
+Parts = Sequence[tuple[str, str, Sequence[int]]]
+"""Domain, split and labels of consecutive rows of pixels."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +49,7 @@ class Decoded:
 
 def cache_folder() -> Path:
     """The cache folder: ``PROTOFED_CACHE``, else ``protofed`` in the user's cache folder."""
-    own = os.environ.get("PROTOFED_CACHE")
-    if own:
+    if own := os.environ.get("PROTOFED_CACHE"):
         return Path(own).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is invalid and must be ignored.
@@ -81,20 +68,34 @@ def load(name: str) -> Decoded | None:
         about = json.loads((_folder() / f"{name}.json").read_text("utf-8"))
         # Copy on write: a tensor must be writable, and the file must not change.
         pixels = np.load(_folder() / f"{name}.npy", mmap_mode="c", allow_pickle=False)
-        if about["digest"] != _digest(about) or about["crc"] != _crc(pixels):
+        # A CRC detects a damaged file three times as fast as a cryptographic hash.
+        if about["digest"] != _digest(about) or about["crc"] != zlib.crc32(pixels.data):
             return None
         return _decoded(about, pixels)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def store(name: str, labels: Labels, pixels: Pixels) -> Decoded:
-    """Write an entry and return what it holds. Pixels from ``scratch`` are moved, others copied."""
-    about: dict[str, Any] = {
-        **asdict(labels),
+def store(
+    name: str,
+    pixels: Pixels,
+    classes: Sequence[str],
+    parts: Parts,
+    notes: Sequence[str] = (),
+    skipped: Sequence[str] = (),
+) -> Decoded:
+    """Write an entry and return what it holds; ``skipped`` are the files not decoded.
+
+    Pixels from ``scratch`` are moved, others copied.
+    """
+    about = {
+        "classes": classes,
+        "parts": parts,
+        "notes": notes,
+        "skipped": skipped,
         "shape": pixels.shape,
-        "crc": _crc(pixels),
-        "sha256": hashlib.sha256(_bytes(pixels)).hexdigest(),
+        "crc": zlib.crc32(pixels.data),
+        "sha256": hashlib.sha256(pixels.data).hexdigest(),
     }
     about["digest"] = _digest(about)
     if isinstance(pixels, np.memmap):
@@ -126,16 +127,14 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
             path.unlink(missing_ok=True)
 
 
-def recall(*key: object) -> str | None:
-    """The entry's name that ``remember`` noted for these plain values."""
-    try:
-        return _note(key).read_text("utf-8").strip() or None
-    except OSError:
-        return None
+def recall(*key: object) -> str:
+    """The entry's name that ``remember`` noted for these plain values, else empty."""
+    with contextlib.suppress(OSError):
+        return _note(key).read_text("utf-8").strip()
+    return ""
 
 
 def remember(name: str, *key: object) -> None:
-    """Note an entry's name for these plain values."""
     with contextlib.suppress(OSError):
         write_atomic(_note(key), name)
 
@@ -167,8 +166,8 @@ def _decoded(about: Mapping[str, Any], pixels: Pixels) -> Decoded:
     start = 0
     for domain, split, labels in about["parts"]:
         end = start + len(labels)
-        own = Images(x[start:end], torch.tensor(labels, dtype=torch.int64))
-        images.setdefault(domain, {})[split] = own
+        y = torch.tensor(labels, dtype=torch.int64)
+        images.setdefault(domain, {})[split] = Images(x[start:end], y)
         start = end
     return Decoded(
         tuple(about["classes"]),
@@ -183,15 +182,6 @@ def _digest(about: Mapping[str, Any]) -> str:
     """A hash that depends neither on where the images were nor on the format of their files."""
     parts = [about[k] for k in ("classes", "parts", "shape", "sha256")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def _crc(pixels: Pixels) -> int:
-    """Detects a damaged file, three times as fast as a cryptographic hash."""
-    return zlib.crc32(_bytes(pixels))
-
-
-def _bytes(pixels: Pixels) -> memoryview:
-    return memoryview(pixels).cast("B")  # type: ignore[arg-type]
 
 
 def _hash(value: object) -> str:

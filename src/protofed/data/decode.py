@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
@@ -17,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
 from rich.progress import Progress
 
-from protofed.data.samples import Sample
+from protofed.data.task import Sample
 
 Bytes = NDArray[np.uint8]
 
@@ -78,16 +79,27 @@ def decode_all(samples: Sequence[Sample], pixels: Bytes, title: str) -> dict[int
         return end - start
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text, start, shown = (
+        f"decoding {len(samples)} images of {title} (once)",
+        time.monotonic(),
+        False,
+    )
+    console = Console(stderr=True)
+    progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task(text, total=len(samples))
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of unusual metadata
         ThreadPoolExecutor(cores or 1) as pool,
-        _Progress(title, len(samples)) as progress,
+        contextlib.ExitStack() as at_end,
     ):
-        try:
-            for done in pool.map(chunk, range(0, len(samples), _CHUNK)):
-                progress.advance(done)
-        finally:
-            stop.set()  # on Ctrl-C, do not decode what is queued
+        at_end.callback(stop.set)  # on Ctrl-C, do not decode what is queued
+        for done in pool.map(chunk, range(0, len(samples), _CHUNK)):
+            progress.advance(task, done)
+            if not shown and time.monotonic() - start > PATIENCE_SECONDS:
+                shown = True
+                at_end.enter_context(progress)
+                if not console.is_terminal:  # one line instead of the bar
+                    console.print(text, highlight=False, soft_wrap=True)
     return dict(sorted(bad.items()))
 
 
@@ -111,32 +123,3 @@ def _rgb(image: Image.Image) -> Image.Image:
         image = Image.new("RGBA", clear.size, "white")
         image.alpha_composite(clear)
     return image.convert("RGB")
-
-
-class _Progress:
-    """A progress bar on stderr (one line if that is not a terminal) for work that takes long."""
-
-    def __init__(self, title: str, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.perf_counter()
-        self.text = f"decoding {total} images of {title} (once)"
-        self.console = Console(stderr=True)
-        self.bar: Progress | None = None
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def advance(self, n: int) -> None:
-        self.done += n
-        if self.bar is None and time.perf_counter() - self.start > PATIENCE_SECONDS:
-            self.bar = Progress(console=self.console, transient=True,
-                                disable=not self.console.is_terminal)  # fmt: skip
-            self.task = self.bar.add_task(self.text, total=self.total)
-            self.bar.start()
-            if not self.console.is_terminal:
-                self.console.print(self.text, highlight=False, soft_wrap=True)
-        if self.bar is not None:
-            self.bar.update(self.task, completed=self.done)
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()

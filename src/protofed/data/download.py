@@ -9,13 +9,12 @@ Only ``protofed data fetch`` imports this module; loading a task never downloads
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,9 @@ from rich.progress import (
 
 from protofed.data.locate import locate
 from protofed.data.readers import read_arrays, read_idx, sniff
-from protofed.data.samples import DataMissing
 from protofed.data.sources import PUBLISHED
 from protofed.data.sources.published import ManualDownload, RemoteFile, plain
+from protofed.data.task import DataMissing
 from protofed.errors import ProtofedError, unknown
 from protofed.files import write_atomic
 from protofed.version import __version__
@@ -47,8 +46,6 @@ from protofed.version import __version__
 SUMS = "SHA256SUMS.json"
 _CHUNK = 1 << 16
 _LIST_LINE = re.compile(r"\S.* \d+")  # an image's path and its label
-_SHOWN_ERRORS = 4
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _SILENT = (requests.ConnectionError, requests.Timeout)
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}  # HTTP errors that a later try may not have
 
@@ -78,10 +75,8 @@ def select(
         return whole.files, whole.manual
     if domain not in whole.domains:
         raise unknown(f"domain of {task}", domain, whole.domains)
-    return (
-        tuple(file for file in whole.files if file.domain == domain),
-        tuple(manual for manual in whole.manual if domain in manual.domains),
-    )
+    files = tuple(f for f in whole.files if f.domain == domain)
+    return files, tuple(m for m in whole.manual if domain in m.domains)
 
 
 # ---- downloading -------------------------------------------------------------------------------
@@ -109,28 +104,27 @@ class Downloader:
             try:
                 self._fetch_one(file, folder / file.path)
             except OSError as error:
-                if error.errno in _DISK_FULL:
-                    raise DiskFull(
-                        f"the disk is full: no room for {file.path}",
-                        "free some space and run the command again",
-                    ) from None
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    message = f"the disk is full: no room for {file.path}"
+                    raise DiskFull(message, "free some space and run the command again") from None
                 errors.append(ProtofedError(f"cannot write {folder / file.path}: {error}"))
             except ProtofedError as error:
                 errors.append(error)
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            more = [f"  and {len(errors) - _SHOWN_ERRORS} more"][: len(errors) > _SHOWN_ERRORS]
+            more = f"\n  and {len(errors) - 4} more" if len(errors) > 4 else ""
+            shown = "".join(f"\n  {error}" for error in errors[:4]) + more
             raise ProtofedError(
-                f"{len(errors)} of {len(files)} files could not be downloaded:\n"
-                + "\n".join([*(f"  {e}" for e in errors[:_SHOWN_ERRORS]), *more])
+                f"{len(errors)} of {len(files)} files could not be downloaded:{shown}"
             )
 
     def _fetch_one(self, file: RemoteFile, target: Path) -> None:
+        checked = f"MD5 as published by {file.cited}" if file.md5 else f"as recorded in {SUMS}"
         if target.exists():
             check(file, target, target)
             record(file, target)
-            self._say(f"{file.path}: already there, {_checked_by(file)}")
+            self._say(f"{file.path}: already there, {checked}")
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         reasons = []
@@ -146,7 +140,7 @@ class Downloader:
                 path.replace(target)
             record(file, target)
             size = decimal(target.stat().st_size)
-            self._say(f"{file.path}: {size} from {urlsplit(url).netloc}, {_checked_by(file)}")
+            self._say(f"{file.path}: {size} from {urlsplit(url).netloc}, {checked}")
             return
         raise ProtofedError(f"cannot download {file.path}: " + "; ".join(reasons))
 
@@ -160,7 +154,8 @@ class Downloader:
         # identity: a .gz file must arrive as it is, not unpacked on the way
         headers = {"User-Agent": f"protofed/{__version__}", "Accept-Encoding": "identity"}
         for attempt in range(1, self.attempts + 1):
-            with self._bar(file) as bar:
+            bar = _Bar(self.console, file.path)
+            with bar.progress:
                 get = pooch.HTTPDownloader(
                     progressbar=bar, chunk_size=_CHUNK, timeout=self.timeout, headers=headers
                 )
@@ -181,50 +176,37 @@ class Downloader:
     def _say(self, line: str) -> None:
         self.console.print(escape(line), highlight=False, soft_wrap=True)
 
-    @contextlib.contextmanager
-    def _bar(self, file: RemoteFile) -> Iterator[_Bar]:
-        """A bar with size, speed and remaining time; nothing if there is no terminal."""
-        with Progress(
+
+class _Bar:
+    """A bar with size, speed and remaining time (if there is a terminal), as pooch expects it."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             DownloadColumn(),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
+            console=console,
+            disable=not console.is_terminal,
             transient=True,
-        ) as progress:
-            yield _Bar(progress, escape(file.path))
-
-
-class _Bar:
-    """Rich's progress bar with the interface that pooch expects."""
-
-    def __init__(self, progress: Progress, title: str) -> None:
-        self._progress, self._task = progress, progress.add_task(title, total=None)
-        self.started = False
-
-    @property
-    def total(self) -> float | None:
-        return self._progress.tasks[0].total
-
-    @total.setter
-    def total(self, size: int) -> None:
-        self._progress.update(self._task, total=size or None)  # 0: the server did not say
+        )
+        self._task = self.progress.add_task(escape(title), total=None)
+        self.started, self.total = False, 0  # pooch sets the total if the server tells it
 
     def update(self, n: int) -> None:
         self.started = True
-        self._progress.update(self._task, advance=n)
+        self.progress.update(self._task, total=self.total or None, advance=n)
 
     def reset(self) -> None:
-        self._progress.update(self._task, completed=0)
+        self.progress.update(self._task, completed=0)
 
     def close(self) -> None:
-        self._progress.refresh()
+        self.progress.refresh()
 
 
 def _is_transient(error: requests.RequestException) -> bool:
-    """Whether the next attempt may succeed: the server has a problem, or the transfer was cut."""
+    """Whether the server has a problem that may pass, or the transfer was cut."""
     if error.response is not None:
         return error.response.status_code in _TRANSIENT
     return isinstance(error, (*_SILENT, requests.exceptions.ChunkedEncodingError))
@@ -245,34 +227,32 @@ def _reason(error: requests.RequestException) -> str:
 
 def check(file: RemoteFile, path: Path, target: Path) -> None:
     """Raise ``Mismatch`` unless ``path`` is the file that belongs at ``target``."""
-    again = "move it away and fetch it again" if path == target else ""
+    name, again = target.name, "move it away and fetch it again" if path == target else ""
     size = path.stat().st_size
     if file.size is not None and size != file.size:
-        raise Mismatch(f"{target.name} has {size} bytes, expected {file.size}", again)
+        raise Mismatch(f"{name} has {size} bytes, expected {file.size}", again)
     if file.md5 is not None:
         found = pooch.file_hash(str(path), "md5")
         if found != file.md5:
-            raise Mismatch(
-                f"{target.name} has MD5 {found}, {file.cited} publishes {file.md5}", again
-            )
-    elif (known := _recorded(target)) is not None:
+            raise Mismatch(f"{name} has MD5 {found}, {file.cited} publishes {file.md5}", again)
+    elif known := _sums(target.parent).get(name):
         found = pooch.file_hash(str(path), "sha256")
         if found != known:
+            sums = target.parent / SUMS
+            newer = f"if the home has a new version, delete the line of {name} in {sums}"
             raise Mismatch(
-                f"{target.name} has SHA-256 {found}, at the first download it was {known}",
-                "; ".join(filter(None, (again, "if the home has a new version, delete the line of "
-                                        f"{target.name} in {target.parent / SUMS}"))),
-            )  # fmt: skip
+                f"{name} has SHA-256 {found}, at the first download it was {known}",
+                f"{again}; {newer}" if again else newer,
+            )
     if file.count is not None and (number := count(path)) != file.count:
-        raise Mismatch(f"{target.name} has {number} entries, expected {file.count}", again)
+        raise Mismatch(f"{name} has {number} entries, expected {file.count}", again)
 
 
 def record(file: RemoteFile, target: Path) -> None:
     """Record the hash of a file for which nobody publishes one."""
-    if file.md5 is None and _recorded(target) is None:
-        path = target.parent / SUMS
-        sums = {**_sums(path), target.name: pooch.file_hash(str(target), "sha256")}
-        write_atomic(path, json.dumps(dict(sorted(sums.items())), indent=2) + "\n")
+    if file.md5 is None and target.name not in (sums := _sums(target.parent)):
+        sums[target.name] = pooch.file_hash(str(target), "sha256")
+        write_atomic(target.parent / SUMS, json.dumps(sums, indent=2, sort_keys=True) + "\n")
 
 
 def count(path: Path) -> int:
@@ -289,13 +269,9 @@ def count(path: Path) -> int:
     return len(lines)
 
 
-def _recorded(target: Path) -> str | None:
-    """The SHA-256 that was recorded when the file was first downloaded."""
-    value = _sums(target.parent / SUMS).get(target.name)
-    return None if value is None else str(value)
-
-
-def _sums(path: Path) -> dict[str, Any]:
+def _sums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of files at their first download."""
+    path = folder / SUMS
     try:
         sums = json.loads(path.read_text())
         assert isinstance(sums, dict)
@@ -307,17 +283,10 @@ def _sums(path: Path) -> dict[str, Any]:
     return sums
 
 
-def _checked_by(file: RemoteFile) -> str:
-    if file.md5 is None:
-        return f"as recorded in {SUMS}"
-    return f"MD5 as published by {file.cited}"
-
-
 # ---- what a person has to download -------------------------------------------------------------
 
 
 def instructions(task: str, manual: ManualDownload, root: Path) -> str:
-    """What a person has to download, from where, and where to put it."""
     return (
         f"To download by hand ({', '.join(manual.domains)}): {manual.what}.\n"
         + "".join(f"  from   {page}\n" for page in manual.pages)

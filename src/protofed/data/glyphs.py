@@ -6,8 +6,8 @@ Pillow's default font. Every scan is used once: in one domain, for training or f
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -16,23 +16,16 @@ from numpy.typing import NDArray
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 
 from protofed.data import cache
-from protofed.data.samples import SPLITS
-from protofed.data.task import Augment, Task, TaskInfo
+from protofed.data.task import SPLITS, Augment, Task, TaskInfo
 
 # Raise this whenever an image changes: older cache entries are then ignored.
 GENERATOR = 1
 
 SIDE = 32
 CLASSES = tuple("0123456789")
-DOMAINS = ("scan", "print", "photo", "inverse")
-# Images per class.
-COUNTS: Mapping[str, Mapping[str, int]] = {
-    "scan": {"train": 50, "test": 20},
-    "print": {"train": 50, "test": 20},
-    "photo": {"train": 35, "test": 20},
-    "inverse": {"train": 25, "test": 20},
-}
-SCANNED = ("scan", "photo", "inverse")
+COUNTS = {"scan": (50, 20), "print": (50, 20), "photo": (35, 20), "inverse": (25, 20)}
+"""Training and test images of each class."""
+DOMAINS = tuple(COUNTS)
 INFO = TaskInfo(
     name="glyphs",
     domains=DOMAINS,
@@ -58,7 +51,13 @@ def load_glyphs(seed: int = 0) -> Task:
     # what the images depend on besides the seed: the renderer, the scans, the random numbers
     versions = [version(package) for package in ("pillow", "scikit-learn", "numpy")]
     entry = cache.entry_name("glyphs", SIDE, GENERATOR, seed, *versions)
-    images = cache.load(entry) or _make_entry(entry, seed)
+    images = cache.load(entry)
+    if images is None:
+        arrays = make(seed)
+        names = list(itertools.product(DOMAINS, SPLITS))
+        parts = [(d, s, arrays[f"{d}.{s}.y"].tolist()) for d, s in names]
+        pixels = np.concatenate([arrays[f"{d}.{s}.x"] for d, s in names])
+        images = cache.store(entry, pixels, CLASSES, parts)
     assert INFO.clients is not None and INFO.samples is not None
     return Task(
         name=INFO.name,
@@ -72,33 +71,22 @@ def load_glyphs(seed: int = 0) -> Task:
     )
 
 
-def _make_entry(entry: str, seed: int) -> cache.Decoded:
-    arrays = make(seed)
-    names = [(domain, split) for domain in DOMAINS for split in SPLITS]
-    parts = [(d, s, arrays[f"{d}.{s}.y"].tolist()) for d, s in names]
-    pixels = np.concatenate([arrays[f"{d}.{s}.x"] for d, s in names])
-    return cache.store(entry, cache.Labels(CLASSES, parts), pixels)
-
-
 def make(seed: int) -> dict[str, NDArray[Any]]:
     """Every array of the task: ``{domain}.{split}.x`` uint8 [N, 3, 32, 32], ``.y`` int64 [N]."""
     scans, labels = _scans()
-    rows = sources(seed)
     arrays: dict[str, NDArray[Any]] = {}
-    for domain in DOMAINS:
-        for split in SPLITS:
-            rng = _generator(seed, domain, split)
-            if domain == "print":
-                y = rng.permutation(np.repeat(np.arange(len(CLASSES)), COUNTS[domain][split]))
-                x = _print(y, rng)
-            else:
-                chosen = rows[domain, split]
-                y = labels[chosen]
-                x = {"scan": _scan, "photo": _photo, "inverse": _inverse}[domain](
-                    scans[chosen], rng
-                )
-            arrays[f"{domain}.{split}.x"] = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
-            arrays[f"{domain}.{split}.y"] = y.astype(np.int64)
+    rows = sources(seed)
+    for (d, domain), (s, split) in itertools.product(enumerate(DOMAINS, 1), enumerate(SPLITS, 1)):
+        rng = np.random.default_rng([seed, d, s])  # [seed, 0, 0] deals out the scans
+        if domain == "print":
+            y = rng.permutation(np.repeat(np.arange(len(CLASSES)), COUNTS[domain][s - 1]))
+            x = _print(y, rng)
+        else:
+            draw = {"scan": _scan, "photo": _photo, "inverse": _inverse}[domain]
+            y = labels[rows[domain, split]]
+            x = draw(scans[rows[domain, split]], rng)
+        arrays[f"{domain}.{split}.x"] = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+        arrays[f"{domain}.{split}.y"] = y.astype(np.int64)
     return arrays
 
 
@@ -106,26 +94,21 @@ def sources(seed: int) -> dict[tuple[str, str], Ints]:
     """The scans that each (domain, split) shows, in order. No scan is used twice."""
     _, labels = _scans()
     rng = np.random.default_rng([seed, 0, 0])
-    parts: dict[tuple[str, str], list[Ints]] = {(d, s): [] for d in SCANNED for s in SPLITS}
+    scanned = [d for d in DOMAINS if d != "print"]
+    parts: dict[tuple[str, str], list[Ints]] = {(d, s): [] for d in scanned for s in SPLITS}
     for label in range(len(CLASSES)):
         free = rng.permutation(np.flatnonzero(labels == label))
         for (domain, split), part in parts.items():
-            count = COUNTS[domain][split]
+            count = COUNTS[domain][SPLITS.index(split)]
             part.append(free[:count])
             free = free[count:]
     # Shuffled, so that the first n rows are not all of one class.
     return {key: rng.permutation(np.concatenate(part)) for key, part in parts.items()}
 
 
-def _generator(seed: int, domain: str, split: str) -> np.random.Generator:
-    # Starts at 1, as [seed, 0, 0] deals out the scans.
-    return np.random.default_rng([seed, 1 + DOMAINS.index(domain), 1 + SPLITS.index(split)])
-
-
 def _scans() -> tuple[Bytes, Ints]:
     """The handwritten digits: [1797, 8, 8], 0 paper to 255 ink, and their labels."""
-    # Imported here because scikit-learn is slow to import and not needed for a cached task.
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # slow to import, not needed for a cached task
 
     digits = load_digits()
     return np.rint(digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
@@ -153,8 +136,9 @@ def _warp(
     return image.transform(image.size, Image.Transform.AFFINE, back, Image.Resampling.BICUBIC)
 
 
-def _blend(paper: Floats, ink: Floats, mask: Floats) -> Floats:
-    return paper + (ink - paper) * mask[..., None]
+def _painted(paper: Floats, ink: Floats, masks: list[Bytes]) -> Floats:
+    """Ink on paper where the masks [SIDE, SIDE] are 255."""
+    return paper + (ink - paper) * (np.stack(masks) / 255)[..., None]
 
 
 def _quantize(x: Floats) -> Bytes:
@@ -172,11 +156,10 @@ def _scan(scans: Bytes, rng: np.random.Generator) -> Bytes:
 def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
     """A font's digits in one flat color on another, light on dark or dark on light."""
     fine = 3  # Drawn at three times the size and reduced, so that edges are smooth.
-    sizes = range(72, 106)
-    fonts = {size: ImageFont.load_default(size=size) for size in sizes}
+    fonts = [ImageFont.load_default(size=size) for size in range(72, 106)]
     masks = []
     for label in labels:
-        font = fonts[int(rng.integers(sizes.start, sizes.stop))]
+        font = fonts[int(rng.integers(72, 106)) - 72]
         sheet = Image.new("L", (SIDE * fine, SIDE * fine))
         # Centered by its own outline: by the font's line height a digit is too high or too low.
         stroke = int(rng.integers(0, 5))
@@ -192,7 +175,7 @@ def _print(labels: Ints, rng: np.random.Generator) -> Bytes:
     light = rng.uniform(145, 255, (len(labels), 1, 1, 3))
     swap = rng.random((len(labels), 1, 1, 1)) < 0.5
     paper, ink = np.where(swap, dark, light), np.where(swap, light, dark)
-    return _quantize(_blend(paper, ink, np.stack(masks) / 255))
+    return _quantize(_painted(paper, ink, masks))
 
 
 def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
@@ -241,4 +224,4 @@ def _inverse(scans: Bytes, rng: np.random.Generator) -> Bytes:
     paper = rng.uniform(195, 240, (count, 1, 1, 1)) + rng.uniform(-12, 12, (count, 1, 1, 3))
     ink = rng.uniform(10, 80, (count, 1, 1, 1)) + rng.uniform(-8, 8, (count, 1, 1, 3))
     grain = rng.normal(0, 4, (count, SIDE, SIDE, 1))
-    return _quantize(_blend(paper, ink, np.stack(masks) / 255) + grain)
+    return _quantize(_painted(paper, ink, masks) + grain)

@@ -20,6 +20,7 @@ from protofed.errors import ProtofedError
 
 FileParts = tuple[str, ...]
 Stamp = list[tuple[str, int, int, int]]
+Member = tuple[str, Callable[[], bytes] | None]  # of an archive: its name; None for a folder
 
 _JUNK = {"thumbs.db", "desktop.ini", "__macosx"}
 
@@ -60,41 +61,38 @@ def walk(folder: Path) -> Iterator[tuple[FileParts, os.DirEntry[str]]]:
         raise ProtofedError(f"cannot read '{error.filename}': {error.strerror}") from None
 
 
+def _entries(paths: Iterable[Path]) -> Iterator[tuple[str, Path, bool]]:
+    """Name, path, and whether it is a folder, of all files and folders below ``paths``."""
+    for path in paths:
+        if path.is_dir():
+            for parts, entry in walk(path):
+                yield "/".join((path.name, *parts)), Path(entry.path), entry.is_dir()
+        else:
+            yield path.name, path, False
+
+
 def stamp(paths: Iterable[Path]) -> Stamp:
     """Name, size and times of every file; they change whenever a file is written."""
     rows: Stamp = []
-    for path in paths:
-        if path.is_dir():
-            found = [("/".join((path.name, *p)), e.stat(), e.is_dir()) for p, e in walk(path)]
-        else:
-            found = [(path.name, path.stat(), False)]
-        rows += [
-            (name, -1, 0, 0) if is_dir else (name, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-            for name, s, is_dir in found
-        ]
+    for name, path, is_folder in _entries(paths):
+        s = path.stat()
+        times = (-1, 0, 0) if is_folder else (s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        rows.append((name, *times))
     return rows
 
 
 def content_key(paths: Iterable[Path]) -> str:
     """A hash of all names and all bytes."""
     digest = hashlib.sha256()
-    for path in paths:
-        listed: list[tuple[str, Path | None]] = [(path.name, path)]
-        if path.is_dir():
-            listed = [
-                ("/".join((path.name, *p)), None if e.is_dir() else Path(e.path))
-                for p, e in walk(path)
-            ]
-        for name, file in listed:
-            if file is None:
-                digest.update(f"folder {name}\0".encode(errors="surrogateescape"))
-                continue
+    for name, path, is_folder in _entries(paths):
+        kind = "folder" if is_folder else "file"
+        digest.update(f"{kind} {name}\0".encode(errors="surrogateescape"))
+        if not is_folder:
             try:
-                with file.open("rb") as stream:
-                    own = hashlib.file_digest(stream, "sha256").digest()
+                with path.open("rb") as stream:
+                    digest.update(hashlib.file_digest(stream, "sha256").digest())
             except OSError as error:
-                raise ProtofedError(f"cannot read '{file}': {error.strerror}") from None
-            digest.update(f"file {name}\0".encode(errors="surrogateescape") + own)
+                raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
     return digest.hexdigest()
 
 
@@ -112,8 +110,8 @@ def list_files(path: Path) -> tuple[list[File], set[FileParts]]:
     The paths of a folder's files start with its own name; those of an archive are as it has them.
     Names are composed (NFC): macOS writes é as two characters, and it is the same class.
     """
+    listed, folders = [], set()
     if path.is_dir():
-        listed, folders = [], set()
         for parts, entry in walk(path):
             own = _composed((path.name, *parts))
             if entry.is_dir():
@@ -121,47 +119,39 @@ def list_files(path: Path) -> tuple[list[File], set[FileParts]]:
             else:
                 # a name that is not valid text can be read but not printed
                 name = os.fsencode(entry.path).decode("utf-8", "replace")
-                listed.append(File(own, name, partial(_read, entry.path)))
+                listed.append(File(own, name, Path(entry.path).read_bytes))
         return listed, folders
     try:
-        return _zip(path) if zipfile.is_zipfile(path) else _tar(path)
+        for member, read in (_zip if zipfile.is_zipfile(path) else _tar)(path):
+            own = _composed(p for p in member.split("/") if p not in ("", "."))
+            if not own or any(map(hidden, own)):
+                continue
+            if read is None:
+                folders.add(own)
+            else:
+                listed.append(File(own, f"{path}: {'/'.join(own)}", read))
     except (tarfile.TarError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
         raise ProtofedError(f"'{path}' is damaged: {error}", "download or copy it again") from None
-
-
-def _read(path: str) -> bytes:
-    return Path(path).read_bytes()
-
-
-def _parts(name: str) -> FileParts:
-    return _composed(p for p in name.split("/") if p not in ("", "."))
+    return sorted(listed, key=lambda f: f.parts), folders
 
 
 def _composed(parts: Iterable[str]) -> FileParts:
     return tuple(unicodedata.normalize("NFC", p) for p in parts)
 
 
-def _tar(path: Path) -> tuple[list[File], set[FileParts]]:
-    listed, folders = [], set()
+def _tar(path: Path) -> Iterator[Member]:
     with tarfile.open(path) as archive:
         # Members of a plain tar are read in place; a compressed one has to be read whole.
         plain = archive.fileobj is not None and type(archive.fileobj).__name__ == "BufferedReader"
         for member in archive:
-            parts = _parts(member.name)
-            if not parts or any(map(hidden, parts)):
-                continue
-            name = f"{path}: {'/'.join(parts)}"
             if member.isdir():
-                folders.add(parts)
+                yield member.name, None
+            elif plain and member.isreg() and not member.issparse():
+                yield member.name, partial(_slice, path, member.offset_data, member.size)
             elif member.isreg():
-                if plain and not member.issparse():
-                    read = partial(_slice, path, member.offset_data, member.size)
-                else:
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    read = partial(bytes, content.read())
-                listed.append(File(parts, name, read))
-    return sorted(listed, key=lambda f: f.parts), folders
+                content = archive.extractfile(member)
+                assert content is not None
+                yield member.name, partial(bytes, content.read())
 
 
 def _slice(path: Path, offset: int, size: int) -> bytes:
@@ -173,17 +163,8 @@ def _slice(path: Path, offset: int, size: int) -> bytes:
     return content
 
 
-def _zip(path: Path) -> tuple[list[File], set[FileParts]]:
+def _zip(path: Path) -> Iterator[Member]:
     # All of it in memory, as threads must not share an open zip file.
-    listed, folders = [], set()
     with zipfile.ZipFile(io.BytesIO(path.read_bytes())) as archive:
         for info in archive.infolist():
-            parts = _parts(info.filename)
-            if not parts or any(map(hidden, parts)):
-                continue
-            if info.is_dir():
-                folders.add(parts)
-            else:
-                name = f"{path}: {'/'.join(parts)}"
-                listed.append(File(parts, name, partial(bytes, archive.read(info))))
-    return sorted(listed, key=lambda f: f.parts), folders
+            yield info.filename, None if info.is_dir() else partial(bytes, archive.read(info))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,21 +21,20 @@ from protofed.data.glyphs import load_glyphs
 from protofed.data.info import FOLDER, describe
 from protofed.data.listing import content_key, stamp
 from protofed.data.locate import locate
-from protofed.data.samples import Plan
 from protofed.data.sources import PUBLISHED
 from protofed.data.sources.folder import TEST_SPLITS, folder_path, folder_plan, public_plan
-from protofed.data.task import Task, TaskInfo
+from protofed.data.task import Plan, Task
 from protofed.errors import ProtofedError, unknown
 
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "data": ((str, Path), "a folder"),
-    "image_size": ((int,), "a whole number from 8 to 1024"),
-    "flip": ((bool,), "true or false"),
-    "test_split": ((str,), "a name"),
-    "skip_bad": ((bool,), "true or false"),
-    "augment": ((str,), "a name"),
+_OPTIONS: dict[str, tuple[Any, str]] = {
+    "data": (str | Path, "a folder"),
+    "image_size": (int, "a whole number from 8 to 1024"),
+    "flip": (bool, "true or false"),
+    "test_split": (str, "a name"),
+    "skip_bad": (bool, "true or false"),
+    "augment": (str, "a name"),
 }
-_IMAGE_SIZES = range(8, 1025)
+"""The type that an option of ``load_task`` must have, and how to say it."""
 
 
 def load_task(
@@ -63,14 +63,20 @@ def load_task(
     if augment is not None and augment not in AUGMENTS:
         raise unknown("augmentation", augment, AUGMENTS)
     if name == "glyphs":
-        return _glyphs(info, image_size, flip, test_split, augment)
+        if image_size not in (None, info.image_size):
+            raise ProtofedError(f"glyphs have {info.image_size} pixels, not {image_size}")
+        if test_split is not None:
+            raise ProtofedError("glyphs have only one test split", "leave out --test-split")
+        if augment not in (None, "crop"):
+            raise ProtofedError("glyphs have only one augmentation", "leave out --augment")
+        task = load_glyphs()
+        return task if flip is None else replace(task, augment=replace(task.augment, flip=flip))
     split = test_split or info.test_splits[0]
     if split not in info.test_splits:
         raise unknown(f"test split of {name}", split, info.test_splits)
-    paths = _locate(name, data)
-    size = image_size or info.image_size
-    kind = name.partition(":")[0]
-    images = _decoded(kind, paths, size, split, skip_bad, lambda: _plan(name, paths, split))
+    paths, plan = task_files(name, data, split)
+    size, kind = image_size or info.image_size, name.partition(":")[0]
+    images = _decoded(kind, paths, size, split, skip_bad, plan)
     published = PUBLISHED.get(name)
     notes = [info.about or f"Images of {paths[0]}.", *images.notes]
     if images.skipped:
@@ -94,10 +100,7 @@ def load_task(
 
 
 def site_images(path: Path, size: int, skip_bad: bool) -> Decoded:
-    """The images of one site, a tree ``class/image`` or ``{train,test}/class/image``.
-
-    They are one domain, named after the folder.
-    """
+    """The images of one site, ``class/image`` or ``{train,test}/class/image``, as one domain."""
     plan = partial(folder_plan, path, one_domain=True)
     return _decoded("site", [path], size, TEST_SPLITS[0], skip_bad, plan)
 
@@ -110,46 +113,23 @@ def public_images(path: Path, size: int, skip_bad: bool) -> Tensor:
     return domain.train.x
 
 
-def task_plan(name: str, data: str | Path | None, test_split: str) -> Plan:
-    """The images of a task from files, not decoded."""
-    return _plan(name, _locate(name, data), test_split)
+def task_files(
+    name: str, data: str | Path | None, test_split: str
+) -> tuple[list[Path], Callable[[], Plan]]:
+    """Where a task's files are, and what reads them into a plan."""
+    if name.startswith(FOLDER):
+        path = folder_path(name)
+        return [path], partial(folder_plan, path)
+    paths = locate(PUBLISHED[name], data)
+    return paths, partial(PUBLISHED[name].plan, paths, test_split)
 
 
 def _check(**options: Any) -> None:
     for name, value in options.items():
-        types, words = _TYPES[name]
-        right = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        if name == "image_size":
-            right = right and value in _IMAGE_SIZES
-        if value is not None and not right:
+        kind, words = _OPTIONS[name]
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if value is not None and not (right and (name != "image_size" or 8 <= value <= 1024)):
             raise ProtofedError(f"{name} must be {words}, got {value!r}")
-
-
-def _glyphs(
-    info: TaskInfo,
-    image_size: int | None,
-    flip: bool | None,
-    test_split: str | None,
-    augment: str | None,
-) -> Task:
-    if image_size not in (None, info.image_size):
-        raise ProtofedError(f"glyphs have {info.image_size} pixels, not {image_size}")
-    if test_split is not None:
-        raise ProtofedError("glyphs have only one test split", "leave out --test-split")
-    if augment not in (None, "crop"):
-        raise ProtofedError("glyphs have only one augmentation", "leave out --augment")
-    task = load_glyphs()
-    return task if flip is None else replace(task, augment=replace(task.augment, flip=flip))
-
-
-def _locate(name: str, data: str | Path | None) -> list[Path]:
-    return [folder_path(name)] if name.startswith(FOLDER) else locate(PUBLISHED[name], data)
-
-
-def _plan(name: str, paths: list[Path], test_split: str) -> Plan:
-    if name.startswith(FOLDER):
-        return folder_plan(paths[0])
-    return PUBLISHED[name].plan(paths, test_split)
 
 
 def _decoded(
@@ -162,26 +142,21 @@ def _decoded(
 ) -> Decoded:
     """The images of files, from the cache if it has them.
 
-    Cache entries are named after the files' content, so that neither another folder nor a copy of
-    the data is decoded again. The content is hashed once: afterwards the names, sizes and times of
-    the files stand for it, as they do for git.
+    Cache entries are named after the files' content, so that a copy of the data is not decoded
+    again. The content is hashed once: afterwards names, sizes and times stand for it, as in git.
     """
     # without skip_bad first: that entry has no bad images, so it serves both
-    asked = [
-        (PIL.__version__, kind, size, test_split, skip)
-        for skip in ([False, True] if skip_bad else [False])
-    ]
+    skips = (False, True) if skip_bad else (False,)
+    asked = [(PIL.__version__, kind, size, test_split, skip) for skip in skips]
     before = stamp(paths)
     for options in asked:
         known = cache.recall(before, *options)
-        found = cache.load(known) if known else None
-        if found is not None:
+        if known and (found := cache.load(known)):
             return found
     content = content_key(paths)
     for options in asked:
         entry = cache.entry_name(kind, size, content, *options)
-        found = cache.load(entry)
-        if found is not None:
+        if found := cache.load(entry):
             cache.remember(entry, before, *options)
             return found
     result = _decode_plan(entry, plan(), kind, size, skip_bad)
@@ -195,6 +170,7 @@ def _decode_plan(entry: str, plan: Plan, title: str, size: int, skip_bad: bool) 
     samples = [s for part in plan.parts.values() for s in part]
     with cache.scratch(entry, (len(samples), 3, size, size)) as pixels:
         bad = decode_all(samples, pixels, title)
+        skipped = [f"{samples[i].name}: {why}" for i, why in bad.items()]
         if bad and not skip_bad:
             shown = "; ".join(f"'{samples[i].name}': {why}" for i, why in list(bad.items())[:5])
             more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -203,22 +179,12 @@ def _decode_plan(entry: str, plan: Plan, title: str, size: int, skip_bad: bool) 
                 "fix or remove them, or leave them out with --skip-bad",
             )
         if bad:
-            good = np.ones(len(samples), bool)
-            good[list(bad)] = False
-            pixels = np.array(pixels[good])
-        return cache.store(entry, _labels(plan, bad), pixels)
-
-
-def _labels(plan: Plan, bad: dict[int, str]) -> cache.Labels:
-    parts: list[tuple[str, str, list[int]]] = []
-    skipped = []
-    start = 0
-    for (domain, split), samples in plan.parts.items():
-        rows = list(enumerate(samples, start))
-        skipped += [f"{s.name}: {bad[i]}" for i, s in rows if i in bad]
-        labels = [s.label for i, s in rows if i not in bad]
-        if not labels:
-            raise ProtofedError(f"no image for {split} is left of domain '{domain}'")
-        parts.append((domain, split, labels))
-        start += len(samples)
-    return cache.Labels(plan.classes, parts, plan.notes, skipped)
+            pixels = np.delete(pixels, list(bad), axis=0)
+        parts = []
+        row = itertools.count()
+        for (domain, split), own in plan.parts.items():
+            labels = [s.label for s in own if next(row) not in bad]
+            if not labels:
+                raise ProtofedError(f"no image for {split} is left of domain '{domain}'")
+            parts.append((domain, split, labels))
+        return cache.store(entry, pixels, plan.classes, parts, plan.notes, skipped)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from protofed.data.cache import cache_folder
 from protofed.data.listing import hidden, is_archive
-from protofed.data.samples import DataMissing
 from protofed.data.sources.published import PublishedTask, plain
+from protofed.data.task import DataMissing
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _LIST = re.compile(r".+_(train|crossval|val|test)(_kfold)?\.txt", re.IGNORECASE)
@@ -72,6 +72,5 @@ def _lists(folder: Path) -> list[Path]:
     """Lists of images (photo_train_kfold.txt, CALTECH_test.txt), here or one folder below."""
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not hidden(p.name))
     wanted = [p for p in below if plain(p.name) in ("lists", "txtlists", "splits", "kfold")]
-    return [
-        p for f in (folder, *wanted) for p in sorted(f.glob("*.txt")) if _LIST.fullmatch(p.name)
-    ]
+    texts = [p for f in (folder, *wanted) for p in sorted(f.glob("*.txt"))]
+    return [p for p in texts if _LIST.fullmatch(p.name)]

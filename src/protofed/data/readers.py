@@ -12,7 +12,7 @@ import re
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
 _LIBSVM = re.compile(rb"\s*[+-]?\d+(\.0*)?\s+\d+:[-+.\deE]+\s")
+_MAGIC = {
+    b"\0\0\x08\x03": "idx-images",
+    b"\0\0\x08\x01": "idx-labels",
+    b"MATLAB 5.0": "mat",
+    b"MATLAB 7.3": "mat-hdf5",
+    b"\x89HDF\r\n\x1a\n": "mat-hdf5",
+}
 _DAMAGE = (OSError, EOFError, ValueError, KeyError, zlib.error, zipfile.BadZipFile)
 
 
@@ -37,37 +44,23 @@ class Arrays(NamedTuple):
 def sniff(path: Path) -> str | None:
     """``idx-images``, ``idx-labels``, ``libsvm``, ``mat``, ``mat-hdf5``, ``npz`` or ``None``."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             head = file.read(4096)
-        if head[:2] == b"\x1f\x8b":
-            with gzip.open(path) as file:
-                head = file.read(4096)
-        elif head[:3] == b"BZh":
-            with bz2.open(path) as file:
-                head = file.read(4096)
-    except _DAMAGE:
-        return None
-    if head[:4] == b"\0\0\x08\x03":
-        return "idx-images"
-    if head[:4] == b"\0\0\x08\x01":
-        return "idx-labels"
-    if head[:10] == b"MATLAB 5.0":
-        return "mat"
-    if head[:10] == b"MATLAB 7.3" or head[:8] == b"\x89HDF\r\n\x1a\n":
-        return "mat-hdf5"
-    if _LIBSVM.match(head):
-        return "libsvm"
-    if head[:2] == b"PK" and zipfile.is_zipfile(path):
-        try:
+        for magic, kind in _MAGIC.items():
+            if head.startswith(magic):
+                return kind
+        if _LIBSVM.match(head):
+            return "libsvm"
+        if head.startswith(b"PK") and zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                names = archive.namelist()
-        except _DAMAGE:
-            return None
-        return "npz" if {"images.npy", "labels.npy"} <= set(names) else None
+                if {"images.npy", "labels.npy"} <= set(archive.namelist()):
+                    return "npz"
+    except _DAMAGE:
+        pass
     return None
 
 
-def read_idx(path: Path) -> NDArray[np.uint8]:
+def read_idx(path: Path) -> Bytes:
     """MNIST's format, gzipped or not: unsigned bytes in any number of dimensions."""
     content = _unpacked(path)
     if content[:3] != b"\0\0\x08":
@@ -82,29 +75,24 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 def read_libsvm(path: Path) -> Arrays:
     """USPS from libsvm: 256 values in [-1, 1] per line, labels 1 to 10 for the digits 0 to 9."""
-    rows = _unpacked(path).splitlines()
+    rows = [(n, row) for n, row in enumerate(_unpacked(path).splitlines(), 1) if row.strip()]
     values = np.zeros((len(rows), 256))  # libsvm leaves out zeros
     labels = np.zeros(len(rows), np.int64)
-    n = 0
-    for number, row in enumerate(rows, start=1):
-        if not row.strip():
-            continue
+    for i, (number, row) in enumerate(rows):
         try:
             fields = np.array(row.replace(b":", b" ").split(), np.float64)
             index = fields[1::2].astype(np.int64) - 1
             if len(fields) % 2 == 0 or (len(index) and not 0 <= index.min() <= index.max() < 256):
                 raise ValueError
-            values[n, index] = fields[2::2]
-            labels[n] = int(fields[0]) - 1
+            values[i, index] = fields[2::2]
+            labels[i] = int(fields[0]) - 1
         except ValueError:
             raise _damaged(path, f"line {number} is not a label and up to 256 values") from None
-        n += 1
-    values = values[:n]
-    if n and not -1 <= values.min() <= values.max() <= 1:
+    if len(rows) and not -1 <= values.min() <= values.max() <= 1:
         raise _damaged(path, "its values are not in [-1, 1]")
     # truncated, not rounded: torchvision does so, and the published numbers come from it
     images = ((values + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
-    return _checked(path, Arrays(images, labels[:n]))
+    return _checked(path, Arrays(images, labels))
 
 
 def read_mat(path: Path) -> Arrays:
@@ -129,8 +117,7 @@ def read_npz(path: Path) -> Arrays:
             split = content.get("suggested_split")
     except _DAMAGE as error:
         raise _damaged(path, str(error)) from None
-    split = None if split is None else split.astype(np.int64)
-    return _checked(path, Arrays(images, labels, split))
+    return _checked(path, Arrays(images, labels, None if split is None else split.astype(np.int64)))
 
 
 def _checked(path: Path, arrays: Arrays) -> Arrays:
@@ -153,17 +140,22 @@ def read_arrays(path: Path, kind: str) -> Arrays:
     """A file that holds images and labels; ``kind`` is what ``sniff`` returned."""
     if kind == "mat-hdf5":
         raise _damaged(path, "it is a MATLAB 7.3 file; SVHN's own files have version 5")
-    readers: dict[str, Any] = {"libsvm": read_libsvm, "mat": read_mat, "npz": read_npz}
-    arrays: Arrays = readers[kind](path)
-    return arrays
+    return {"libsvm": read_libsvm, "mat": read_mat, "npz": read_npz}[kind](path)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file, open for reading; unpacked if it is compressed."""
+    with path.open("rb") as file:
+        head = file.read(3)
+    if head[:2] == b"\x1f\x8b":
+        return cast(BinaryIO, gzip.open(path))
+    return cast(BinaryIO, bz2.open(path)) if head == b"BZh" else path.open("rb")
 
 
 def _unpacked(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            return gzip.decompress(content)
-        return bz2.decompress(content) if content[:3] == b"BZh" else content
+        with _opened(path) as file:
+            return file.read()
     except _DAMAGE as error:
         raise _damaged(path, str(error)) from None
 

@@ -19,10 +19,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Share:
-    """A client's part of the data: rows of its domain's training images.
-
-    ``note`` says how a rule changed the part from what was asked for.
-    """
+    """A client's rows of its domain's training images; ``note`` says how a rule changed them."""
 
     name: str
     domain: str
@@ -45,23 +42,18 @@ def split(
 
     ``samples`` is, per domain, a count (int) or a fraction of the training images (float). A
     domain without clients is only tested on. Clients are named ``domain-0``, ``domain-1``, ...
-    Asking for more than a domain has is an error, unless a rule allows it. Rules that are None
-    are as the task has them:
+    Asking for more than a domain has is an error, unless a rule allows it. None is the task's rule.
 
     - ``leftover``: if a domain has too few samples, its last client gets what the others left.
-    - ``repair``: every client gets each class of its domain. For a class that it misses, a sample
-      drawn from the whole training split (so perhaps also another client's) replaces one of a
-      class that it has at least twice. With label skew the default is off.
-
-    In addition to the shift between domains:
-
-    - ``quantity`` (β): a domain's clients differ in size, as drawn from Dirichlet(β). Their total
+    - ``repair``: every client gets each class of its domain. For one that it misses, a sample from
+      the whole training split (perhaps also another client's) replaces one of a class that it has
+      at least twice. Off by default with label skew.
+    - ``quantity`` (β): the sizes of a domain's clients are drawn from Dirichlet(β). Their total
       stays the same, and each has at least one sample.
-    - ``dirichlet`` (α): clients differ in their classes; their sizes stay the same. Each draws its
-      preferences from a Dirichlet distribution around the domain's own class frequencies (with
-      concentration α for a class of average size) and takes its samples accordingly, one client
-      after the other. If its classes run out, it takes the classes that it prefers next, and in
-      the end any that are left, so each pass meets the demand or empties a class.
+    - ``dirichlet`` (α): clients differ in their classes, not in their sizes. Each draws preferences
+      from a Dirichlet distribution around the domain's class frequencies (concentration α for a
+      class of average size) and takes its samples accordingly, one client after the other. If its
+      classes run out, it takes those it prefers next, and in the end any that are left.
     """
     for domain in [*clients, *samples]:
         if domain not in task.domains:
@@ -103,8 +95,7 @@ def apportion(total: int, weights: NDArray[np.float64]) -> Ints:
     exact = total * weights / weights.sum()
     # slightly less, so that rounding errors cannot make the whole parts exceed the total
     whole: Ints = np.floor(exact * (1 - 1e-12)).astype(np.int64)
-    first = np.argsort(whole - exact, kind="stable")[: total - whole.sum()]
-    whole[first] += 1
+    whole[np.argsort(whole - exact, kind="stable")[: total - whole.sum()]] += 1
     return whole
 
 
@@ -144,7 +135,7 @@ def _label_skew(
         prefers = rng.dirichlet(alpha * frequency / frequency.mean())
         mine: list[Ints] = []
         missing = size
-        while missing:
+        while missing:  # each pass meets the demand or empties a class
             left = frequency - taken
             weights = np.where(left > 0, prefers, 0.0)
             if weights.sum() < 1e-300:  # everything it prefers is used up

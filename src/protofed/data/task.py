@@ -1,14 +1,44 @@
-"""A task: several domains with the same classes, as uint8 images in memory."""
+"""A task: several domains with the same classes, as images in memory or still to decode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed.errors import ProtofedError
+
+SPLITS = ("train", "test")
+
+
+class DataMissing(ProtofedError):
+    """A task's files are not where they were looked for."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image to decode: its name for messages, its label, and its file's bytes or its pixels."""
+
+    name: str
+    label: int
+    read: Callable[[], bytes | NDArray[np.uint8]]
+
+
+Parts = dict[tuple[str, str], list[Sample]]
+"""Samples by domain and split."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The images of a task in their order, and notes for a reader of its results."""
+
+    classes: tuple[str, ...]
+    parts: Parts
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -42,9 +72,9 @@ class Domain:
 class Augment:
     """What is done to a training image: a random crop after zero padding, a horizontal flip.
 
-    For larger images: ``resized_crop``, a random part with this range of the area, enlarged;
-    ``jitter`` of brightness, contrast, saturation and hue; ``grayscale`` with this probability.
-    Training and test images are then scaled to [0, 1] and normalized with ``mean`` and ``std``.
+    ``resized_crop`` enlarges a random part with this range of the area; ``jitter`` is that of
+    brightness, contrast, saturation and hue; ``grayscale`` a probability. Training and test images
+    are then scaled to [0, 1] and normalized with ``mean`` and ``std``.
     """
 
     padding: int = 4
@@ -56,20 +86,12 @@ class Augment:
     grayscale: float = 0.0
 
 
-IMAGE_SIZE = 32
-"""The default side of images from files, in pixels."""
-
-_RESERVED = ("average", "seen average")  # columns of every table
-
-
 @dataclass(frozen=True)
 class TaskInfo:
-    """A task without its images.
+    """A task without its images; see ``Task``.
 
-    ``domains``, ``classes``, ``clients`` and ``samples`` are None until a folder has been read.
-    ``test_splits`` are the ways to divide the images, the default first; empty if there is no
-    choice. ``clients`` is the number of clients of each domain, ``samples`` how many training
-    images each of them holds.
+    What a folder does not tell before it is read is None. ``test_splits`` are the ways to divide
+    the images, the default first; empty if there is no choice.
     """
 
     name: str
@@ -77,7 +99,7 @@ class TaskInfo:
     classes: tuple[str, ...] | None
     clients: Mapping[str, int] | None
     samples: Mapping[str, float] | None
-    image_size: int = IMAGE_SIZE
+    image_size: int = 32
     flip: bool = True
     test_splits: tuple[str, ...] = ()
     leftover: bool = False
@@ -105,7 +127,7 @@ class Task:
     augment: Augment
     clients: Mapping[str, int]
     samples: Mapping[str, float]
-    note: str = field(default="")
+    note: str = ""
     leftover: bool = False
     repair: bool = False
     whole_unseen: bool = False
@@ -114,21 +136,19 @@ class Task:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in _RESERVED:
-            if name in self.domains:
-                raise ProtofedError(
-                    f"a domain cannot be called '{name}': tables have a column of that name",
-                    "rename its folder",
-                )
+        for name in self.domains.keys() & {"average", "seen average"}:
+            raise ProtofedError(
+                f"a domain cannot be called '{name}': tables have a column of that name",
+                "rename its folder",
+            )
 
     @property
     def has_images(self) -> bool:
-        """Whether the images are at hand, not only the shape of the task."""
+        """False if only the shape of the task is known."""
         return any(len(domain.train) for domain in self.domains.values())
 
     @property
     def info(self) -> TaskInfo:
-        """The task without its images."""
         return TaskInfo(
             self.name,
             tuple(self.domains),
@@ -146,5 +166,4 @@ class Task:
     @property
     def image_size(self) -> int:
         """Side length of the (square) images in pixels."""
-        first = next(iter(self.domains.values()))
-        return int(first.train.x.shape[-1])
+        return int(next(iter(self.domains.values())).train.x.shape[-1])

@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from protofed.data import Task, load_task
-from protofed.data.contact_sheet import class_counts, contact_sheet
-from protofed.data.verify import verify
+from protofed.data.inspect import class_counts, contact_sheet, verify
 
 SHARED = Path(os.environ.get("PROTOFED_DATA") or Path(__file__).parents[4] / "shared" / "data")
 pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="no real images here")

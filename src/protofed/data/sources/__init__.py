@@ -10,5 +10,3 @@ PUBLISHED: dict[str, PublishedTask] = {
     task.info.name: task for task in (digits.TASK, office_caltech.TASK, pacs.TASK, vlcs.TASK)
 }
 """The published tasks by name."""
-
-__all__ = ["PUBLISHED", "PublishedTask"]

@@ -6,18 +6,16 @@ images. Files are recognized by their content, so that copies under other names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from protofed.data.listing import File, is_archive, list_files
 from protofed.data.readers import Arrays, pair, read_arrays, sniff
-from protofed.data.samples import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.data.sources.published import ManualDownload, PublishedTask, RemoteFile, plain
-from protofed.data.task import TaskInfo
+from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample, TaskInfo
 from protofed.errors import ProtofedError
 
 # Sets in MNIST's format that are not MNIST.
@@ -46,7 +44,8 @@ def plan(paths: Sequence[Path], test_split: str) -> Plan:
         chosen = {role: arrays[domain, role] for role in SPLITS if (domain, role) in arrays}
         if len(chosen) == 2:
             for role, sources in chosen.items():
-                parts[domain, role] = _samples(_read(domain, sources))
+                read = _read(sources)
+                parts[domain, role] = _samples(sources[0], read, range(len(read.labels)))
             if any("recreat" in plain(p.name) for sources in chosen.values() for p in sources):
                 notes.append(f"{domain} is a re-creation, not the published set.")
         elif domain == "syn" and {role for role, _ in folders} == set(SPLITS):
@@ -58,9 +57,10 @@ def plan(paths: Sequence[Path], test_split: str) -> Plan:
             parts |= _pool(domain, arrays[domain, "pool"][0], notes)
         else:
             state = f"has only its {next(iter(chosen))} part" if chosen else "is missing"
+            where = sorted({str(p if p.is_dir() else p.parent) for p in paths})
             raise DataMissing(
                 f"the data of domain '{domain}' of task 'digits' {state}; looked for "
-                f"{_LOOKED_FOR[domain]} in {', '.join(sorted({str(_folder(p)) for p in paths}))}",
+                f"{_LOOKED_FOR[domain]} in {', '.join(where)}",
                 TASK.fetch_hint,
             )
     return Plan(TASK.classes, parts, notes)
@@ -74,10 +74,6 @@ def owns(path: Path) -> bool:
     official = ("train-images", "train-labels", "t10k-images", "t10k-labels", "train_32x32",
                 "test_32x32")  # fmt: skip
     return name.startswith(TASK.domains) or path.name.startswith(official)
-
-
-def _folder(path: Path) -> Path:
-    return path if path.is_dir() else path.parent
 
 
 def _sort_files(
@@ -131,11 +127,8 @@ def _identity(path: Path, parts: Sequence[str], kind: str) -> tuple[str | None, 
         return None, None
     domain = "mnist" if kind.startswith("idx") else _DOMAIN_OF_FORMAT.get(kind)
     if domain is None:  # .npz: the file's own name, else the folder's
-        for part in reversed(parts):
-            known = [d for d in TASK.domains if plain(part).startswith(d)]
-            if known:
-                domain = known[0]
-                break
+        named = (d for p in reversed(parts) for d in TASK.domains if plain(p).startswith(d))
+        domain = next(named, None)
     if "pool" in name:
         return domain, "pool"
     if "t10k" in name or "test" in name or ".t" in path.suffixes[:1] or path.suffix == ".t":
@@ -145,55 +138,55 @@ def _identity(path: Path, parts: Sequence[str], kind: str) -> tuple[str | None, 
     return domain, "pool" if kind == "npz" else None
 
 
-def _read(domain: str, sources: list[Path]) -> tuple[Path, Arrays]:
+def _read(sources: list[Path]) -> Arrays:
+    """A file of images and labels, or one of each."""
     if len(sources) == 2:
-        return sources[0], pair(*sources)
+        return pair(*sources)
     kind = sniff(sources[0])
-    assert kind is not None, f"{domain} was recognized before"
-    return sources[0], read_arrays(sources[0], kind)
+    assert kind is not None, f"{sources[0]} was recognized before"
+    return read_arrays(sources[0], kind)
 
 
-def _samples(read: tuple[Path, Arrays], rows: NDArray[np.int64] | None = None) -> list[Sample]:
-    path, arrays = read
-    order = np.arange(len(arrays.labels)) if rows is None else rows
+def _samples(path: Path, arrays: Arrays, rows: Iterable[int]) -> list[Sample]:
     labels = arrays.labels.tolist()
-    return [Sample(f"{path}[{i}]", labels[i], partial(arrays.images.__getitem__, i)) for i in order]
+    return [Sample(f"{path}[{i}]", labels[i], partial(arrays.images.__getitem__, i)) for i in rows]
 
 
 def _pool(domain: str, path: Path, notes: list[str]) -> Parts:
-    _, arrays = _read(domain, [path])
+    arrays = _read([path])
     if arrays.split is None:
         raise ProtofedError(
             f"'{path}' is neither a training nor a test part and has no 'suggested_split'",
             f"name it {domain}_train.npz or {domain}_test.npz",
         )
-    halves = [np.flatnonzero(arrays.split == s) for s in (0, 1)]
+    train, test = (np.flatnonzero(arrays.split == s) for s in (0, 1))
     notes.append(
         f"{domain.upper()} is partial (a pool of {len(arrays.labels)} images, "
-        f"{len(halves[0])} for training and {len(halves[1])} for test), not the official split."
+        f"{len(train)} for training and {len(test)} for test), not the official split."
     )
-    read = (path, arrays)
-    return {(domain, s): _samples(read, h) for s, h in zip(SPLITS, halves, strict=True)}
+    rows = zip(SPLITS, (train, test), strict=True)
+    return {(domain, split): _samples(path, arrays, own) for split, own in rows}
 
 
 # ---- the task --------------------------------------------------------------------------------
 
-_USPS = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/"
-_SVHN = "http://ufldl.stanford.edu/housenumbers/"
+_HOMES = {
+    "mnist": [
+        "http://yann.lecun.com/exdb/mnist/",
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    ],
+    "usps": ["https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/"],
+    "svhn": ["http://ufldl.stanford.edu/housenumbers/"],
+}
 
 
-def _mnist(name: str, md5: str, size: int, count: int) -> RemoteFile:
-    # MD5: torchvision/datasets/mnist.py. Sizes: the home page's list of its four files.
-    homes = ("http://yann.lecun.com/exdb/mnist/", "https://ossci-datasets.s3.amazonaws.com/mnist/")
-    urls = tuple(home + name for home in homes)
-    cited = "torchvision.datasets.MNIST"
-    return RemoteFile(f"mnist/{name}", urls, "mnist", md5, cited, size, count)
-
-
-def _file(domain: str, home: str, name: str, md5: str, count: int) -> RemoteFile:
-    # MD5: torchvision/datasets/usps.py and svhn.py.
-    cited = f"torchvision.datasets.{domain.upper()}"
-    return RemoteFile(f"{domain}/{name}", (home + name,), domain, md5, cited, count=count)
+def _file(path: str, md5: str, count: int, size: int | None = None) -> RemoteFile:
+    # MD5: torchvision/datasets/{mnist,usps,svhn}.py. Sizes: MNIST's home page lists its files.
+    domain, name = path.split("/")
+    urls = tuple(home + name for home in _HOMES[domain])
+    return RemoteFile(
+        path, urls, domain, md5, f"torchvision.datasets.{domain.upper()}", size, count
+    )
 
 
 TASK = PublishedTask(
@@ -222,14 +215,18 @@ TASK = PublishedTask(
     whole_unseen=False,
     owns=owns,
     files=(
-        _mnist("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 9912422, 60000),
-        _mnist("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432", 28881, 60000),
-        _mnist("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3", 1648877, 10000),
-        _mnist("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c", 4542, 10000),
-        _file("usps", _USPS, "usps.bz2", "ec16c51db3855ca6c91edd34d0e9b197", 7291),
-        _file("usps", _USPS, "usps.t.bz2", "8ea070ee2aca1ac39742fdd1ef5ed118", 2007),
-        _file("svhn", _SVHN, "train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373", 73257),
-        _file("svhn", _SVHN, "test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3", 26032),
+        _file(
+            "mnist/train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873", 60000, 9912422
+        ),
+        _file("mnist/train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432", 60000, 28881),
+        _file(
+            "mnist/t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3", 10000, 1648877
+        ),
+        _file("mnist/t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c", 10000, 4542),
+        _file("usps/usps.bz2", "ec16c51db3855ca6c91edd34d0e9b197", 7291),
+        _file("usps/usps.t.bz2", "8ea070ee2aca1ac39742fdd1ef5ed118", 2007),
+        _file("svhn/train_32x32.mat", "e26dedcc434d2e4c54c9b2d4a06d8373", 73257),
+        _file("svhn/test_32x32.mat", "eb5a983be6a315427106f1b164d9cef3", 26032),
     ),
     manual=(
         ManualDownload(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protofed.data.listing import File, list_files
-from protofed.data.samples import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.data.sources.published import PublishedTask, plain
+from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.errors import ProtofedError
 
 SPLIT_FOLDERS = {"train": "train", "training": "train", "crossval": "train", "test": "test"}
@@ -35,7 +35,6 @@ class TreeImage(NamedTuple):
 
     @property
     def sample(self) -> Sample:
-        """The image as a sample."""
         return Sample(self.file.name, self.label, self.file.read)
 
 
@@ -87,15 +86,12 @@ def read_tree(task: PublishedTask, paths: Sequence[Path]) -> ImageTree:
 
 def mod10(domain: str, images: Sequence[TreeImage]) -> Parts:
     """The papers' split: of ten images in their order, eight are for training, two for test."""
-    return {
-        (domain, split): [im.sample for i, im in enumerate(images) if (i % 10 < 8) == first]
-        for split, first in zip(SPLITS, (True, False), strict=True)
-    }
+    train = [image.sample for i, image in enumerate(images) if i % 10 < 8]
+    test = [image.sample for i, image in enumerate(images) if i % 10 >= 8]
+    return {(domain, "train"): train, (domain, "test"): test}
 
 
-def missing_classes(
-    classes: Sequence[str], parts: Mapping[tuple[str, str], list[Sample]]
-) -> list[str]:
+def missing_classes(classes: Sequence[str], parts: Parts) -> list[str]:
     """A note for each domain that lacks a class."""
     notes = []
     for domain in dict.fromkeys(d for d, _ in parts):
@@ -114,7 +110,7 @@ def read_list(file: File, images: Sequence[TreeImage]) -> list[Sample]:
     by_key = {i.key: i for i in images}
     by_name = {(plain(i.folder), i.file.parts[-1].casefold()): i for i in images}
     samples: list[Sample] = []
-    shifts, first_missing = set(), ""
+    shifts, missing = set(), ""
     for number, line in enumerate(file.read().decode("utf-8", "replace").splitlines(), start=1):
         if not line.strip():
             continue
@@ -122,27 +118,23 @@ def read_list(file: File, images: Sequence[TreeImage]) -> list[Sample]:
         parts = [p for p in path.replace("\\", "/").split("/") if p]
         if len(parts) < 2 or not label.isdecimal():
             raise ProtofedError(f"'{file.name}', line {number}: '{line}' is not a path and a label")
-        image = by_name.get((plain(parts[-2]), parts[-1].casefold()))
+        name = parts[-1].casefold()
+        image = by_name.get((plain(parts[-2]), name))
         if image is None:
             # the same image under its folder's other name: full/3/train_x.jpg is train/3/x.jpg
-            image = next((by_key[k] for k in _keys(parts, int(label)) if k in by_key), None)
+            if len(parts) > 2 and (split := plain(parts[-3])) in SPLIT_FOLDERS:
+                name = f"{split}_{name}"
+            image = by_key.get((int(label), name)) or by_key.get((int(label) - 1, name))
         if image is None:
-            missing = f"'{file.name}', line {number}: there is no image '{path}'"
-            first_missing = first_missing or missing
+            missing = missing or f"'{file.name}', line {number}: there is no image '{path}'"
             continue
         shifts.add(int(label) - image.label)
         samples.append(image.sample)
-    if samples and first_missing:
-        raise ProtofedError(first_missing, "the list belongs to another copy of the data")
+    if samples and missing:
+        raise ProtofedError(missing, "the list belongs to another copy of the data")
     if not (shifts <= {0} or shifts <= {1}):  # PACS counts its classes from 1, VLCS from 0
         raise ProtofedError(f"'{file.name}': its labels do not match the folders of its images")
     return samples
-
-
-def _keys(parts: Sequence[str], label: int) -> list[tuple[int, str]]:
-    name = parts[-1].casefold()
-    split = plain(parts[-3]) if len(parts) > 2 and plain(parts[-3]) in SPLIT_FOLDERS else None
-    return [(label - shift, f"{split}_{name}" if split else name) for shift in (0, 1)]
 
 
 def _files(path: Path) -> list[File]:
@@ -168,9 +160,7 @@ def _by_domain(
             raise ProtofedError(f"'{file.name}' is not in a class folder")
         # Caltech-256 numbers its folders: 003.backpack
         label = labels.get(names[-2], labels.get(names[-2].lstrip("0123456789")))
-        if label is None or any(
-            n not in _OTHER_FOLDERS and n not in SPLIT_FOLDERS for n in between
-        ):
+        if label is None or set(between) - _OTHER_FOLDERS - SPLIT_FOLDERS.keys():
             unknown.add("/".join(file.parts[at:-1]))
             continue
         split = next((n for n in between if n in SPLIT_FOLDERS), None)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from protofed.data.samples import Plan
 from protofed.data.sources.image_tree import mod10, read_tree
 from protofed.data.sources.published import ManualDownload, PublishedTask
-from protofed.data.task import TaskInfo
+from protofed.data.task import Plan, TaskInfo
 
 DOMAINS = ("caltech", "amazon", "webcam", "dslr")
 
 
 def plan(paths: Sequence[Path], test_split: str) -> Plan:
-    """The images of the four domains; ``mod10`` is the only test split."""
     return read_tree(TASK, paths).plan(mod10)
 
 
@@ -33,12 +31,7 @@ TASK = PublishedTask(
         about="Office-Caltech-10: objects of an office, from four kinds of cameras.",
     ),
     plan=plan,
-    counts={
-        "caltech": (899, 224),
-        "amazon": (768, 190),
-        "webcam": (237, 58),
-        "dslr": (127, 30),
-    },
+    counts={"caltech": (899, 224), "amazon": (768, 190), "webcam": (237, 58), "dslr": (127, 30)},
     folders=("officecaltech", "officecaltech10"),
     aliases={
         "caltech": ("caltech10", "caltech256"),
@@ -57,9 +50,7 @@ TASK = PublishedTask(
             domains=DOMAINS,
             what="Office-Caltech-10 (Gong et al. 2012): the 10 classes that Office-31 (Saenko et "
             "al. 2010) and Caltech-256 (Griffin et al. 2007) share, 2533 images",
-            pages=(
-                "https://github.com/jindongwang/transferlearning/tree/master/data#office-caltech10",
-            ),
+            pages=("https://github.com/jindongwang/transferlearning/tree/master/data#office-caltech10",),
             layout="<domain>/<class>/*.jpg with the domains caltech, amazon, webcam and dslr",
         ),
     ),

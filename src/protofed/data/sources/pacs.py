@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from protofed.data.samples import DataMissing, Parts, Plan
 from protofed.data.sources.image_tree import TreeImage, mod10, read_list, read_tree
-from protofed.data.sources.published import ManualDownload, PublishedTask, RemoteFile
-from protofed.data.task import TaskInfo
+from protofed.data.sources.published import ManualDownload, PublishedTask, remote_list
+from protofed.data.task import DataMissing, Parts, Plan, TaskInfo
 
 DOMAINS = ("photo", "art_painting", "cartoon", "sketch")
 
@@ -22,7 +21,6 @@ LISTS = (
 
 
 def plan(paths: Sequence[Path], test_split: str) -> Plan:
-    """The images of the four domains, divided by ``mod10`` or as ``kfold_leaky``."""
     tree = read_tree(TASK, paths)
     if test_split == "mod10":
         return tree.plan(mod10)
@@ -38,23 +36,11 @@ def plan(paths: Sequence[Path], test_split: str) -> Plan:
                 "protofed data fetch pacs gets the lists; --test-split mod10 needs none",
             )
         tested = read_list(test, images) if test else []
-        return {
-            (domain, "train"): chosen,
-            (domain, "test"): tested or [image.sample for image in images],
-        }
+        every = [image.sample for image in images]
+        return {(domain, "train"): chosen, (domain, "test"): tested or every}
 
     tree.notes.append("The test images include the training images (the papers' leaky split).")
     return tree.plan(kfold_leaky)
-
-
-def lists(domain: str, train: int, crossval: int) -> list[RemoteFile]:
-    """A domain's lists of images; nobody publishes checksums of them."""
-    counts = {"train": train, "crossval": crossval, "test": train + crossval}
-    return [
-        RemoteFile(f"lists/{name}", tuple(home + name for home in LISTS), domain, count=count)
-        for part, count in counts.items()
-        for name in (f"{domain}_{part}_kfold.txt",)
-    ]
 
 
 TASK = PublishedTask(
@@ -78,11 +64,15 @@ TASK = PublishedTask(
     folders=("pacs", "pacsdata"),
     aliases={"art_painting": ("art",)},
     distributions={"fedseproto": (2, 3, 4, 1)},
-    files=(
-        *lists("photo", 1499, 171),
-        *lists("art_painting", 1840, 208),
-        *lists("cartoon", 2107, 237),
-        *lists("sketch", 3531, 398),
+    files=tuple(
+        remote_list(f"{domain}_{part}_kfold.txt", LISTS, domain, count)
+        for domain, train, crossval in (
+            ("photo", 1499, 171),
+            ("art_painting", 1840, 208),
+            ("cartoon", 2107, 237),
+            ("sketch", 3531, 398),
+        )
+        for part, count in (("train", train), ("crossval", crossval), ("test", train + crossval))
     ),
     manual=(
         ManualDownload(

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protofed.data.samples import Plan
-from protofed.data.task import TaskInfo
+from protofed.data.task import Plan, TaskInfo
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,11 @@ class RemoteFile:
     cited: str = ""
     size: int | None = None
     count: int | None = None
+
+
+def remote_list(name: str, homes: Sequence[str], domain: str, count: int) -> RemoteFile:
+    """A list of a domain's images; nobody publishes checksums of such lists."""
+    return RemoteFile(f"lists/{name}", tuple(home + name for home in homes), domain, count=count)
 
 
 @dataclass(frozen=True)
@@ -64,35 +68,30 @@ class PublishedTask:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The names of its domains."""
         assert self.info.domains is not None
         return self.info.domains
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of its classes."""
         assert self.info.classes is not None
         return self.info.classes
 
     @property
     def fetch_hint(self) -> str:
         """What to do if its files are missing."""
-        return (
-            f"run protofed data fetch {self.info.name}, or say where they are with --data or "
-            "PROTOFED_DATA"
-        )
+        fetch = f"run protofed data fetch {self.info.name}"
+        return f"{fetch}, or say where they are with --data or PROTOFED_DATA"
 
     def domain_names(self) -> dict[str, str]:
         """The domain that each name or alias stands for."""
-        return {plain(a): d for d in self.domains for a in (d, *self.aliases.get(d, ()))}
+        return {plain(a): d for d in self.domains for a in self._names(d)}
 
     def class_names(self) -> dict[str, int]:
         """The label that each name or alias of a class stands for."""
-        return {
-            plain(alias): label
-            for label, name in enumerate(self.classes)
-            for alias in (name, *self.aliases.get(name, ()))
-        }
+        return {plain(a): i for i, c in enumerate(self.classes) for a in self._names(c)}
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        return (name, *self.aliases.get(name, ()))
 
 
 def plain(name: str) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from protofed import keys
-from protofed.data.samples import SPLITS, Parts, Plan
 from protofed.data.sources.image_tree import TreeImage, mod10, read_list, read_tree
-from protofed.data.sources.published import ManualDownload, PublishedTask, RemoteFile
-from protofed.data.task import TaskInfo
+from protofed.data.sources.published import ManualDownload, PublishedTask, remote_list
+from protofed.data.task import SPLITS, Parts, Plan, TaskInfo
 
-DOMAINS = ("caltech", "labelme", "pascal", "sun")
+COUNTS = {"caltech": (991, 424), "labelme": (1859, 797), "pascal": (2363, 1013), "sun": (2297, 985)}
+DOMAINS = tuple(COUNTS)
+CLASSES = ("bird", "car", "chair", "dog", "person")
 
 # Pinned to a commit: the lists stay what they were when counted.
 LISTS = (
@@ -21,7 +22,6 @@ LISTS = (
 
 
 def plan(paths: Sequence[Path], test_split: str) -> Plan:
-    """The images of the four domains, divided ``70_30`` or by ``mod10``."""
     tree = read_tree(TASK, paths)
     if test_split == "mod10":
         return tree.plan(mod10)
@@ -48,7 +48,7 @@ def plan(paths: Sequence[Path], test_split: str) -> Plan:
 def drawn(domain: str, images: Sequence[TreeImage]) -> Parts:
     """A random 70 % of each class for training, the same for everyone."""
     parts: Parts = {(domain, split): [] for split in SPLITS}
-    for label in range(len(TASK.classes)):
+    for label in range(len(CLASSES)):
         own = [image for image in images if image.label == label]
         order = keys.generator("vlcs", domain, label, "70_30").permutation(len(own))
         first = set(order[: round(0.7 * len(own))].tolist())
@@ -57,20 +57,11 @@ def drawn(domain: str, images: Sequence[TreeImage]) -> Parts:
     return parts
 
 
-def lists(domain: str, train: int, test: int) -> list[RemoteFile]:
-    """A domain's lists of images; nobody publishes checksums of them."""
-    return [
-        RemoteFile(f"lists/{name}", (LISTS + name,), domain, count=count)
-        for split, count in zip(SPLITS, (train, test), strict=True)
-        for name in (f"{domain.upper()}_{split}.txt",)
-    ]
-
-
 TASK = PublishedTask(
     info=TaskInfo(
         name="vlcs",
         domains=DOMAINS,
-        classes=("bird", "car", "chair", "dog", "person"),
+        classes=CLASSES,
         clients={"caltech": 2, "labelme": 3, "pascal": 4, "sun": 1},
         samples=dict.fromkeys(DOMAINS, 0.3),
         test_splits=("70_30", "mod10"),
@@ -78,30 +69,20 @@ TASK = PublishedTask(
         about="VLCS: five classes from four collections of photographs.",
     ),
     plan=plan,
-    counts={
-        "caltech": (991, 424),
-        "labelme": (1859, 797),
-        "pascal": (2363, 1013),
-        "sun": (2297, 985),
-    },
+    counts=COUNTS,
     folders=("vlcs",),
     aliases={
         "caltech": ("caltech101",),
         "pascal": ("voc2007", "voc", "pascalvoc", "vocpascal"),
         "sun": ("sun09",),
         # some copies number the classes
-        "bird": ("0",),
-        "car": ("1",),
-        "chair": ("2",),
-        "dog": ("3",),
-        "person": ("4",),
+        **{name: (str(label),) for label, name in enumerate(CLASSES)},
     },
     distributions={"fedseproto": (2, 3, 4, 1)},
-    files=(
-        *lists("caltech", 991, 424),
-        *lists("labelme", 1859, 797),
-        *lists("pascal", 2363, 1013),
-        *lists("sun", 2297, 985),
+    files=tuple(
+        remote_list(f"{domain.upper()}_{split}.txt", [LISTS], domain, count)
+        for domain, counts in COUNTS.items()
+        for split, count in zip(SPLITS, counts, strict=True)
     ),
     manual=(
         ManualDownload(
