@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -38,16 +37,12 @@ from protofed.prototypes import Prototypes, paired_cosine
 class CosineProto(Method):
     """Features turn toward their class's prototype, whatever their length."""
 
-    name: ClassVar[str] = "cosineproto"
-    paper: ClassVar[str] = "an example"
+    name = "cosineproto"
+    paper = "an example"
+    slots = Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
 
     weight: float = hyper(1.0, "λ", "weight of the prototype term", least=0, weight=True)
     proto_pass: str = proto_pass_hyper("features of the class means")
-
-    @property
-    def slots(self) -> Slots:
-        """What travels beside the model, and in which direction."""
-        return Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet: their mask is 0."""

@@ -117,7 +117,8 @@ def _from_file(name: str) -> type[Method]:
         n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method)
     }
     if wanted not in classes:
-        raise unknown(f"method in {path}", wanted, [n for n in classes if n != "Method"])
+        own = [n for n, c in classes.items() if c.__module__ != Method.__module__]
+        raise unknown(f"method in {path}", wanted, own)
     cls = classes[wanted]
     if "__dataclass_fields__" not in vars(cls):
         raise ProtofedError(

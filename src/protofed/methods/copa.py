@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,16 +58,13 @@ from protofed.prototypes import full_precision
 class COPA(Method):
     """A feature that every client's head can read."""
 
-    name: ClassVar[str] = "copa"
-    paper: ClassVar[str] = "Wu, Gong, ICCV 2021"
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            model="extractor",
-            up={"head": "its own head"},
-            down={"heads": "the heads of all clients"},
-        )
+    name = "copa"
+    paper = "Wu, Gong, ICCV 2021"
+    slots = Slots(
+        model="extractor",
+        up={"head": "its own head"},
+        down={"heads": "the heads of all clients"},
+    )
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
         """The head is the client's own: it is sent in a slot of its own and never averaged."""

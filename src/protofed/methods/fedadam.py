@@ -32,7 +32,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,18 +44,15 @@ from protofed.methods.server_optimizer import ServerOptimizer
 class FedAdam(ServerOptimizer):
     """Adam, Yogi or Adagrad at the server, on the clients' mean change."""
 
-    name: ClassVar[str] = "fedadam"
-    paper: ClassVar[str] = "Reddi et al., ICLR 2021"
+    name = "fedadam"
+    paper = "Reddi et al., ICLR 2021"
+    slots = Slots(server={"m": "mean of Δ", "v": "mean of Δ²"})
 
     eta_g: float = hyper(0.01, "η_g", "learning rate at the server", above=0)
     beta1: float = hyper(0.9, "β₁", "decay of m, the mean of Δ", least=0, most=1)
     beta2: float = hyper(0.99, "β₂", "decay of v, the mean of Δ² (not adagrad)", least=0, most=1)
     tau: float = hyper(1e-3, "τ", "added to √v; smaller is more adaptive", above=0)
     variant: str = hyper("adam", "", "how v is updated", choices=("adam", "yogi", "adagrad"))
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(server={"m": "mean of Δ", "v": "mean of Δ²"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         m = zeros(model, sizes.parameters)

@@ -27,7 +27,7 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from protofed.method import Entry, Method, Slots
 
@@ -36,16 +36,10 @@ from protofed.method import Entry, Method, Slots
 class FedBN(Method):
     """FedAvg of everything but BatchNorm."""
 
-    name: ClassVar[str] = "fedbn"
-    paper: ClassVar[str] = "Li et al., ICLR 2021"
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="model without BatchNorm")
-
-    @property
-    def evaluates(self) -> str:
-        return "clients"
+    name = "fedbn"
+    paper = "Li et al., ICLR 2021"
+    slots = Slots(model="model without BatchNorm")
+    evaluates = "clients"
 
     def shared(self, entry: Entry) -> Literal["both", "no"]:
         return "no" if entry.kind == "bn" else "both"

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -57,8 +56,8 @@ from protofed.method import (
 class FedDyn(Method):
     """FedAvg with a dual variable at every client."""
 
-    name: ClassVar[str] = "feddyn"
-    paper: ClassVar[str] = "Acar et al., ICLR 2021"
+    name = "feddyn"
+    paper = "Acar et al., ICLR 2021"
 
     alpha: float = hyper(0.01, "α", "strength of the regularizer", above=0)
     clip: float = hyper(10.0, "", "largest norm of a gradient", above=0)
@@ -110,9 +109,6 @@ class FedDyn(Method):
             for n, p in client.parameters.items()
         }
         return {}, {"g": g}
-
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
-        return [1.0] * len(updates) if self.correct else None
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         if not self.correct:

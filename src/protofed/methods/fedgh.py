@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,21 +54,15 @@ HEADER = "head."
 class FedGH(Method):
     """A generalized header for extractors that differ."""
 
-    name: ClassVar[str] = "fedgh"
-    paper: ClassVar[str] = "Yi et al., ACM MM 2023"
+    name = "fedgh"
+    paper = "Yi et al., ACM MM 2023"
+    slots = Slots(model="header (down)", up={"prototypes": "class means"})
+    evaluates = "everyone"
 
     eta: float = hyper(0.01, "η", "learning rate at the server", above=0)
     header_epochs: int = hyper(10, "E", "the server's epochs over the class means", least=1)
     header_batch: int = hyper(10, "B", "class means in a batch at the server", least=1)
     proto_pass: str = proto_pass_hyper("features of (2)")
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="header (down)", up={"prototypes": "class means"})
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone"
 
     def shared(self, entry: Entry) -> Literal["down", "no"]:
         return "down" if entry.name.startswith(HEADER) else "no"

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +67,14 @@ from protofed.prototypes import full_precision
 class FedMD(Method):
     """Distillation to the clients' mean logits on public images."""
 
-    name: ClassVar[str] = "fedmd"
-    paper: ClassVar[str] = "Li, Wang, arXiv 2019"
+    name = "fedmd"
+    paper = "Li, Wang, arXiv 2019"
+    slots = Slots(
+        model="",
+        up={"logits": "logits of public images"},
+        down={"consensus": "mean logits of public images"},
+    )
+    evaluates = "everyone"
 
     public: str = hyper(
         "unused",
@@ -82,20 +88,8 @@ class FedMD(Method):
     digest_lr: float = hyper(0.001, "", "Adam's learning rate in (3)", above=0)
 
     @property
-    def slots(self) -> Slots:
-        return Slots(
-            model="",
-            up={"logits": "logits of public images"},
-            down={"consensus": "mean logits of public images"},
-        )
-
-    @property
     def public_images(self) -> PublicImages:
         return PublicImages(self.public, self.images)
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone"
 
     def shared(self, entry: Entry) -> Literal["no"]:
         return "no"

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -40,14 +39,11 @@ from protofed.method import Method, Phase, ServerView, Slot, Tree, Update, effec
 class FedNova(Method):
     """FedAvg of normalized changes."""
 
-    name: ClassVar[str] = "fednova"
-    paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
+    name = "fednova"
+    paper = "Wang et al., NeurIPS 2020"
+    weighting = "samples over steps"
 
     rho: float = hyper(0.9, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
-
-    @property
-    def weighting(self) -> str:
-        return "samples over steps"
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
         """One phase, with the momentum that a_m is computed for."""

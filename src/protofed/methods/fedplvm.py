@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,18 +57,15 @@ from protofed.prototypes import Prototypes, contrast, paired_cosine
 class FedPLVM(Method):
     """Dual-level prototype clustering with an α-sparsity contrast."""
 
-    name: ClassVar[str] = "fedplvm"
-    paper: ClassVar[str] = "Wang et al., NeurIPS 2024"
+    name = "fedplvm"
+    paper = "Wang et al., NeurIPS 2024"
+    slots = Slots(up={"prototypes": "local clusters"}, down={"prototypes": "global clusters"})
 
     alpha: float = hyper(0.25, "α", "power of the cosine in the contrast", above=0)
     tau: float = hyper(0.07, "τ", "temperature of the contrast", above=0)
     lam: float = hyper(
         1.0, "λ", "weight of both prototype terms (the authors' code: 100)", least=0, weight=True
     )
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(up={"prototypes": "local clusters"}, down={"prototypes": "global clusters"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).table().slot()}

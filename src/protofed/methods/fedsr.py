@@ -38,7 +38,7 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -98,16 +98,13 @@ class GaussianNetwork(Network):
 class FedSR(Method):
     """A probabilistic feature, kept short and close to one Gaussian per class."""
 
-    name: ClassVar[str] = "fedsr"
-    paper: ClassVar[str] = "Nguyen, Torr, Lim, NeurIPS 2022"
+    name = "fedsr"
+    paper = "Nguyen, Torr, Lim, NeurIPS 2022"
+    slots = Slots(model="encoder, Gaussian layer, head")
 
     c1: float = hyper(0.01, "c1", "weight of L2R (0 = off)", least=0)
     c2: float = hyper(0.001, "c2", "weight of CMI (0 = off)", least=0)
     z_samples: int = hyper(20, "", "samples of z per prediction", least=1)
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="encoder, Gaussian layer, head")
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return GaussianNetwork(backbone, sizes)

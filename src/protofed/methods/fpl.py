@@ -61,7 +61,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -88,8 +87,8 @@ from protofed.prototypes import Prototypes, consistency, contrast
 class FPL(Method):
     """Contrast with cluster prototypes, consistency with unbiased ones."""
 
-    name: ClassVar[str] = "fpl"
-    paper: ClassVar[str] = "Huang et al., CVPR 2023"
+    name = "fpl"
+    paper = "Huang et al., CVPR 2023"
 
     tau: float = hyper(0.02, "τ", "temperature of the contrast (7)", above=0)
     cpcl: float = hyper(1.0, "", "weight of CPCL (the paper: 1; 0 = off)", least=0, weight=True)

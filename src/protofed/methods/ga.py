@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,25 +50,19 @@ from protofed.methods.fedprox import FedProx
 class FedAvgGA(Method):
     """FedAvg with weights that follow the generalization gaps."""
 
-    name: ClassVar[str] = "fedavg_ga"
-    paper: ClassVar[str] = "Zhang et al., CVPR 2023"
+    name = "fedavg_ga"
+    paper = "Zhang et al., CVPR 2023"
+    slots = Slots(
+        up={"scores": "two scores on held-out samples"},
+        server={"ga": "weight and last own score of every client"},
+    )
+    weighting = "generalization gaps"
 
     s0: float = hyper(0.2, "s_0", "step size of the weights in the first round", above=0, most=1)
     metric: str = hyper("accuracy", "", "score on the holdout", choices=("accuracy", "loss"))
     holdout: float = hyper(
         0.1, "", "fraction of a client's training samples held out for scores", above=0, most=0.9
     )
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            up={"scores": "two scores on held-out samples"},
-            server={"ga": "weight and last own score of every client"},
-        )
-
-    @property
-    def weighting(self) -> str:
-        return "generalization gaps"
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         models = {"received": client.start, "own": client.model()}
@@ -110,8 +103,8 @@ class FedAvgGA(Method):
 class FedGA(FedAvgGA, FedProx):
     """FedProx with weights that follow the generalization gaps."""
 
-    name: ClassVar[str] = "fedga"
-    paper: ClassVar[str] = "Zhang et al., CVPR 2023"
+    name = "fedga"
+    paper = "Zhang et al., CVPR 2023"
 
     mu: float = hyper(1e-4, "μ", "weight of the proximal term (textbook: 0.01)", least=0)
 

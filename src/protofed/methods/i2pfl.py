@@ -63,7 +63,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,8 +101,8 @@ from protofed.prototypes import (
 class I2PFL(Method):
     """Intra- and inter-domain prototypes."""
 
-    name: ClassVar[str] = "i2pfl"
-    paper: ClassVar[str] = "Le et al., arXiv 2025"
+    name = "i2pfl"
+    paper = "Le et al., arXiv 2025"
 
     tau: float = hyper(
         0.07,

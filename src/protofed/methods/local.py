@@ -18,7 +18,7 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from protofed.method import Entry, Method, Slots
 
@@ -27,16 +27,10 @@ from protofed.method import Entry, Method, Slots
 class Local(Method):
     """No federation at all."""
 
-    name: ClassVar[str] = "local"
-    paper: ClassVar[str] = "Lai et al., ECAI 2024"
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="")
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone"
+    name = "local"
+    paper = "Lai et al., ECAI 2024"
+    slots = Slots(model="")
+    evaluates = "everyone"
 
     def shared(self, entry: Entry) -> Literal["no"]:
         return "no"

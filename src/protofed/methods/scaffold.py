@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -62,23 +61,17 @@ from protofed.method import (
 class Scaffold(Method):
     """FedAvg with a control variate at every client and one at the server."""
 
-    name: ClassVar[str] = "scaffold"
-    paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    name = "scaffold"
+    paper = "Karimireddy et al., ICML 2020"
+    slots = Slots(
+        up={"change": "change of the client's control"},
+        down={"c": "control of the server"},
+        client={"c_m": "control of the client"},
+    )
+    weighting = "uniform"
 
     eta_g: float = hyper(1.0, "η_g", "learning rate at the server", above=0)
     rho: float = hyper(0.0, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            up={"change": "change of the client's control"},
-            down={"c": "control of the server"},
-            client={"c_m": "control of the client"},
-        )
-
-    @property
-    def weighting(self) -> str:
-        return "uniform"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         return {"c": zeros(model, sizes.parameters)}
@@ -106,9 +99,6 @@ class Scaffold(Method):
             n: (client.start[n] - p.detach()) / unit - c[n] for n, p in client.parameters.items()
         }
         return {"change": change}, {"c_m": {n: c_m[n] + change[n] for n in change}}
-
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
-        return [1.0] * len(updates)
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """The step toward the mean, and c."""

@@ -7,27 +7,36 @@ by their mean over the clients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protofed.method import Method, ServerView, Sizes, Slot, Slots, Tree, zeros
+from protofed.method import Method, ServerView, Sizes, Slot, Slots, Tree, Update, zeros
 
 
 @dataclass(frozen=True)
 class ServerOptimizer(Method):
-    """FedAvg with SGD and momentum at the server; ``momentum_step`` is its ``aggregate``."""
+    """FedAvg with an optimizer at the server: SGD with momentum, unless ``aggregate`` differs."""
+
+    slots = Slots(server={"v": "momentum, the size of the trainable entries"})
 
     @property
-    def slots(self) -> Slots:
-        return Slots(server={"v": "momentum, the size of the trainable entries"})
+    def beta(self) -> float:
+        """Momentum."""
+        return 0.0
+
+    @property
+    def eta_g(self) -> float:
+        """Learning rate."""
+        return 1.0
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         return {"v": zeros(model, sizes.parameters)}
 
-    def momentum_step(self, server: ServerView, mean: Slot, beta: float, eta_g: float) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
         """Δ = θ^t − mean,  v ← β v + Δ,  θ^{t+1} = θ^t − η_g v."""
         start = server.state["model"]
-        v = {n: beta * v + (start[n] - mean[n]) for n, v in server.state["v"].items()}
-        return {"model": mean | {n: start[n] - eta_g * v[n] for n in v}, "v": v}
+        v = {n: self.beta * v + (start[n] - mean[n]) for n, v in server.state["v"].items()}
+        return {"model": mean | {n: start[n] - self.eta_g * v[n] for n in v}, "v": v}
 
     def broadcast(self, server: ServerView) -> Tree:
         return {"model": server.state["model"]}

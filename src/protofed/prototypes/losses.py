@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from protofed.errors import unknown
-from protofed.prototypes.precision import full_precision
+from protofed.prototypes.means import full_precision
 from protofed.prototypes.table import Prototypes
 
 # Stands in for minus infinity. Finite, because a sample without prototypes subtracts two such

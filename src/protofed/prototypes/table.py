@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from protofed.prototypes.finch import cluster_means
-from protofed.prototypes.means import class_means
-from protofed.prototypes.precision import full_precision
+from protofed.prototypes.means import class_means, full_precision
 from protofed.tree import Slot
 
 
