@@ -9,7 +9,6 @@ server    as FedAvg; C^k = mean over its owners of the clients' class means
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -59,7 +58,7 @@ class CosineProto(Method):
         """What is sent beside the model, and what the client keeps."""
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The server's next state."""
         C = clients_class_means(updates).per_class_mean()
         return {"model": mean, "prototypes": C.slot()}

@@ -57,6 +57,9 @@ R = TypeVar("R")
 Terms = dict[str, Tensor]
 """The named terms of a loss. The objective is their sum; each is recorded under its name."""
 
+Shared = Literal["both", "down", "no"]
+"""Whether an entry of the model travels: both ways, only down, or not at all."""
+
 BatchSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
 """Batches (x, y), not augmented, of a part of a client's data: ``train`` or ``holdout``."""
 
@@ -89,9 +92,8 @@ class PublicImages(NamedTuple):
     """Unlabeled images that all clients may see: their source, and how many per round.
 
     ``source`` is ``unused`` (training images that no client holds, equally many from each domain
-    that has clients), a domain's name (those of that domain alone), a task's name (its training
-    images), or ``folder:PATH`` (all images below that folder). Test images of the task are never
-    among them. A method that leaves the choice to its user has a hyper-parameter ``public``.
+    with clients), a domain (its unused images), a task (its training images) or ``folder:PATH``.
+    Test images are never among them. A user chooses by a hyper-parameter ``public``.
     """
 
     source: str
@@ -244,8 +246,8 @@ class Method:
         """The backbone with whatever extra modules the method needs."""
         return backbone
 
-    def shared(self, entry: Entry) -> Literal["both", "down", "no"]:
-        """Whether an entry of the model travels: both ways, only down, or not at all."""
+    def shared(self, entry: Entry) -> Shared:
+        """Which way an entry of the model travels."""
         return "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
@@ -271,11 +273,11 @@ class Method:
         """After training: what is sent beside the shared model, and the next private slots."""
         return {}, {}
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float] | None:
         """Averaging weights of the updates, not normalized; None: the protocol's rule."""
         return [1.0] * len(updates) if self.weighting == "uniform" else None
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The server's next state, from the averaged model and the clients' slots.
 
         Returns new tensors; those in ``server.state`` and ``updates`` must not change.
@@ -331,7 +333,6 @@ class Method:
 
     @classmethod
     def defaults(cls, task: str = "") -> dict[str, Any]:
-        """The default of every hyper-parameter on that task."""
         hypers = cls.hypers()
         return {f.name: hypers[f.name].per_task.get(task, f.default) for f in fields(cls)}
 
@@ -563,7 +564,6 @@ class Client:
         self.key, self._draws = at
 
     def begin_prototypes(self) -> None:
-        """Reset the class sums."""
         self._sums = None
 
     def main_feature(self) -> Tensor:
@@ -614,13 +614,13 @@ class _Calls(nn.Module):
 def _frozen_statistics(network: nn.Module) -> Iterator[None]:
     """BatchNorm normalizes by the batch, as in training, without updating its buffers."""
     norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    for m in norms:
-        m.track_running_stats = False
+    for norm in norms:
+        norm.track_running_stats = False
     try:
         yield
     finally:
-        for m in norms:
-            m.track_running_stats = True
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 # ---- the server view -----------------------------------------------------------------------------
@@ -635,7 +635,7 @@ class Messages(Protocol):
 
 @dataclass(frozen=True)
 class ServerView:
-    """What the server hooks see: state, round, and the clients of the whole federation."""
+    """What the server hooks see; ``clients`` are those of the whole federation."""
 
     state: Tree
     round: int
@@ -667,18 +667,19 @@ class Update:
         return self.messages.get(self.name, slot)
 
 
+Updates = Sequence[Update]
+
+
 # ---- what several methods share ------------------------------------------------------------------
 
 
 def share_hyper() -> Any:
     """The hyper-parameter ``share`` of methods that work with and without a common model."""
-    return hyper(
-        "auto",
-        "",
+    meaning = (
         "what travels: model (and prototypes), prototypes (alone), auto: the model unless the "
-        "clients' models differ",
-        choices=("auto", "model", "prototypes"),
+        "clients' models differ"
     )
+    return hyper("auto", "", meaning, choices=("auto", "model", "prototypes"))
 
 
 def proto_pass_hyper(features: str) -> Any:
@@ -693,7 +694,7 @@ def upload_class_means(client: Client) -> Tree:
     return {"prototypes": {"mean": mean, "count": count}}
 
 
-def clients_class_means(updates: Sequence[Update]) -> Prototypes:
+def clients_class_means(updates: Updates) -> Prototypes:
     """The class means that the round's M clients sent, as a table [K, M, d]: one row per owner."""
     mean_MKd = torch.stack([u["prototypes"]["mean"] for u in updates])
     count_MK = torch.stack([u["prototypes"]["count"] for u in updates])
@@ -729,7 +730,7 @@ class PrototypeMethod(Method):
         auto = self.options().get("share") == "auto"
         return self.with_options(share="prototypes") if auto else self
 
-    def shared(self, entry: Entry) -> Literal["both", "down", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no" if self.without_model else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
@@ -738,17 +739,16 @@ class PrototypeMethod(Method):
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         C = clients_class_means(updates).per_class_mean()
         return {"model": mean, "prototypes": C.slot()}
 
 
 def zeros(model: Slot, names: Iterable[str]) -> Slot:
-    """Zeros in the shape of these entries of a model."""
     return {n: torch.zeros_like(model[n]) for n in names if n in model}
 
 
-def weighted_mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot:
+def weighted_mean(updates: Updates, slot: str, weights: Sequence[float]) -> Slot:
     """The weighted mean of a slot, one update in memory at a time, in the given order.
 
     Sums are float64, so the mean of equal models is that model. Integers (BatchNorm's counter)
@@ -757,18 +757,16 @@ def weighted_mean(updates: Sequence[Update], slot: str, weights: Sequence[float]
     total = math.fsum(weights)
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
-    first: dict[str, torch.Size] = {}
     entries: Slot = {}
+    first: dict[str, torch.Size] = {}
     for update, weight in zip(updates, weights, strict=True):
         entries = update[slot]
         shapes = {name: t.shape for name, t in entries.items()}
         first = shapes if update is updates[0] else first
         if shapes != first:
-            different = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
-            raise ProtofedError(
-                f"{update.name} and {updates[0].name} sent different entries in '{slot}': "
-                f"{different}"
-            )
+            names = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
+            both = f"{update.name} and {updates[0].name}"
+            raise ProtofedError(f"{both} sent different entries in '{slot}': {names}")
         floats = {name: entries[name] for name in first if entries[name].is_floating_point()}
         # All entries at once: one by one, a round of twenty small networks is thousands of kernels.
         parts = [torch.empty_like(t, dtype=torch.float64) for t in floats.values()]

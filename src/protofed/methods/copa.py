@@ -30,9 +30,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +42,13 @@ from protofed.method import (
     Entry,
     Method,
     ServerView,
+    Shared,
     Sizes,
     Slot,
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
 )
 from protofed.prototypes import full_precision
 
@@ -61,12 +60,10 @@ class COPA(Method):
     name = "copa"
     paper = "Wu, Gong, ICCV 2021"
     slots = Slots(
-        model="extractor",
-        up={"head": "its own head"},
-        down={"heads": "the heads of all clients"},
+        model="extractor", up={"head": "its own head"}, down={"heads": "the heads of all clients"}
     )
 
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         """The head is the client's own: it is sent in a slot of its own and never averaged."""
         return "no" if entry.name.startswith("head.") else "both"
 
@@ -89,7 +86,7 @@ class COPA(Method):
         weight, bias = client.parameters["head.weight"], client.parameters["head.bias"]
         return {"head": {"weight": weight, "bias": bias}}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The averaged extractor, and the round's heads in their clients' places."""
         heads = {n: t.clone() for n, t in _heads(server).items()}
         for update in updates:

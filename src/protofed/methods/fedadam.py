@@ -30,13 +30,12 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from protofed.method import ServerView, Sizes, Slot, Slots, Tree, Update, hyper, zeros
+from protofed.method import ServerView, Sizes, Slot, Slots, Tree, Updates, hyper, zeros
 from protofed.methods.server_optimizer import ServerOptimizer
 
 
@@ -58,7 +57,7 @@ class FedAdam(ServerOptimizer):
         m = zeros(model, sizes.parameters)
         return {"m": m, "v": {n: torch.full_like(t, self.tau**2) for n, t in m.items()}}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         start, m, v = server.state["model"], server.state["m"], server.state["v"]
         delta = {n: mean[n] - start[n] for n in m}
         m = {n: self.beta1 * m[n] + (1 - self.beta1) * delta[n] for n in m}

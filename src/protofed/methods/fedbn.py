@@ -27,9 +27,8 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from protofed.method import Entry, Method, Slots
+from protofed.method import Entry, Method, Shared, Slots
 
 
 @dataclass(frozen=True)
@@ -41,5 +40,5 @@ class FedBN(Method):
     slots = Slots(model="model without BatchNorm")
     evaluates = "clients"
 
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no" if entry.kind == "bn" else "both"

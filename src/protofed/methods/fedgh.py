@@ -24,9 +24,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +35,11 @@ from protofed.method import (
     Entry,
     Method,
     ServerView,
+    Shared,
     Slot,
     Slots,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -64,13 +63,13 @@ class FedGH(Method):
     header_batch: int = hyper(10, "B", "class means in a batch at the server", least=1)
     proto_pass: str = proto_pass_hyper("features of (2)")
 
-    def shared(self, entry: Entry) -> Literal["down", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "down" if entry.name.startswith(HEADER) else "no"
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """(3); ``mean`` has the header unchanged, since no client sends one."""
         C = clients_class_means(updates)
         there_MK = C.mask.T > 0

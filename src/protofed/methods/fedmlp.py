@@ -28,7 +28,6 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,18 +43,11 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     hyper,
     proto_pass_hyper,
 )
-from protofed.prototypes import (
-    Prototypes,
-    class_means,
-    class_sums,
-    consistency,
-    contrast,
-    finch,
-)
+from protofed.prototypes import Prototypes, class_means, class_sums, consistency, contrast, finch
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,7 @@ class FedMLP(PrototypeMethod):
             terms["semantic"] = self.lambda2 * between_groups
         return terms
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, (2) and (3)."""
         state = super().aggregate(server, mean, updates)
         return {**state, "semantic": semantic(Prototypes.of(state["prototypes"]))}

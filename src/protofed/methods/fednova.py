@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
-from protofed.method import Method, Phase, ServerView, Slot, Tree, Update, effective_steps, hyper
+from protofed.method import Method, Phase, ServerView, Slot, Tree, Updates, effective_steps, hyper
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,16 @@ class FedNova(Method):
         """One phase, with the momentum that a_m is computed for."""
         return (Phase(self.loss, momentum=self.rho),)
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float]:
         """p_m/a_m, up to the factor 1/Σn."""
         return [u.samples / effective_steps(u.steps, self.rho) for u in updates]
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """γ times the way from θ^t to the mean."""
         samples = [u.samples for u in updates]
         a = [effective_steps(u.steps, self.rho) for u in updates]
         longer = math.fsum(n * a_m for n, a_m in zip(samples, a, strict=True)) / sum(samples)
         shorter = math.fsum(n / a_m for n, a_m in zip(samples, a, strict=True)) / sum(samples)
-        start = server.state["model"]
-        stepped = {
-            n: torch.lerp(start[n], mean[n], longer * shorter) for n in server.sizes.parameters
-        }
+        start, gamma = server.state["model"], longer * shorter
+        stepped = {n: torch.lerp(start[n], mean[n], gamma) for n in server.sizes.parameters}
         return {"model": mean | stepped}

@@ -31,7 +31,6 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +46,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     hyper,
 )
 from protofed.prototypes import Prototypes, contrast, paired_cosine
@@ -88,7 +87,7 @@ class FedPLVM(Method):
         own = Prototypes.clusters(z[y == k] for k in range(client.classes))
         return {"prototypes": own.slot()}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and the clusters of all clients' clusters."""
         sent = [Prototypes.of(u["prototypes"]).rows() for u in updates]
         G = Prototypes.clusters(torch.cat(of_class) for of_class in zip(*sent, strict=True))

@@ -71,7 +71,6 @@ Ablations
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +85,7 @@ from protofed.method import (
     Phase,
     ProtofedError,
     PrototypeMethod,
+    Shared,
     Sizes,
     Slots,
     Terms,
@@ -171,7 +171,7 @@ class FedSeProto(PrototypeMethod):
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return SeparatedNetwork(backbone, sizes)
 
-    def shared(self, entry: Entry) -> Literal["both", "down", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no" if entry.name.startswith(PRIVATE) else super().shared(entry)
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:

@@ -38,7 +38,6 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +50,7 @@ from protofed.method import (
     Method,
     Network,
     Output,
+    Shared,
     Sizes,
     Slots,
     Terms,
@@ -70,16 +70,6 @@ class SampledOutput(Output):
     sigma: Tensor
 
 
-class Reference(nn.Module):
-    """r [K, d] and ρ' [K, d] of the classes' own Gaussians, and the scale C."""
-
-    def __init__(self, classes: int, features: int) -> None:
-        super().__init__()
-        self.r = nn.Parameter(torch.zeros(classes, features))
-        self.rho = nn.Parameter(torch.ones(classes, features))
-        self.C = nn.Parameter(torch.ones(()))
-
-
 class GaussianNetwork(Network):
     """A backbone followed by a layer that gives μ and s, and a client's reference."""
 
@@ -87,7 +77,9 @@ class GaussianNetwork(Network):
         super().__init__(backbone.encoder, sizes.features, sizes.classes)
         self.head = backbone.head
         self.gaussian = nn.Linear(sizes.features, 2 * sizes.features)
-        self.reference = Reference(sizes.classes, sizes.features)
+        shape = (sizes.classes, sizes.features)
+        own = [("r", torch.zeros(shape)), ("rho", torch.ones(shape)), ("C", torch.ones(()))]
+        self.reference = nn.ParameterDict(own)  # rho is ρ'
 
     def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ [B, d]."""
@@ -109,7 +101,7 @@ class FedSR(Method):
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return GaussianNetwork(backbone, sizes)
 
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no" if entry.name.startswith(PRIVATE) else "both"
 
     def forward(self, client: Client, x: Tensor) -> SampledOutput:
@@ -128,7 +120,7 @@ class FedSR(Method):
             terms["l2r"] = self.c1 * out.feature.norm(dim=1).mean()
         if self.c2:
             own = network.reference
-            terms["cmi"] = self.c2 * cmi(out.mu, out.sigma, batch.y, own.r, own.rho, own.C)
+            terms["cmi"] = self.c2 * cmi(out.mu, out.sigma, batch.y, own["r"], own["rho"], own["C"])
         return terms
 
     def predict(self, client: Client, x: Tensor) -> Tensor:

@@ -59,7 +59,6 @@ Ablations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -74,7 +73,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -132,7 +131,7 @@ class FPL(Method):
         """(2)."""
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and for every class the clusters of this round's prototypes (4, 5)."""
         c = clients_class_means(updates)
         G = Prototypes.pad([c_k.mean(0, keepdim=True) if len(c_k) else c_k for c_k in c.rows()])

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from protofed.method import Client, Method, ServerView, Slot, Slots, Tree, Update, hyper
+from protofed.method import Client, Method, ServerView, Slot, Slots, Tree, Updates, hyper
 from protofed.methods.fedprox import FedProx
 
 
@@ -69,20 +69,20 @@ class FedAvgGA(Method):
         scores = {n: client.evaluate(m, "holdout")[self.metric] for n, m in models.items()}
         return {"scores": {n: torch.tensor(s, dtype=torch.float64) for n, s in scores.items()}}, {}
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float]:
         """a of the round's clients, adjusted by the gaps in their scores."""
         places = [server.clients.index(u.name) for u in updates]
         a: list[float] = self._ledger(server, updates)["weight"][places].tolist()
         return a if any(a) else [1.0] * len(a)
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The average, the adjusted weights, and the own scores for the next round."""
         return {"model": mean, "ga": self._ledger(server, updates)}
 
     def broadcast(self, server: ServerView) -> Tree:
         return {"model": server.state["model"]}
 
-    def _ledger(self, server: ServerView, updates: Sequence[Update]) -> Slot:
+    def _ledger(self, server: ServerView, updates: Updates) -> Slot:
         """What the server keeps about all M clients, in their order, after these scores."""
         M = len(server.clients)
         none = torch.zeros(M, dtype=torch.float64)

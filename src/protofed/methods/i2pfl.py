@@ -61,7 +61,7 @@ Ablations
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -194,7 +194,7 @@ class I2PFL(Method):
         """(2), which only GPCL needs."""
         return upload_class_means(client) if self.lambda_inter else {}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and (3) to (5)."""
         if not self.lambda_inter:
             return {"model": mean}

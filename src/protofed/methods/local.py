@@ -18,9 +18,8 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from protofed.method import Entry, Method, Slots
+from protofed.method import Entry, Method, Shared, Slots
 
 
 @dataclass(frozen=True)
@@ -32,5 +31,5 @@ class Local(Method):
     slots = Slots(model="")
     evaluates = "everyone"
 
-    def shared(self, entry: Entry) -> Literal["no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no"

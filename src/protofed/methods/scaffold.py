@@ -31,7 +31,6 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +47,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     effective_steps,
     hyper,
     inner_product,
@@ -95,12 +94,11 @@ class Scaffold(Method):
         """c_m⁺ − c_m goes up, c_m⁺ stays."""
         c, c_m = client.received["c"], client.mine["c_m"]
         unit = client.lr * effective_steps(client.steps, self.rho)
-        change = {
-            n: (client.start[n] - p.detach()) / unit - c[n] for n, p in client.parameters.items()
-        }
+        moved = {n: client.start[n] - p.detach() for n, p in client.parameters.items()}
+        change = {n: moved[n] / unit - c[n] for n in moved}
         return {"change": change}, {"c_m": {n: c_m[n] + change[n] for n in change}}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The step toward the mean, and c."""
         start, c = server.state["model"], server.state["c"]
         change = weighted_mean(updates, "change", [1.0] * len(updates))

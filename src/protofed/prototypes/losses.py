@@ -74,11 +74,7 @@ def contrast(
 
 @full_precision
 def consistency(
-    z_Bd: Tensor,
-    y_B: Tensor,
-    prototypes: Prototypes,
-    reduction: str = "mean",
-    detach: bool = True,
+    z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, reduction: str = "mean", detach: bool = True
 ) -> Tensor:
     """Batch mean of the squared distance to the own class's prototype, as mean or sum over d.
 
