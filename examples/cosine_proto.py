@@ -9,9 +9,7 @@ server    as FedAvg; C^k = mean over its owners of the clients' class means
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -25,7 +23,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -38,16 +36,12 @@ from protofed.prototypes import Prototypes, paired_cosine
 class CosineProto(Method):
     """Features turn toward their class's prototype, whatever their length."""
 
-    name: ClassVar[str] = "cosineproto"
-    paper: ClassVar[str] = "an example"
+    name = "cosineproto"
+    paper = "an example"
+    slots = Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
 
     weight: float = hyper(1.0, "λ", "weight of the prototype term", least=0, weight=True)
     proto_pass: str = proto_pass_hyper("features of the class means")
-
-    @property
-    def slots(self) -> Slots:
-        """What travels beside the model, and in which direction."""
-        return Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         """No prototypes yet: their mask is 0."""
@@ -64,7 +58,7 @@ class CosineProto(Method):
         """What is sent beside the model, and what the client keeps."""
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The server's next state."""
         C = clients_class_means(updates).per_class_mean()
         return {"model": mean, "prototypes": C.slot()}

@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from numbers import Integral, Real
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from types import FunctionType
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -40,47 +42,23 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed import keys
-from protofed.errors import NoSecondDerivative, ProtofedError, unknown
-from protofed.models.network import Network, Output
+from protofed.errors import NoSecondDerivative, unknown
+from protofed.errors import ProtofedError as ProtofedError
+from protofed.models.network import Network as Network
+from protofed.models.network import Output as Output
 from protofed.prototypes import Prototypes, class_means, class_sums, widened
-from protofed.tree import Slot, Tree
+from protofed.tree import Slot as Slot
+from protofed.tree import Tree as Tree
 
-__all__ = [
-    "Batch",
-    "BatchSource",
-    "Client",
-    "Entry",
-    "Hyper",
-    "Messages",
-    "Method",
-    "Network",
-    "Output",
-    "Phase",
-    "ProtofedError",
-    "PublicImages",
-    "ServerView",
-    "Sizes",
-    "Slot",
-    "Slots",
-    "Terms",
-    "Tree",
-    "Update",
-    "clients_class_means",
-    "effective_steps",
-    "hyper",
-    "inner_product",
-    "proto_pass_hyper",
-    "share_hyper",
-    "squared_distance",
-    "upload_class_means",
-    "weighted_mean",
-    "zeros",
-]
+R = TypeVar("R")
 
 # ---- small types ---------------------------------------------------------------------------------
 
 Terms = dict[str, Tensor]
 """The named terms of a loss. The objective is their sum; each is recorded under its name."""
+
+Shared = Literal["both", "down", "no"]
+"""Whether an entry of the model travels: both ways, only down, or not at all."""
 
 BatchSource = Callable[[str], Iterator[tuple[Tensor, Tensor]]]
 """Batches (x, y), not augmented, of a part of a client's data: ``train`` or ``holdout``."""
@@ -102,11 +80,7 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a method may need to build state.
-
-    Classes K, feature size d, image side, and the names of the model's trainable entries (its
-    other entries are buffers).
-    """
+    """Classes K, feature size d, image side, and the names of the model's trainable entries."""
 
     classes: int
     features: int
@@ -118,9 +92,8 @@ class PublicImages(NamedTuple):
     """Unlabeled images that all clients may see: their source, and how many per round.
 
     ``source`` is ``unused`` (training images that no client holds, equally many from each domain
-    that has clients), a domain's name (those of that domain alone), a task's name (its training
-    images), or ``folder:PATH`` (all images below that folder). Test images of the task are never
-    among them. A method that leaves the choice to its user has a hyper-parameter ``public``.
+    with clients), a domain (its unused images), a task (its training images) or ``folder:PATH``.
+    Test images are never among them. A user chooses by a hyper-parameter ``public``.
     """
 
     source: str
@@ -199,7 +172,8 @@ def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits
 class Method:
     """The base of all methods; as it stands, it is FedAvg.
 
-    Every public function and property below is a hook that a subclass may override.
+    Every public function and property below is a hook that a subclass may override. A property
+    that is a constant is written as one: ``evaluates = "everyone"``.
     """
 
     name: ClassVar[str] = ""
@@ -244,7 +218,10 @@ class Method:
 
     @property
     def weighting(self) -> str:
-        """What ``weights`` weighs updates by, in words; empty: the protocol's rule."""
+        """What updates are weighed by, in words; empty: the protocol's rule.
+
+        ``uniform`` is enough to make all updates count the same; other words describe ``weights``.
+        """
         return "" if type(self).weights is Method.weights else "its own rule"
 
     @property
@@ -269,8 +246,8 @@ class Method:
         """The backbone with whatever extra modules the method needs."""
         return backbone
 
-    def shared(self, entry: Entry) -> Literal["both", "down", "no"]:
-        """Whether an entry of the model travels: both ways, only down, or not at all."""
+    def shared(self, entry: Entry) -> Shared:
+        """Which way an entry of the model travels."""
         return "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
@@ -296,11 +273,11 @@ class Method:
         """After training: what is sent beside the shared model, and the next private slots."""
         return {}, {}
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float] | None:
         """Averaging weights of the updates, not normalized; None: the protocol's rule."""
-        return None
+        return [1.0] * len(updates) if self.weighting == "uniform" else None
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The server's next state, from the averaged model and the clients' slots.
 
         Returns new tensors; those in ``server.state`` and ``updates`` must not change.
@@ -336,9 +313,9 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        hooks = [n for n, member in vars(Method).items() if _overridable(n, member)]
-        for name, member in vars(cls).items():
-            if not _overridable(name, member) or any(hasattr(b, name) for b in cls.__bases__):
+        hooks = [n for n, m in vars(Method).items() if isinstance(m, FunctionType | property)]
+        for name in vars(cls).keys() - cls.__annotations__.keys():
+            if name.startswith("_") or any(hasattr(base, name) for base in cls.__bases__):
                 continue
             if near := difflib.get_close_matches(name, hooks, n=1, cutoff=0.75):
                 raise ProtofedError(
@@ -347,30 +324,25 @@ class Method:
                 )
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
+        for f in fields(self):
             object.__setattr__(self, f.name, _checked(self.name, f, getattr(self, f.name)))
 
     @classmethod
     def hypers(cls) -> dict[str, Hyper]:
-        """The hyper-parameters by name."""
-        return {f.name: f.metadata.get("hyper", Hyper("", "")) for f in dataclasses.fields(cls)}
+        return {f.name: f.metadata.get("hyper", Hyper("", "")) for f in fields(cls)}
 
     @classmethod
     def defaults(cls, task: str = "") -> dict[str, Any]:
-        """The default of every hyper-parameter on that task."""
-        return {
-            f.name: cls.hypers()[f.name].per_task.get(task, f.default)
-            for f in dataclasses.fields(cls)
-        }
+        hypers = cls.hypers()
+        return {f.name: hypers[f.name].per_task.get(task, f.default) for f in fields(cls)}
 
     @classmethod
     def require_plain_hypers(cls) -> None:
         """Raise an error if config.toml and --set could not express some hyper-parameter."""
-        for f in dataclasses.fields(cls):
+        for f in fields(cls):
             if type(f.default) not in _KINDS:
-                has = f"the default {f.default!r}"
-                if f.default is dataclasses.MISSING:
-                    has = "no default"
+                missing = f.default is dataclasses.MISSING
+                has = "no default" if missing else f"the default {f.default!r}"
                 raise ProtofedError(
                     f"hyper-parameter {f.name} of {cls.name} has {has}",
                     f"it must be {' or '.join(_KINDS.values())}; for several values, use several "
@@ -382,56 +354,47 @@ class Method:
         """The method with these hyper-parameters; the others have the task's defaults."""
         cls.require_plain_hypers()
         for name in options:
+            if not cls.hypers():
+                none = f"method '{cls.name}' has no hyper-parameter '{name}'"
+                raise ProtofedError(none, "it has none at all")
             if name not in cls.hypers():
-                if not cls.hypers():
-                    raise ProtofedError(
-                        f"method '{cls.name}' has no hyper-parameter '{name}'", "it has none at all"
-                    )
                 raise unknown(f"hyper-parameter of {cls.name}", name, cls.hypers())
         return cls(**{**cls.defaults(task), **options})
 
     def options(self) -> dict[str, Any]:
         """All hyper-parameters with their values."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
-    def with_public(self, source: str) -> Self:
-        """The same method with its public images from another source."""
-        return type(self)(**{**self.options(), "public": source})
+    def with_options(self, **changes: Any) -> Self:
+        """The same method with some hyper-parameters changed."""
+        return dataclasses.replace(self, **changes)
 
     def without_weights(self) -> Self:
         """The same method with every loss weight at 0."""
-        weights = {name: 0.0 for name, h in self.hypers().items() if h.weight}
-        return dataclasses.replace(self, **weights)
+        return self.with_options(**{name: 0.0 for name, h in self.hypers().items() if h.weight})
 
 
-def _overridable(name: str, member: object) -> bool:
-    """Whether a class member is a public function or property."""
-    function = inspect.isfunction(member) or isinstance(member, property)
-    return function and not name.startswith("_")
+_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
+_LIMITS = {"above": operator.gt, "least": operator.ge, "most": operator.le}
 
 
 def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     """The value as the field's type, or an error that says what is allowed."""
     hyper: Hyper = f.metadata.get("hyper", Hyper("", ""))
     where = f"hyper-parameter {f.name} of {method}"
-    kind = type(f.default)
-    if not isinstance(value, bool):  # also NumPy's numbers
-        if kind is float and isinstance(value, Real):
-            value = float(value)
-        elif kind is int and isinstance(value, Integral):
-            value = int(value)
+    kind: type = type(f.default)
+    numbers = {float: Real, int: Integral}.get(kind)  # NumPy's included
+    if numbers and isinstance(value, numbers) and not isinstance(value, bool):
+        value = kind(value)
     if f.default is not dataclasses.MISSING and type(value) is not kind:
         raise ProtofedError(f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r}")
     if hyper.choices is not None and value not in hyper.choices:
         raise unknown(f"value for {where}", value, hyper.choices)
-    limits = [
-        (hyper.above, "above", lambda v, limit: v > limit),
-        (hyper.least, "at least", lambda v, limit: v >= limit),
-        (hyper.most, "at most", lambda v, limit: v <= limit),
-    ]
-    for limit, words, holds in limits:
+    for name, holds in _LIMITS.items():
+        limit = getattr(hyper, name)
         # `not holds` also rejects nan, which compares false with everything
         if limit is not None and not holds(value, limit):
+            words = name if name == "above" else f"at {name}"
             raise ProtofedError(
                 f"{where} must be {words} {limit:g}, got {value}",
                 f"its default is {f.default}; see `protofed methods {method}`",
@@ -439,9 +402,6 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ProtofedError(f"{where} must be a finite number, got {value}")
     return value
-
-
-_KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
 
 
 # ---- the client view -----------------------------------------------------------------------------
@@ -500,8 +460,7 @@ class Client:
         self.clean, self.public = clean, public
         self._draws = 0
         self._main: Tensor | None = None
-        self._sum_Kd: Tensor | None = None
-        self._count_K: Tensor | None = None
+        self._sums: tuple[Tensor, Tensor] | None = None
 
     # ---- hot -----------------------------------------------------------------------------------
 
@@ -519,13 +478,15 @@ class Client:
             return self.method.forward(self, x)
 
     def forward_with(self, model: Slot, x: Tensor) -> Output:
-        """Feature and logits under other weights, in evaluation mode and without gradient."""
+        """Feature and logits in evaluation mode, without gradient.
+
+        Under the weights of ``model``; what it does not have is the network's own.
+        """
         was_training = self.network.training
         self.network.eval()
         with torch.no_grad():
-            out: Output = functional_call(
-                _Swapped(self, self.method), {f"network.{n}": t for n, t in model.items()}, (x,)
-            )
+            call = partial(self.method.forward, self, x)
+            out = call_with(self.network, model, call)
         self.network.train(was_training)
         return out
 
@@ -547,23 +508,21 @@ class Client:
 
     def class_means(self) -> tuple[Tensor, Tensor]:
         """The mean feature [K, d] of each class, and the number of samples [K] behind it."""
-        if self._sum_Kd is None or self._count_K is None:
+        if self._sums is None:
             raise RuntimeError(
                 f"{type(self.method).__name__} asks for class means but collects none: "
                 "its proto_pass must be 'last_epoch' or 'post'"
             )
-        return class_means(self._sum_Kd, self._count_K), self._count_K
+        return class_means(*self._sums), self._sums[1]
 
     def features(self) -> tuple[Tensor, Tensor]:
         """Features [n, d] and labels [n] of all training samples: a clean pass, no gradient.
 
         In float32 even where the network computes in bfloat16: prototypes are made of them.
         """
-        zs, ys = [], []
-        for x, y in self._batches("train"):
-            zs.append(widened(self._evaluate(x).feature))
-            ys.append(y)
-        return torch.cat(zs), torch.cat(ys)
+        out = [(widened(self.forward_with({}, x).feature), y) for x, y in self._batches("train")]
+        z_nd, y_n = map(torch.cat, zip(*out, strict=True))
+        return z_nd, y_n
 
     def public_logits(self) -> Tensor:
         """Logits [N, K] of the next round's public images: a clean pass, no gradient."""
@@ -572,7 +531,8 @@ class Client:
                 f"{type(self.method).__name__} asks for public images but has none: its "
                 "public_images must say which"
             )
-        return torch.cat([widened(self._evaluate(x).logits) for x, _ in self.public("train")])
+        out = [self.forward_with({}, x).logits for x, _ in self.public("train")]
+        return torch.cat([*map(widened, out)])
 
     def evaluate(self, model: Slot, part: str = "holdout") -> dict[str, float]:
         """Accuracy (0 to 1) and mean cross-entropy of a model on a part of the client's data."""
@@ -580,7 +540,7 @@ class Client:
         for x, y in self._batches(part):
             logits = widened(self.forward_with(model, x).logits)
             right += float((logits.argmax(1) == y).sum())
-            loss += float(nn.functional.cross_entropy(logits, y, reduction="sum"))
+            loss += float(F.cross_entropy(logits, y, reduction="sum"))
             count += len(y)
         if not count:
             raise RuntimeError(f"client {self.name} has no samples in its {part} part")
@@ -590,10 +550,7 @@ class Client:
 
     def begin_step(self, key: int | Tensor) -> None:
         """Start a step with its key; the next forward pass is the main one."""
-        if isinstance(key, Tensor):
-            self.key = key
-        else:
-            self.key.fill_(key)
+        self.key = key if isinstance(key, Tensor) else self.key.fill_(key)
         self._draws = 0
         self._main = None
 
@@ -607,8 +564,7 @@ class Client:
         self.key, self._draws = at
 
     def begin_prototypes(self) -> None:
-        """Reset the class sums."""
-        self._sum_Kd = self._count_K = None
+        self._sums = None
 
     def main_feature(self) -> Tensor:
         """The features of the step's main pass, without gradient."""
@@ -621,28 +577,19 @@ class Client:
 
     def use_sums(self, sum_Kd: Tensor, count_K: Tensor) -> None:
         """Take class sums that are kept elsewhere."""
-        self._sum_Kd, self._count_K = sum_Kd, count_K
+        self._sums = sum_Kd, count_K
 
     def collect_post(self) -> None:
         """Fill the class sums in a clean pass over the training samples."""
         for x, y in self._batches("train"):
-            self._add(self._evaluate(x).feature, y)
+            self._add(self.forward_with({}, x).feature, y)
 
     def _add(self, feature_Bd: Tensor, y: Tensor) -> None:
-        sum_Kd, count_K = class_sums(feature_Bd, y, self.classes)
-        if self._sum_Kd is None or self._count_K is None:
-            self._sum_Kd, self._count_K = sum_Kd, count_K
+        added = class_sums(feature_Bd, y, self.classes)
+        if self._sums is None:
+            self._sums = added
         else:
-            self._sum_Kd += sum_Kd
-            self._count_K += count_K
-
-    def _evaluate(self, x: Tensor) -> Output:
-        was_training = self.network.training
-        self.network.eval()
-        with torch.no_grad():
-            out = self.method.forward(self, x)
-        self.network.train(was_training)
-        return out
+            torch._foreach_add_(self._sums, added)
 
     def _batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         if self.clean is None:
@@ -650,29 +597,30 @@ class Client:
         return self.clean(part)
 
 
-class _Swapped(nn.Module):
-    """Lets ``functional_call`` replace the network's tensors while a method's forward runs."""
+def call_with(network: nn.Module, tensors: Slot, function: Callable[[], R]) -> R:
+    """Call ``function`` while these tensors stand in the network in place of its own."""
+    named = {f"network.{name}": t for name, t in tensors.items()}
+    result: R = functional_call(_Calls(network, function), named, ())
+    return result
 
-    def __init__(self, client: Client, method: Method) -> None:
+
+class _Calls(nn.Module):
+    def __init__(self, network: nn.Module, function: Callable[[], Any]) -> None:
         super().__init__()
-        self.network = client.network
-        self._call = lambda x: method.forward(client, x)
-
-    def forward(self, x: Tensor) -> Output:
-        return self._call(x)
+        self.network, self.forward = network, function
 
 
 @contextmanager
 def _frozen_statistics(network: nn.Module) -> Iterator[None]:
     """BatchNorm normalizes by the batch, as in training, without updating its buffers."""
     norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-    for m in norms:
-        m.track_running_stats = False
+    for norm in norms:
+        norm.track_running_stats = False
     try:
         yield
     finally:
-        for m in norms:
-            m.track_running_stats = True
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 # ---- the server view -----------------------------------------------------------------------------
@@ -687,7 +635,7 @@ class Messages(Protocol):
 
 @dataclass(frozen=True)
 class ServerView:
-    """What the server hooks see: state, round, and the clients of the whole federation."""
+    """What the server hooks see; ``clients`` are those of the whole federation."""
 
     state: Tree
     round: int
@@ -719,18 +667,19 @@ class Update:
         return self.messages.get(self.name, slot)
 
 
+Updates = Sequence[Update]
+
+
 # ---- what several methods share ------------------------------------------------------------------
 
 
 def share_hyper() -> Any:
     """The hyper-parameter ``share`` of methods that work with and without a common model."""
-    return hyper(
-        "auto",
-        "",
+    meaning = (
         "what travels: model (and prototypes), prototypes (alone), auto: the model unless the "
-        "clients' models differ",
-        choices=("auto", "model", "prototypes"),
+        "clients' models differ"
     )
+    return hyper("auto", "", meaning, choices=("auto", "model", "prototypes"))
 
 
 def proto_pass_hyper(features: str) -> Any:
@@ -745,19 +694,61 @@ def upload_class_means(client: Client) -> Tree:
     return {"prototypes": {"mean": mean, "count": count}}
 
 
-def clients_class_means(updates: Sequence[Update]) -> Prototypes:
+def clients_class_means(updates: Updates) -> Prototypes:
     """The class means that the round's M clients sent, as a table [K, M, d]: one row per owner."""
     mean_MKd = torch.stack([u["prototypes"]["mean"] for u in updates])
     count_MK = torch.stack([u["prototypes"]["count"] for u in updates])
     return Prototypes(mean_MKd.transpose(0, 1), count_MK.T)
 
 
+@dataclass(frozen=True)
+class PrototypeMethod(Method):
+    """FedAvg with one global prototype per class, the mean of the class means of its owners.
+
+    A subclass needs ``proto_pass`` and a loss that uses ``client.received["prototypes"]``. With a
+    hyper-parameter ``share`` it also has the form in which prototypes travel alone.
+    """
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(
+            model="" if self.without_model else "model",
+            up={"prototypes": "class means"},
+            down={"prototypes": "global prototypes"},
+        )
+
+    @property
+    def without_model(self) -> bool:
+        """Whether prototypes travel alone."""
+        return self.options().get("share") == "prototypes"
+
+    @property
+    def evaluates(self) -> str:
+        return "everyone" if self.without_model else "global"
+
+    def for_mixed_models(self) -> Self:
+        auto = self.options().get("share") == "auto"
+        return self.with_options(share="prototypes") if auto else self
+
+    def shared(self, entry: Entry) -> Shared:
+        return "no" if self.without_model else "both"
+
+    def init_server(self, model: Slot, sizes: Sizes) -> Tree:
+        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
+
+    def upload(self, client: Client) -> tuple[Tree, Tree]:
+        return upload_class_means(client), {}
+
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
+        C = clients_class_means(updates).per_class_mean()
+        return {"model": mean, "prototypes": C.slot()}
+
+
 def zeros(model: Slot, names: Iterable[str]) -> Slot:
-    """Zeros in the shape of these entries of a model."""
     return {n: torch.zeros_like(model[n]) for n in names if n in model}
 
 
-def weighted_mean(updates: Sequence[Update], slot: str, weights: Sequence[float]) -> Slot:
+def weighted_mean(updates: Updates, slot: str, weights: Sequence[float]) -> Slot:
     """The weighted mean of a slot, one update in memory at a time, in the given order.
 
     Sums are float64, so the mean of equal models is that model. Integers (BatchNorm's counter)
@@ -766,18 +757,16 @@ def weighted_mean(updates: Sequence[Update], slot: str, weights: Sequence[float]
     total = math.fsum(weights)
     sums: dict[str, Tensor] = {}
     largest: dict[str, Tensor] = {}
-    first: dict[str, torch.Size] = {}
     entries: Slot = {}
+    first: dict[str, torch.Size] = {}
     for update, weight in zip(updates, weights, strict=True):
         entries = update[slot]
         shapes = {name: t.shape for name, t in entries.items()}
         first = shapes if update is updates[0] else first
         if shapes != first:
-            different = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
-            raise ProtofedError(
-                f"{update.name} and {updates[0].name} sent different entries in '{slot}': "
-                f"{different}"
-            )
+            names = ", ".join(sorted(dict(shapes.items() ^ first.items()))[:3])
+            both = f"{update.name} and {updates[0].name}"
+            raise ProtofedError(f"{both} sent different entries in '{slot}': {names}")
         floats = {name: entries[name] for name in first if entries[name].is_floating_point()}
         # All entries at once: one by one, a round of twenty small networks is thousands of kernels.
         parts = [torch.empty_like(t, dtype=torch.float64) for t in floats.values()]

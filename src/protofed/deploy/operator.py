@@ -45,7 +45,7 @@ def plan_run(
                 f"method '{config.method.name}' uses no public images", "leave out --public"
             )
         source = f"{FOLDER}{public.expanduser().resolve()}"
-        config = replace(config, method=config.method.with_public(source))
+        config = replace(config, method=config.method.with_options(public=source))
     elif wanted is not None and wanted.source == FOLDER:
         raise ProtofedError(
             f"the public images of {config.method.name} are in a folder that is not named",

@@ -99,7 +99,7 @@ def pack(spec: RunSpec) -> str:
     config, task, method = spec.config, spec.task, spec.config.method
     wanted = method.public_images
     if wanted is not None and wanted.source.startswith(FOLDER):
-        method = method.with_public(FOLDER)  # its path on this machine stays here
+        method = method.with_options(public=FOLDER)  # its path on this machine stays here
     parts = {
         "hash": spec.hash,
         "method": {"name": reference(method), "options": method.options()},

@@ -14,7 +14,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from protofed import keys
 from protofed.errors import ProtofedError, unknown
@@ -25,31 +25,25 @@ def _built_in() -> dict[str, type[Method]]:
     found: dict[str, type[Method]] = {}
     for info in pkgutil.iter_modules(__path__, f"{__name__}."):
         for cls in vars(importlib.import_module(info.name)).values():
-            if isinstance(cls, type) and issubclass(cls, Method) and cls.__module__ == info.name:
-                if not vars(cls).get("name"):  # a base that methods share
-                    continue
-                if cls.name in found:
-                    raise ImportError(f"{found[cls.name]} and {cls} are both named {cls.name!r}")
-                found[cls.name] = cls
+            own = isinstance(cls, type) and cls.__module__ == info.name
+            if not own or not issubclass(cls, Method) or "name" not in vars(cls):
+                continue  # a base that methods share has no name
+            if cls.name in found:
+                raise ImportError(f"{found[cls.name]} and {cls} are both named {cls.name!r}")
+            found[cls.name] = cls
     return dict(sorted(found.items()))
 
 
 METHODS: dict[str, type[Method]] = _built_in()
 
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
+globals().update(_CLASSES)
 
 __all__ = ["METHODS", "create", "fingerprint", "method_class", "reference", *_CLASSES]
 
+if TYPE_CHECKING:
 
-def __getattr__(name: str) -> type[Method]:
-    try:
-        return _CLASSES[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_CLASSES})
+    def __getattr__(name: str) -> type[Method]: ...
 
 
 def method_class(name: str) -> type[Method]:
@@ -107,22 +101,20 @@ def _from_file(name: str) -> type[Method]:
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
-        except ProtofedError as error:
-            del sys.modules[module_name]
-            raise ProtofedError(f"'{path}': {error.message}", error.hint) from error
         except Exception as error:
             del sys.modules[module_name]
+            if isinstance(error, ProtofedError):
+                raise ProtofedError(f"'{path}': {error.message}", error.hint) from error
             raise ProtofedError(f"'{path}' cannot be imported: {error!r}") from error
-    classes = {
-        n: c for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Method)
-    }
+    found = {n: c for n, c in vars(module).items() if isinstance(c, type)}
+    classes = {n: c for n, c in found.items() if issubclass(c, Method)}
     if wanted not in classes:
-        raise unknown(f"method in {path}", wanted, [n for n in classes if n != "Method"])
+        own = [n for n, c in classes.items() if c.__module__ != Method.__module__]
+        raise unknown(f"method in {path}", wanted, own)
     cls = classes[wanted]
     if "__dataclass_fields__" not in vars(cls):
-        raise ProtofedError(
-            f"{wanted} in {path} is not a dataclass", "put @dataclass(frozen=True) above it"
-        )
+        wrong = f"{wanted} in {path} is not a dataclass"
+        raise ProtofedError(wrong, "put @dataclass(frozen=True) above it")
     if not cls.name or cls.name in METHODS:
         cls.name = wanted.lower()
     if cls.name in METHODS:  # a file's FPL is not the package's

@@ -30,9 +30,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -44,12 +42,13 @@ from protofed.method import (
     Entry,
     Method,
     ServerView,
+    Shared,
     Sizes,
     Slot,
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
 )
 from protofed.prototypes import full_precision
 
@@ -58,18 +57,13 @@ from protofed.prototypes import full_precision
 class COPA(Method):
     """A feature that every client's head can read."""
 
-    name: ClassVar[str] = "copa"
-    paper: ClassVar[str] = "Wu, Gong, ICCV 2021"
+    name = "copa"
+    paper = "Wu, Gong, ICCV 2021"
+    slots = Slots(
+        model="extractor", up={"head": "its own head"}, down={"heads": "the heads of all clients"}
+    )
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            model="extractor",
-            up={"head": "its own head"},
-            down={"heads": "the heads of all clients"},
-        )
-
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         """The head is the client's own: it is sent in a slot of its own and never averaged."""
         return "no" if entry.name.startswith("head.") else "both"
 
@@ -92,7 +86,7 @@ class COPA(Method):
         weight, bias = client.parameters["head.weight"], client.parameters["head.bias"]
         return {"head": {"weight": weight, "bias": bias}}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The averaged extractor, and the round's heads in their clients' places."""
         heads = {n: t.clone() for n, t in _heads(server).items()}
         for update in updates:

@@ -30,14 +30,12 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from protofed.method import ServerView, Sizes, Slot, Slots, Tree, Update, hyper, zeros
+from protofed.method import ServerView, Sizes, Slot, Slots, Tree, Updates, hyper, zeros
 from protofed.methods.server_optimizer import ServerOptimizer
 
 
@@ -45,8 +43,9 @@ from protofed.methods.server_optimizer import ServerOptimizer
 class FedAdam(ServerOptimizer):
     """Adam, Yogi or Adagrad at the server, on the clients' mean change."""
 
-    name: ClassVar[str] = "fedadam"
-    paper: ClassVar[str] = "Reddi et al., ICLR 2021"
+    name = "fedadam"
+    paper = "Reddi et al., ICLR 2021"
+    slots = Slots(server={"m": "mean of Δ", "v": "mean of Δ²"})
 
     eta_g: float = hyper(0.01, "η_g", "learning rate at the server", above=0)
     beta1: float = hyper(0.9, "β₁", "decay of m, the mean of Δ", least=0, most=1)
@@ -54,15 +53,11 @@ class FedAdam(ServerOptimizer):
     tau: float = hyper(1e-3, "τ", "added to √v; smaller is more adaptive", above=0)
     variant: str = hyper("adam", "", "how v is updated", choices=("adam", "yogi", "adagrad"))
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(server={"m": "mean of Δ", "v": "mean of Δ²"})
-
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         m = zeros(model, sizes.parameters)
         return {"m": m, "v": {n: torch.full_like(t, self.tau**2) for n, t in m.items()}}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         start, m, v = server.state["model"], server.state["m"], server.state["v"]
         delta = {n: mean[n] - start[n] for n in m}
         m = {n: self.beta1 * m[n] + (1 - self.beta1) * delta[n] for n in m}

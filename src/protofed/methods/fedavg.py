@@ -13,7 +13,6 @@ the integer batch counter, the largest is taken.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from protofed.method import Method
 
@@ -22,5 +21,5 @@ from protofed.method import Method
 class FedAvg(Method):
     """The average of the clients' models, weighted by their samples; ``Method`` as it stands."""
 
-    name: ClassVar[str] = "fedavg"
-    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    name = "fedavg"
+    paper = "McMahan et al., AISTATS 2017"

@@ -23,11 +23,9 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from protofed.method import ServerView, Slot, Tree, Update, hyper
+from protofed.method import hyper
 from protofed.methods.server_optimizer import ServerOptimizer
 
 
@@ -35,10 +33,7 @@ from protofed.methods.server_optimizer import ServerOptimizer
 class FedAvgM(ServerOptimizer):
     """FedAvg with momentum at the server."""
 
-    name: ClassVar[str] = "fedavgm"
-    paper: ClassVar[str] = "Hsu, Qi, Brown, arXiv 2019"
+    name = "fedavgm"
+    paper = "Hsu, Qi, Brown, arXiv 2019"
 
     beta: float = hyper(0.9, "β", "momentum at the server", least=0, most=1)
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        return self.momentum_step(server, mean, self.beta, 1.0)

@@ -27,25 +27,18 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-from protofed.method import Entry, Method, Slots
+from protofed.method import Entry, Method, Shared, Slots
 
 
 @dataclass(frozen=True)
 class FedBN(Method):
     """FedAvg of everything but BatchNorm."""
 
-    name: ClassVar[str] = "fedbn"
-    paper: ClassVar[str] = "Li et al., ICLR 2021"
+    name = "fedbn"
+    paper = "Li et al., ICLR 2021"
+    slots = Slots(model="model without BatchNorm")
+    evaluates = "clients"
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="model without BatchNorm")
-
-    @property
-    def evaluates(self) -> str:
-        return "clients"
-
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no" if entry.kind == "bn" else "both"

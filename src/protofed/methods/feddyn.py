@@ -28,9 +28,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -45,7 +43,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     hyper,
     inner_product,
     squared_distance,
@@ -57,8 +55,8 @@ from protofed.method import (
 class FedDyn(Method):
     """FedAvg with a dual variable at every client."""
 
-    name: ClassVar[str] = "feddyn"
-    paper: ClassVar[str] = "Acar et al., ICLR 2021"
+    name = "feddyn"
+    paper = "Acar et al., ICLR 2021"
 
     alpha: float = hyper(0.01, "α", "strength of the regularizer", above=0)
     clip: float = hyper(10.0, "", "largest norm of a gradient", above=0)
@@ -97,31 +95,23 @@ class FedDyn(Method):
         terms = {"ce": F.cross_entropy(client.forward(batch.x).logits, batch.y)}
         if self.correct:
             terms["linear"] = -inner_product(client.parameters, client.mine["g"])
-            spring = squared_distance(client.parameters, client.start)
-            terms["quadratic"] = self.alpha / 2 * spring
+            distance = squared_distance(client.parameters, client.start)
+            terms["quadratic"] = self.alpha / 2 * distance
         return terms
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """g_m ← g_m − α (θ_m − θ^t)."""
         if not self.correct:
             return {}, {}
-        g = {
-            n: client.mine["g"][n] - self.alpha * (p.detach() - client.start[n])
-            for n, p in client.parameters.items()
-        }
+        start, g = client.start, client.mine["g"]
+        g = {n: g[n] - self.alpha * (p.detach() - start[n]) for n, p in client.parameters.items()}
         return {}, {"g": g}
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float] | None:
-        return [1.0] * len(updates) if self.correct else None
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         if not self.correct:
             return {"model": mean}
-        active = len(updates) / len(server.clients)
-        start = server.state["model"]
-        h = {
-            n: h - self.alpha * active * (mean[n] - start[n]) for n, h in server.state["h"].items()
-        }
+        start, rate = server.state["model"], self.alpha * (len(updates) / len(server.clients))
+        h = {n: h - rate * (mean[n] - start[n]) for n, h in server.state["h"].items()}
         moved = {n: mean[n] - h[n] / self.alpha for n in h}
         return {"model": mean | moved, "h": h}
 

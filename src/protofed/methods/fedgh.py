@@ -24,9 +24,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,10 +35,11 @@ from protofed.method import (
     Entry,
     Method,
     ServerView,
+    Shared,
     Slot,
     Slots,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -54,29 +53,23 @@ HEADER = "head."
 class FedGH(Method):
     """A generalized header for extractors that differ."""
 
-    name: ClassVar[str] = "fedgh"
-    paper: ClassVar[str] = "Yi et al., ACM MM 2023"
+    name = "fedgh"
+    paper = "Yi et al., ACM MM 2023"
+    slots = Slots(model="header (down)", up={"prototypes": "class means"})
+    evaluates = "everyone"
 
     eta: float = hyper(0.01, "η", "learning rate at the server", above=0)
     header_epochs: int = hyper(10, "E", "the server's epochs over the class means", least=1)
     header_batch: int = hyper(10, "B", "class means in a batch at the server", least=1)
     proto_pass: str = proto_pass_hyper("features of (2)")
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="header (down)", up={"prototypes": "class means"})
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone"
-
-    def shared(self, entry: Entry) -> Literal["down", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "down" if entry.name.startswith(HEADER) else "no"
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """(3); ``mean`` has the header unchanged, since no client sends one."""
         C = clients_class_means(updates)
         there_MK = C.mask.T > 0

@@ -37,13 +37,10 @@ Where the paper is silent or differs, and what is done
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from protofed.method import (
     Batch,
@@ -53,11 +50,12 @@ from protofed.method import (
     Phase,
     PublicImages,
     ServerView,
+    Shared,
     Slot,
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     hyper,
 )
 from protofed.prototypes import full_precision
@@ -67,8 +65,14 @@ from protofed.prototypes import full_precision
 class FedMD(Method):
     """Distillation to the clients' mean logits on public images."""
 
-    name: ClassVar[str] = "fedmd"
-    paper: ClassVar[str] = "Li, Wang, arXiv 2019"
+    name = "fedmd"
+    paper = "Li, Wang, arXiv 2019"
+    slots = Slots(
+        model="",
+        up={"logits": "logits of public images"},
+        down={"consensus": "mean logits of public images"},
+    )
+    evaluates = "everyone"
 
     public: str = hyper(
         "unused",
@@ -82,22 +86,10 @@ class FedMD(Method):
     digest_lr: float = hyper(0.001, "", "Adam's learning rate in (3)", above=0)
 
     @property
-    def slots(self) -> Slots:
-        return Slots(
-            model="",
-            up={"logits": "logits of public images"},
-            down={"consensus": "mean logits of public images"},
-        )
-
-    @property
     def public_images(self) -> PublicImages:
         return PublicImages(self.public, self.images)
 
-    @property
-    def evaluates(self) -> str:
-        return "everyone"
-
-    def shared(self, entry: Entry) -> Literal["no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no"
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
@@ -116,20 +108,14 @@ class FedMD(Method):
         """(3)."""
         consensus = client.received["consensus"]
         logits = client.forward(batch.x).logits
-        distance = mean_absolute_error(logits, consensus["logits"][batch.rows])
+        distance = full_precision(F.l1_loss)(logits, consensus["logits"][batch.rows])
         return {"digest": distance * (consensus["round"] == client.round)}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """(1)."""
         return {"logits": {"public": client.public_logits()}}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """(2), and the round whose images it is about."""
         logits = torch.stack([u["logits"]["public"] for u in updates]).mean(0)
         return {"consensus": {"logits": logits, "round": torch.tensor(server.round + 1)}}
-
-
-@full_precision
-def mean_absolute_error(logits_BK: Tensor, target_BK: Tensor) -> Tensor:
-    """(3)."""
-    return F.l1_loss(logits_BK, target_BK)

@@ -28,9 +28,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -38,47 +36,35 @@ import torch.nn.functional as F
 from protofed.method import (
     Batch,
     Client,
-    Method,
+    PrototypeMethod,
     ServerView,
     Sizes,
     Slot,
     Slots,
     Terms,
     Tree,
-    Update,
-    clients_class_means,
+    Updates,
     hyper,
     proto_pass_hyper,
-    upload_class_means,
 )
-from protofed.prototypes import (
-    Prototypes,
-    class_means,
-    class_sums,
-    consistency,
-    contrast,
-    finch,
-)
+from protofed.prototypes import Prototypes, class_means, class_sums, consistency, contrast, finch
 
 
 @dataclass(frozen=True)
-class FedMLP(Method):
+class FedMLP(PrototypeMethod):
     """Consistency with class prototypes, contrast of groups of classes (a reconstruction)."""
 
-    name: ClassVar[str] = "fedmlp"
-    paper: ClassVar[str] = "Guo, Wang, Geng, Pattern Recognition 2024"
+    name = "fedmlp"
+    paper = "Guo, Wang, Geng, Pattern Recognition 2024"
+    slots = Slots(
+        up={"prototypes": "class means"},
+        down={"prototypes": "class prototypes", "semantic": "semantic prototypes"},
+    )
 
     lambda1: float = hyper(1.0, "λ1", "weight of the class prototypes", least=0, weight=True)
     lambda2: float = hyper(1.0, "λ2", "weight of the semantic contrast", least=0, weight=True)
     tau: float = hyper(0.5, "τ", "temperature of the semantic contrast", above=0)
     proto_pass: str = proto_pass_hyper("features of (1)")
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            up={"prototypes": "class means"},
-            down={"prototypes": "class prototypes", "semantic": "semantic prototypes"},
-        )
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         none = Prototypes.empty(sizes.classes, sizes.features)
@@ -97,14 +83,10 @@ class FedMLP(Method):
             terms["semantic"] = self.lambda2 * between_groups
         return terms
 
-    def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """(1)."""
-        return upload_class_means(client), {}
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, (2) and (3)."""
-        C = clients_class_means(updates).per_class_mean()
-        return {"model": mean, "prototypes": C.slot(), "semantic": semantic(C)}
+        state = super().aggregate(server, mean, updates)
+        return {**state, "semantic": semantic(Prototypes.of(state["prototypes"]))}
 
 
 def semantic(C: Prototypes) -> Slot:

@@ -29,42 +29,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from protofed.method import Method, Phase, ServerView, Slot, Tree, Update, effective_steps, hyper
+from protofed.method import Method, Phase, ServerView, Slot, Tree, Updates, effective_steps, hyper
 
 
 @dataclass(frozen=True)
 class FedNova(Method):
     """FedAvg of normalized changes."""
 
-    name: ClassVar[str] = "fednova"
-    paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
+    name = "fednova"
+    paper = "Wang et al., NeurIPS 2020"
+    weighting = "samples over steps"
 
     rho: float = hyper(0.9, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
-
-    @property
-    def weighting(self) -> str:
-        return "samples over steps"
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
         """One phase, with the momentum that a_m is computed for."""
         return (Phase(self.loss, momentum=self.rho),)
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float]:
         """p_m/a_m, up to the factor 1/Σn."""
         return [u.samples / effective_steps(u.steps, self.rho) for u in updates]
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """γ times the way from θ^t to the mean."""
         samples = [u.samples for u in updates]
         a = [effective_steps(u.steps, self.rho) for u in updates]
         longer = math.fsum(n * a_m for n, a_m in zip(samples, a, strict=True)) / sum(samples)
         shorter = math.fsum(n / a_m for n, a_m in zip(samples, a, strict=True)) / sum(samples)
-        start = server.state["model"]
-        stepped = {
-            n: torch.lerp(start[n], mean[n], longer * shorter) for n in server.sizes.parameters
-        }
+        start, gamma = server.state["model"], longer * shorter
+        stepped = {n: torch.lerp(start[n], mean[n], gamma) for n in server.sizes.parameters}
         return {"model": mean | stepped}

@@ -20,11 +20,9 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from protofed.method import ServerView, Slot, Tree, Update, hyper
+from protofed.method import hyper
 from protofed.methods.server_optimizer import ServerOptimizer
 
 
@@ -32,18 +30,9 @@ from protofed.methods.server_optimizer import ServerOptimizer
 class FedOpt(ServerOptimizer):
     """SGD with momentum at the server, on the clients' plain mean change."""
 
-    name: ClassVar[str] = "fedopt"
-    paper: ClassVar[str] = "Reddi et al., ICLR 2021"
+    name = "fedopt"
+    paper = "Reddi et al., ICLR 2021"
+    weighting = "uniform"
 
     eta_g: float = hyper(0.25, "η_g", "learning rate at the server", above=0)
     beta: float = hyper(0.9, "β", "momentum at the server", least=0, most=1)
-
-    @property
-    def weighting(self) -> str:
-        return "uniform"
-
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
-        return [1.0] * len(updates)
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        return self.momentum_step(server, mean, self.beta, self.eta_g)

@@ -31,9 +31,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +46,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     hyper,
 )
 from protofed.prototypes import Prototypes, contrast, paired_cosine
@@ -58,18 +56,15 @@ from protofed.prototypes import Prototypes, contrast, paired_cosine
 class FedPLVM(Method):
     """Dual-level prototype clustering with an α-sparsity contrast."""
 
-    name: ClassVar[str] = "fedplvm"
-    paper: ClassVar[str] = "Wang et al., NeurIPS 2024"
+    name = "fedplvm"
+    paper = "Wang et al., NeurIPS 2024"
+    slots = Slots(up={"prototypes": "local clusters"}, down={"prototypes": "global clusters"})
 
     alpha: float = hyper(0.25, "α", "power of the cosine in the contrast", above=0)
     tau: float = hyper(0.07, "τ", "temperature of the contrast", above=0)
     lam: float = hyper(
         1.0, "λ", "weight of both prototype terms (the authors' code: 100)", least=0, weight=True
     )
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(up={"prototypes": "local clusters"}, down={"prototypes": "global clusters"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).table().slot()}
@@ -92,7 +87,7 @@ class FedPLVM(Method):
         own = Prototypes.clusters(z[y == k] for k in range(client.classes))
         return {"prototypes": own.slot()}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and the clusters of all clients' clusters."""
         sent = [Prototypes.of(u["prototypes"]).rows() for u in updates]
         G = Prototypes.clusters(torch.cat(of_class) for of_class in zip(*sent, strict=True))

@@ -19,48 +19,24 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
-from protofed.method import (
-    Batch,
-    Client,
-    Method,
-    ServerView,
-    Sizes,
-    Slot,
-    Slots,
-    Terms,
-    Tree,
-    Update,
-    clients_class_means,
-    hyper,
-    proto_pass_hyper,
-    upload_class_means,
-)
+from protofed.method import Batch, Client, PrototypeMethod, Terms, hyper, proto_pass_hyper
 from protofed.prototypes import Prototypes, contrast
 
 
 @dataclass(frozen=True)
-class FedProc(Method):
+class FedProc(PrototypeMethod):
     """A prototype contrast that fades into cross-entropy."""
 
-    name: ClassVar[str] = "fedproc"
-    paper: ClassVar[str] = "Mu et al., FGCS 2023"
+    name = "fedproc"
+    paper = "Mu et al., FGCS 2023"
 
     tau: float = hyper(1.0, "τ", "temperature of the contrast", above=0)
     warmup: bool = hyper(False, "", "cross-entropy in round 0, where the published code has 0")
     proto_pass: str = proto_pass_hyper("features of the class means")
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(up={"prototypes": "class means"}, down={"prototypes": "global prototypes"})
-
-    def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         z, logits = client.forward(batch.x)
@@ -70,10 +46,3 @@ class FedProc(Method):
         C = Prototypes.of(client.received["prototypes"])
         gpc = contrast(z, batch.y, C, self.tau)
         return {"ce": (1 - alpha) * F.cross_entropy(logits, batch.y), "gpc": alpha * gpc}
-
-    def upload(self, client: Client) -> tuple[Tree, Tree]:
-        return upload_class_means(client), {}
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        C = clients_class_means(updates).per_class_mean()
-        return {"model": mean, "prototypes": C.slot()}

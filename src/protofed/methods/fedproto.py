@@ -33,9 +33,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,55 +41,25 @@ from torch import Tensor
 from protofed.method import (
     Batch,
     Client,
-    Entry,
-    Method,
-    ServerView,
-    Sizes,
-    Slot,
-    Slots,
+    PrototypeMethod,
     Terms,
-    Tree,
-    Update,
-    clients_class_means,
     hyper,
     proto_pass_hyper,
     share_hyper,
-    upload_class_means,
 )
 from protofed.prototypes import Prototypes, consistency, nearest
 
 
 @dataclass(frozen=True)
-class FedProto(Method):
+class FedProto(PrototypeMethod):
     """FedAvg, with every feature drawn to the global prototype of its class."""
 
-    name: ClassVar[str] = "fedproto"
-    paper: ClassVar[str] = "Tan et al., AAAI 2022"
+    name = "fedproto"
+    paper = "Tan et al., AAAI 2022"
 
     weight: float = hyper(1.0, "λ", "weight of the prototype term", least=0, weight=True)
     proto_pass: str = proto_pass_hyper("features of (1)")
     share: str = share_hyper()
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            model="" if self.share == "prototypes" else "model",
-            up={"prototypes": "class means"},
-            down={"prototypes": "global prototypes"},
-        )
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone" if self.share == "prototypes" else "global"
-
-    def for_mixed_models(self) -> Self:
-        return replace(self, share="prototypes") if self.share == "auto" else self
-
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
-        return "no" if self.share == "prototypes" else "both"
-
-    def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(3)."""
@@ -101,15 +69,6 @@ class FedProto(Method):
             "ce": F.cross_entropy(logits, batch.y),
             "proto": self.weight * consistency(z, batch.y, C, "mean"),
         }
-
-    def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """(1)."""
-        return upload_class_means(client), {}
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """FedAvg, and (2) over the clients of this round."""
-        C = clients_class_means(updates).per_class_mean()
-        return {"model": mean, "prototypes": C.slot()}
 
     def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
         """The head's scores; without a common model also (4)."""

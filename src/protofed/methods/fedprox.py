@@ -19,7 +19,6 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -30,8 +29,8 @@ from protofed.method import Batch, Client, Method, Terms, hyper, squared_distanc
 class FedProx(Method):
     """FedAvg with a proximal term."""
 
-    name: ClassVar[str] = "fedprox"
-    paper: ClassVar[str] = "Li et al., MLSys 2020"
+    name = "fedprox"
+    paper = "Li et al., MLSys 2020"
 
     mu: float = hyper(
         1e-4, "μ", "weight of the proximal term (textbook: 0.01)", least=0, weight=True

@@ -70,9 +70,7 @@ Ablations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -82,23 +80,18 @@ from protofed.method import (
     Batch,
     Client,
     Entry,
-    Method,
     Network,
     Output,
     Phase,
     ProtofedError,
-    ServerView,
+    PrototypeMethod,
+    Shared,
     Sizes,
-    Slot,
     Slots,
     Terms,
-    Tree,
-    Update,
-    clients_class_means,
     hyper,
     proto_pass_hyper,
     share_hyper,
-    upload_class_means,
 )
 from protofed.prototypes import Prototypes, class_means, class_sums, full_precision
 
@@ -153,11 +146,12 @@ class SeparatedNetwork(Network):
 
 
 @dataclass(frozen=True)
-class FedSeProto(Method):
+class FedSeProto(PrototypeMethod):
     """Semantic prototypes by mutual information and distillation."""
 
-    name: ClassVar[str] = "fedseproto"
-    paper: ClassVar[str] = "Lai et al., ECAI 2024"
+    name = "fedseproto"
+    paper = "Lai et al., ECAI 2024"
+    detached_terms = ("kd",)  # the teacher
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
     beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)
@@ -171,32 +165,14 @@ class FedSeProto(Method):
 
     @property
     def slots(self) -> Slots:
-        return Slots(
-            model="" if self.share == "prototypes" else "encoder, semantic encoder, head",
-            up={"prototypes": "class means"},
-            down={"prototypes": "global prototypes"},
-        )
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone" if self.share == "prototypes" else "global"
-
-    @property
-    def detached_terms(self) -> tuple[str, ...]:
-        return ("kd",)  # the teacher
-
-    def for_mixed_models(self) -> Self:
-        return replace(self, share="prototypes") if self.share == "auto" else self
+        words = "" if self.without_model else "encoder, semantic encoder, head"
+        return replace(super().slots, model=words)
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return SeparatedNetwork(backbone, sizes)
 
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
-        alone = self.share == "prototypes"
-        return "no" if alone or entry.name.startswith(PRIVATE) else "both"
-
-    def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        return {"prototypes": Prototypes.empty(sizes.classes, sizes.features).slot()}
+    def shared(self, entry: Entry) -> Shared:
+        return "no" if entry.name.startswith(PRIVATE) else super().shared(entry)
 
     def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
         """CE for F and H; then everything else, with H fixed."""
@@ -229,15 +205,6 @@ class FedSeProto(Method):
             distance = to_prototypes(out.feature, batch.y, C, self.proto_reduction)
             terms["proto"] = self.lam * distance
         return terms
-
-    def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """(12)."""
-        return upload_class_means(client), {}
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
-        """(16) and (3)."""
-        C = clients_class_means(updates).per_class_mean()
-        return {"model": mean, "prototypes": C.slot()}
 
 
 @full_precision

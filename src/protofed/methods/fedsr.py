@@ -38,7 +38,6 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +50,7 @@ from protofed.method import (
     Method,
     Network,
     Output,
+    Shared,
     Sizes,
     Slots,
     Terms,
@@ -70,16 +70,6 @@ class SampledOutput(Output):
     sigma: Tensor
 
 
-class Reference(nn.Module):
-    """r [K, d] and ρ' [K, d] of the classes' own Gaussians, and the scale C."""
-
-    def __init__(self, classes: int, features: int) -> None:
-        super().__init__()
-        self.r = nn.Parameter(torch.zeros(classes, features))
-        self.rho = nn.Parameter(torch.ones(classes, features))
-        self.C = nn.Parameter(torch.ones(()))
-
-
 class GaussianNetwork(Network):
     """A backbone followed by a layer that gives μ and s, and a client's reference."""
 
@@ -87,7 +77,9 @@ class GaussianNetwork(Network):
         super().__init__(backbone.encoder, sizes.features, sizes.classes)
         self.head = backbone.head
         self.gaussian = nn.Linear(sizes.features, 2 * sizes.features)
-        self.reference = Reference(sizes.classes, sizes.features)
+        shape = (sizes.classes, sizes.features)
+        own = [("r", torch.zeros(shape)), ("rho", torch.ones(shape)), ("C", torch.ones(()))]
+        self.reference = nn.ParameterDict(own)  # rho is ρ'
 
     def distribution(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """μ and σ [B, d]."""
@@ -98,21 +90,18 @@ class GaussianNetwork(Network):
 class FedSR(Method):
     """A probabilistic feature, kept short and close to one Gaussian per class."""
 
-    name: ClassVar[str] = "fedsr"
-    paper: ClassVar[str] = "Nguyen, Torr, Lim, NeurIPS 2022"
+    name = "fedsr"
+    paper = "Nguyen, Torr, Lim, NeurIPS 2022"
+    slots = Slots(model="encoder, Gaussian layer, head")
 
     c1: float = hyper(0.01, "c1", "weight of L2R (0 = off)", least=0)
     c2: float = hyper(0.001, "c2", "weight of CMI (0 = off)", least=0)
     z_samples: int = hyper(20, "", "samples of z per prediction", least=1)
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="encoder, Gaussian layer, head")
-
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return GaussianNetwork(backbone, sizes)
 
-    def shared(self, entry: Entry) -> Literal["both", "no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no" if entry.name.startswith(PRIVATE) else "both"
 
     def forward(self, client: Client, x: Tensor) -> SampledOutput:
@@ -131,7 +120,7 @@ class FedSR(Method):
             terms["l2r"] = self.c1 * out.feature.norm(dim=1).mean()
         if self.c2:
             own = network.reference
-            terms["cmi"] = self.c2 * cmi(out.mu, out.sigma, batch.y, own.r, own.rho, own.C)
+            terms["cmi"] = self.c2 * cmi(out.mu, out.sigma, batch.y, own["r"], own["rho"], own["C"])
         return terms
 
     def predict(self, client: Client, x: Tensor) -> Tensor:

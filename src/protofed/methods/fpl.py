@@ -59,9 +59,7 @@ Ablations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch.nn.functional as F
 
@@ -75,7 +73,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -88,8 +86,8 @@ from protofed.prototypes import Prototypes, consistency, contrast
 class FPL(Method):
     """Contrast with cluster prototypes, consistency with unbiased ones."""
 
-    name: ClassVar[str] = "fpl"
-    paper: ClassVar[str] = "Huang et al., CVPR 2023"
+    name = "fpl"
+    paper = "Huang et al., CVPR 2023"
 
     tau: float = hyper(0.02, "τ", "temperature of the contrast (7)", above=0)
     cpcl: float = hyper(1.0, "", "weight of CPCL (the paper: 1; 0 = off)", least=0, weight=True)
@@ -133,7 +131,7 @@ class FPL(Method):
         """(2)."""
         return upload_class_means(client), {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and for every class the clusters of this round's prototypes (4, 5)."""
         c = clients_class_means(updates)
         G = Prototypes.pad([c_k.mean(0, keepdim=True) if len(c_k) else c_k for c_k in c.rows()])

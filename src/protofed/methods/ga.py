@@ -38,12 +38,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from protofed.method import Client, Method, ServerView, Slot, Slots, Tree, Update, hyper
+from protofed.method import Client, Method, ServerView, Slot, Slots, Tree, Updates, hyper
 from protofed.methods.fedprox import FedProx
 
 
@@ -51,8 +50,13 @@ from protofed.methods.fedprox import FedProx
 class FedAvgGA(Method):
     """FedAvg with weights that follow the generalization gaps."""
 
-    name: ClassVar[str] = "fedavg_ga"
-    paper: ClassVar[str] = "Zhang et al., CVPR 2023"
+    name = "fedavg_ga"
+    paper = "Zhang et al., CVPR 2023"
+    slots = Slots(
+        up={"scores": "two scores on held-out samples"},
+        server={"ga": "weight and last own score of every client"},
+    )
+    weighting = "generalization gaps"
 
     s0: float = hyper(0.2, "s_0", "step size of the weights in the first round", above=0, most=1)
     metric: str = hyper("accuracy", "", "score on the holdout", choices=("accuracy", "loss"))
@@ -60,36 +64,25 @@ class FedAvgGA(Method):
         0.1, "", "fraction of a client's training samples held out for scores", above=0, most=0.9
     )
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            up={"scores": "two scores on held-out samples"},
-            server={"ga": "weight and last own score of every client"},
-        )
-
-    @property
-    def weighting(self) -> str:
-        return "generalization gaps"
-
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         models = {"received": client.start, "own": client.model()}
         scores = {n: client.evaluate(m, "holdout")[self.metric] for n, m in models.items()}
         return {"scores": {n: torch.tensor(s, dtype=torch.float64) for n, s in scores.items()}}, {}
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float]:
         """a of the round's clients, adjusted by the gaps in their scores."""
         places = [server.clients.index(u.name) for u in updates]
         a: list[float] = self._ledger(server, updates)["weight"][places].tolist()
         return a if any(a) else [1.0] * len(a)
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The average, the adjusted weights, and the own scores for the next round."""
         return {"model": mean, "ga": self._ledger(server, updates)}
 
     def broadcast(self, server: ServerView) -> Tree:
         return {"model": server.state["model"]}
 
-    def _ledger(self, server: ServerView, updates: Sequence[Update]) -> Slot:
+    def _ledger(self, server: ServerView, updates: Updates) -> Slot:
         """What the server keeps about all M clients, in their order, after these scores."""
         M = len(server.clients)
         none = torch.zeros(M, dtype=torch.float64)
@@ -110,8 +103,8 @@ class FedAvgGA(Method):
 class FedGA(FedAvgGA, FedProx):
     """FedProx with weights that follow the generalization gaps."""
 
-    name: ClassVar[str] = "fedga"
-    paper: ClassVar[str] = "Zhang et al., CVPR 2023"
+    name = "fedga"
+    paper = "Zhang et al., CVPR 2023"
 
     mu: float = hyper(1e-4, "μ", "weight of the proximal term (textbook: 0.01)", least=0)
 

@@ -61,9 +61,9 @@ Ablations
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     clients_class_means,
     hyper,
     proto_pass_hyper,
@@ -101,8 +101,8 @@ from protofed.prototypes import (
 class I2PFL(Method):
     """Intra- and inter-domain prototypes."""
 
-    name: ClassVar[str] = "i2pfl"
-    paper: ClassVar[str] = "Le et al., arXiv 2025"
+    name = "i2pfl"
+    paper = "Le et al., arXiv 2025"
 
     tau: float = hyper(
         0.07,
@@ -194,7 +194,7 @@ class I2PFL(Method):
         """(2), which only GPCL needs."""
         return upload_class_means(client) if self.lambda_inter else {}, {}
 
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and (3) to (5)."""
         if not self.lambda_inter:
             return {"model": mean}

@@ -18,25 +18,18 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
-from protofed.method import Entry, Method, Slots
+from protofed.method import Entry, Method, Shared, Slots
 
 
 @dataclass(frozen=True)
 class Local(Method):
     """No federation at all."""
 
-    name: ClassVar[str] = "local"
-    paper: ClassVar[str] = "Lai et al., ECAI 2024"
+    name = "local"
+    paper = "Lai et al., ECAI 2024"
+    slots = Slots(model="")
+    evaluates = "everyone"
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(model="")
-
-    @property
-    def evaluates(self) -> str:
-        return "everyone"
-
-    def shared(self, entry: Entry) -> Literal["no"]:
+    def shared(self, entry: Entry) -> Shared:
         return "no"

@@ -28,7 +28,6 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +40,8 @@ from protofed.prototypes import paired_cosine
 class Moon(Method):
     """A contrast between models, on each client's own images."""
 
-    name: ClassVar[str] = "moon"
-    paper: ClassVar[str] = "Li, He, Song, CVPR 2021"
+    name = "moon"
+    paper = "Li, He, Song, CVPR 2021"
 
     mu: float = hyper(5.0, "μ", "weight of the contrast", least=0, weight=True)
     tau: float = hyper(0.5, "τ", "temperature of the contrast", above=0)

@@ -31,9 +31,7 @@ Deviations
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +47,7 @@ from protofed.method import (
     Slots,
     Terms,
     Tree,
-    Update,
+    Updates,
     effective_steps,
     hyper,
     inner_product,
@@ -62,23 +60,17 @@ from protofed.method import (
 class Scaffold(Method):
     """FedAvg with a control variate at every client and one at the server."""
 
-    name: ClassVar[str] = "scaffold"
-    paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    name = "scaffold"
+    paper = "Karimireddy et al., ICML 2020"
+    slots = Slots(
+        up={"change": "change of the client's control"},
+        down={"c": "control of the server"},
+        client={"c_m": "control of the client"},
+    )
+    weighting = "uniform"
 
     eta_g: float = hyper(1.0, "η_g", "learning rate at the server", above=0)
     rho: float = hyper(0.0, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
-
-    @property
-    def slots(self) -> Slots:
-        return Slots(
-            up={"change": "change of the client's control"},
-            down={"c": "control of the server"},
-            client={"c_m": "control of the client"},
-        )
-
-    @property
-    def weighting(self) -> str:
-        return "uniform"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         return {"c": zeros(model, sizes.parameters)}
@@ -102,15 +94,11 @@ class Scaffold(Method):
         """c_m⁺ − c_m goes up, c_m⁺ stays."""
         c, c_m = client.received["c"], client.mine["c_m"]
         unit = client.lr * effective_steps(client.steps, self.rho)
-        change = {
-            n: (client.start[n] - p.detach()) / unit - c[n] for n, p in client.parameters.items()
-        }
+        moved = {n: client.start[n] - p.detach() for n, p in client.parameters.items()}
+        change = {n: moved[n] / unit - c[n] for n in moved}
         return {"change": change}, {"c_m": {n: c_m[n] + change[n] for n in change}}
 
-    def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
-        return [1.0] * len(updates)
-
-    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The step toward the mean, and c."""
         start, c = server.state["model"], server.state["c"]
         change = weighted_mean(updates, "change", [1.0] * len(updates))

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protofed.method import Method, ServerView, Sizes, Slot, Slots, Tree, zeros
+from protofed.method import Method, ServerView, Sizes, Slot, Slots, Tree, Updates, zeros
 
 
 @dataclass(frozen=True)
 class ServerOptimizer(Method):
-    """FedAvg with SGD and momentum at the server; ``momentum_step`` is its ``aggregate``."""
+    """FedAvg with an optimizer at the server: SGD with momentum, unless ``aggregate`` differs."""
 
-    @property
-    def slots(self) -> Slots:
-        return Slots(server={"v": "momentum, the size of the trainable entries"})
+    slots = Slots(server={"v": "momentum, the size of the trainable entries"})
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
         return {"v": zeros(model, sizes.parameters)}
 
-    def momentum_step(self, server: ServerView, mean: Slot, beta: float, eta_g: float) -> Tree:
-        """Δ = θ^t − mean,  v ← β v + Δ,  θ^{t+1} = θ^t − η_g v."""
-        start = server.state["model"]
+    def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
+        """Δ = θ^t − mean,  v ← β v + Δ,  θ^{t+1} = θ^t − η_g v;  η_g is 1 where not given."""
+        hypers = {"eta_g": 1.0, **self.options()}
+        beta, eta_g, start = hypers["beta"], hypers["eta_g"], server.state["model"]
         v = {n: beta * v + (start[n] - mean[n]) for n, v in server.state["v"].items()}
         return {"model": mean | {n: start[n] - eta_g * v[n] for n in v}, "v": v}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from protofed.errors import ProtofedError, unknown
 from protofed.models.cnn import cnn
@@ -11,31 +11,13 @@ from protofed.models.resnet import resnet
 
 __all__ = ["MODELS", "NORMS", "Network", "Output", "build", "entries"]
 
-# (classes, image size, width or None, norm or None) -> network; None is the model's own.
-Builder = Callable[[int, int, int | None, str | None], Network]
-
 SMALLEST_IMAGE = 8
 
-
-def _resnet(blocks: int) -> Builder:
-    def builder(classes: int, image_size: int, width: int | None, norm: str | None) -> Network:
-        return resnet(blocks, classes, width or 64, norm or "batch")
-
-    return builder
-
-
-def _cnn(convolutions: int) -> Builder:
-    def builder(classes: int, image_size: int, width: int | None, norm: str | None) -> Network:
-        return cnn(convolutions, classes, image_size, width or 32, norm or "none")
-
-    return builder
-
-
-MODELS: dict[str, Builder] = {
-    "resnet10": _resnet(1),
-    "resnet18": _resnet(2),
-    "cnn3": _cnn(3),
-    "cnn2": _cnn(2),
+MODELS = {
+    "resnet10": partial(resnet, 1),
+    "resnet18": partial(resnet, 2),
+    "cnn3": partial(cnn, 3),
+    "cnn2": partial(cnn, 2),
 }
 
 

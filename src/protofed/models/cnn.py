@@ -10,8 +10,11 @@ from protofed.models.network import Network, conv, normalize
 FEATURES = 512
 
 
-def cnn(convolutions: int, classes: int, image_size: int, width: int, norm: str) -> Network:
+def cnn(
+    convolutions: int, classes: int, image_size: int, width: int | None, norm: str | None
+) -> Network:
     """A CNN with ``width``, 2 × ``width``, ... channels and 512 features."""
+    width, norm = width or 32, norm or "none"
     shrink = 2**convolutions
     if image_size % shrink:
         raise ProtofedError(

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from protofed.errors import unknown
-
 NORMS = ("batch", "group", "none")
 
 
@@ -45,14 +43,11 @@ class Network(nn.Module):
 
 
 def normalize(norm: str, channels: int) -> nn.Module:
-    """The normalization layer called ``norm`` for ``channels`` channels."""
     if norm == "batch":
         return nn.BatchNorm2d(channels)
     if norm == "group":
         return nn.GroupNorm(math.gcd(8, channels), channels)
-    if norm == "none":
-        return nn.Identity()
-    raise unknown("norm", norm, NORMS)
+    return nn.Identity()
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int, norm: str) -> nn.Conv2d:
@@ -67,16 +62,10 @@ def entries(network: nn.Module) -> dict[str, str]:
     "bn" is a parameter or buffer of a BatchNorm layer, "weight" any other parameter. The module's
     type decides: the BatchNorm of a ResNet's shortcut has no "bn" in its name.
     """
-    batch_norms = {
-        name
-        for name, module in network.named_modules(remove_duplicate=False)
-        if isinstance(module, _BatchNorm)
-    }
+    modules = dict(network.named_modules(remove_duplicate=False))
     parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-
-    def kind(name: str) -> str:
-        if name.rpartition(".")[0] in batch_norms:
-            return "bn"
-        return "weight" if name in parameters else "buffer"
-
-    return {name: kind(name) for name in network.state_dict()}
+    kinds = {}
+    for name in network.state_dict():
+        batch_norm = isinstance(modules[name.rpartition(".")[0]], _BatchNorm)
+        kinds[name] = "bn" if batch_norm else "weight" if name in parameters else "buffer"
+    return kinds

@@ -27,12 +27,14 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """ReLU of the sum of both paths."""
         return torch.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet(blocks: int, classes: int, width: int, norm: str) -> Network:
+def resnet(
+    blocks: int, classes: int, image_size: int, width: int | None, norm: str | None
+) -> Network:
     """A ResNet with ``blocks`` BasicBlocks per stage and 8 × ``width`` features."""
+    width, norm = width or 64, norm or "batch"
     layers: list[nn.Module] = [conv(3, width, 3, 1, norm), normalize(norm, width), nn.ReLU()]
     inputs = width
     for stage, first_stride in enumerate((1, 2, 2, 2)):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from protofed.prototypes.finch import cluster_means, finch
 from protofed.prototypes.losses import consistency, contrast, cosine, nearest, paired_cosine
-from protofed.prototypes.means import class_means, class_sums
-from protofed.prototypes.precision import full_precision, widened
+from protofed.prototypes.means import class_means, class_sums, full_precision, widened
 from protofed.prototypes.table import Prototypes
 
 __all__ = [

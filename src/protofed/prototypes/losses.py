@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from protofed.errors import unknown
-from protofed.prototypes.precision import full_precision
+from protofed.prototypes.means import full_precision
 from protofed.prototypes.table import Prototypes
 
 # Stands in for minus infinity. Finite, because a sample without prototypes subtracts two such
@@ -74,11 +74,7 @@ def contrast(
 
 @full_precision
 def consistency(
-    z_Bd: Tensor,
-    y_B: Tensor,
-    prototypes: Prototypes,
-    reduction: str = "mean",
-    detach: bool = True,
+    z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, reduction: str = "mean", detach: bool = True
 ) -> Tensor:
     """Batch mean of the squared distance to the own class's prototype, as mean or sum over d.
 

@@ -1,14 +1,56 @@
-"""Class sums and class means.
+"""Class sums and class means, and the precision of all prototype arithmetic.
 
 Shapes: B batch, K classes, d features.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
-from protofed.prototypes.precision import full_precision
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def widened(value: Tensor) -> Tensor:
+    """A floating-point tensor in float32 or wider; any other tensor unchanged."""
+    if value.is_floating_point():
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value
+
+
+def full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function`` without autocast, its floating-point tensors in float32 or wider.
+
+    bfloat16 keeps three digits of a cosine, and a temperature of 0.02 multiplies that error by
+    50; a sum of thousands of features loses its small terms. Neither shows up as an error.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> R:
+        values = (*args, *kwargs.values())
+        tables = (value if _is_table(value) else (value,) for value in values)
+        first = next(t for table in tables for t in table if isinstance(t, Tensor))
+        with torch.autocast(first.device.type, enabled=False):
+            wide = {name: _wide(value) for name, value in kwargs.items()}
+            return function(*map(_wide, args), **wide)
+
+    return wrapped
+
+
+def _wide(value: Any) -> Any:
+    if _is_table(value):
+        return value._make(map(widened, value))
+    return widened(value) if isinstance(value, Tensor) else value
+
+
+def _is_table(value: Any) -> bool:
+    """Whether this is a named tuple of tensors, such as ``Prototypes``."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 @full_precision

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from protofed.prototypes.finch import cluster_means
-from protofed.prototypes.means import class_means
-from protofed.prototypes.precision import full_precision
+from protofed.prototypes.means import class_means, full_precision
 from protofed.tree import Slot
 
 
@@ -27,8 +26,6 @@ class Prototypes(NamedTuple):
 
     mean: Tensor
     mask: Tensor
-
-    # ---- making them ---------------------------------------------------------------------------
 
     @classmethod
     def empty(cls, classes: int, features: int) -> Self:
@@ -46,9 +43,8 @@ class Prototypes(NamedTuple):
         mean_KJd = like.new_zeros(len(rows), size, like.shape[1])
         mask_KJ = torch.zeros(len(rows), size, device=like.device)
         for k, rows_Jd in enumerate(rows):
-            if len(rows_Jd):
-                mean_KJd[k, : len(rows_Jd)] = rows_Jd
-                mask_KJ[k, : len(rows_Jd)] = 1
+            mean_KJd[k, : len(rows_Jd)] = rows_Jd
+            mask_KJ[k, : len(rows_Jd)] = 1
         return cls(mean_KJd, mask_KJ)
 
     @classmethod
@@ -65,8 +61,6 @@ class Prototypes(NamedTuple):
         """These prototypes as a slot of a message or of a state."""
         return {"mean": self.mean, "mask": self.mask}
 
-    # ---- their form ----------------------------------------------------------------------------
-
     def table(self) -> Prototypes:
         """As a table [K, J, d] with mask [K, J], also where there is one per class."""
         if self.mask.ndim == 2:
@@ -77,8 +71,6 @@ class Prototypes(NamedTuple):
         """The prototypes of each class without the padding, [J_k, d] each."""
         mean_KJd, mask_KJ = self.table()
         return [mean_Jd[mask_J > 0] for mean_Jd, mask_J in zip(mean_KJd, mask_KJ, strict=True)]
-
-    # ---- from several per class ----------------------------------------------------------------
 
     @full_precision
     def per_class_mean(self) -> Prototypes:
@@ -111,8 +103,6 @@ class Prototypes(NamedTuple):
     def clustered(self, level: str = "last") -> Prototypes:
         """The means of FINCH's clusters of each class's prototypes."""
         return Prototypes.clusters(self.rows(), level)
-
-    # ---- over time -----------------------------------------------------------------------------
 
     def smoothed(self, old: Prototypes, share: float) -> Prototypes:
         """share · these + (1 − share) · old where both exist, else the one that does."""

@@ -7,6 +7,7 @@ a tensor's value, state that does not survive a restart.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from protofed import tree
@@ -31,7 +31,7 @@ from protofed.federation.simulation import Federation, Observer
 from protofed.keys import generator
 from protofed.method import Method
 from protofed.methods.fedavg import FedAvg
-from protofed.runs.records import Record, without_times
+from protofed.runs.records import without_times
 from protofed.runs.result import Result
 from protofed.runs.run import run
 from protofed.testing.training_step import TrainingStep
@@ -68,11 +68,9 @@ def tiny_task(
     """
     domains = {}
     for d, name in enumerate(("left", "right")):
-        own = list((classes_of or {}).get(name, range(CLASSES)))
-        domains[name] = Domain(
-            _tiny_images(samples * clients + spare, own, d, 0),
-            _tiny_images(20, range(CLASSES), d, 1),
-        )
+        own = (classes_of or {}).get(name, range(CLASSES))
+        train = _tiny_images(samples * clients + spare, own, d, 0)
+        domains[name] = Domain(train, _tiny_images(20, range(CLASSES), d, 1))
     return Task(
         name="tiny",
         classes=tuple("abcd"),
@@ -114,6 +112,11 @@ class _Failed(AssertionError):
     """What a check found, in words."""
 
 
+def _require(holds: object, finding: str) -> None:
+    if not holds:
+        raise _Failed(finding)
+
+
 class _NotApplicable(Exception):
     """Why a check does not apply to the method."""
 
@@ -126,12 +129,11 @@ class _Subject:
 
     @functools.cached_property
     def federation(self) -> Federation:
-        """A federation after its first round; checks leave it as it is."""
+        """After its first round; checks leave it as it is."""
         return _after_a_round(self.method, "fp32")
 
     @functools.cached_property
     def step(self) -> TrainingStep:
-        """A training step in float64."""
         return TrainingStep(_after_a_round(self.method, "fp64"))
 
 
@@ -149,7 +151,7 @@ def run_checks(
     only: Sequence[str] | None = None,
 ) -> list[CheckResult]:
     """Run all checks, or those named, and return their results, reporting each as it comes."""
-    results = []
+    results: list[CheckResult] = []
     subject: _Subject | None = None
     for title, function in CHECKS.items():
         if only is not None and title not in only:
@@ -176,10 +178,10 @@ def run_checks(
 def _declared(subject: _Subject) -> str:
     cls = type(subject.method)
     _require(dataclasses.is_dataclass(cls), "it is not a dataclass")
-    _require(bool(cls.name), "it has no name: give it name: ClassVar[str]")
+    _require(cls.name, "it has no name: write name = ... in the class")
     settings = {f.name for f in dataclasses.fields(Config)}
     for name, hyper in cls.hypers().items():
-        _require(bool(hyper.meaning), f"hyper-parameter {name} has no meaning: use hyper(...)")
+        _require(hyper.meaning, f"hyper-parameter {name} has no meaning: use hyper(...)")
         _require(name not in settings, f"hyper-parameter {name} has the name of a setting")
     return f"{cls.name}, {len(cls.hypers())} hyper-parameters"
 
@@ -191,11 +193,8 @@ def _gradients(subject: _Subject) -> str:
         for name in step.terms(phase):
             slope, measured, size, value = step.slope(phase, name)
             _require(math.isfinite(slope), f"the gradient of term '{name}' is not finite")
-            if value:
-                _require(
-                    size > 0,
-                    f"term '{name}' is {value:.3g} but has no gradient: it trains nothing",
-                )
+            idle = f"term '{name}' is {value:.3g} but has no gradient: it trains nothing"
+            _require(size > 0 or not value, idle)
             if name not in method.detached_terms:
                 _require(
                     abs(slope - measured) <= 1e-5 * max(1.0, abs(slope), abs(measured)),
@@ -227,23 +226,17 @@ def _fedavg_model() -> Slot:
 
 def _missing_class(subject: _Subject) -> str:
     # class 3 is nowhere in training, class 2 only in one domain, and batches may hold one class
-    method = subject.method
-    result = run(_task(method, {"left": [0, 1, 2], "right": [0, 1]}), method, **SHORT)
-    _finite(result)
+    _run(subject.method, {"left": [0, 1, 2], "right": [0, 1]})
     return "a class that nobody has, and one that half the clients have"
 
 
 def _one_client(subject: _Subject) -> str:
-    _finite(run(_task(subject.method), subject.method, **{**SHORT, "clients": {"left": 1}}))
+    _run(subject.method, clients={"left": 1})
     return "a single client"
 
 
 def _participation(subject: _Subject) -> str:
-    # three rounds: a client may sit one out between two
-    settings = {**SHORT, "participation": 0.5, "rounds": 3}
-    result, again = (run(_task(subject.method), subject.method, **settings) for _ in range(2))
-    _finite(result)
-    _require(_same(result, again), "two runs with the same seed differ")
+    _run_twice(subject.method, participation=0.5, rounds=3)  # a client may sit one out in between
     return "half the clients per round, two runs with the same numbers"
 
 
@@ -253,9 +246,7 @@ def _empty_round(subject: _Subject) -> str:
     federation.server.finish()  # nobody replied
     _require(tree.equal(before, federation.server.state), "a round without replies changed state")
     federation.run_round()
-    for slot, entries in federation.server.state.items():
-        for name, t in entries.items():
-            _require(bool(t.isfinite().all()), f"{name} of slot {slot} is not finite afterwards")
+    _finite(federation.server.state)
     return "a round in which no client replied, then another"
 
 
@@ -265,25 +256,18 @@ def _different_models(subject: _Subject) -> str:
         require_fit(method.for_mixed_models(), models, CLASSES, PIXELS, TINY["width"], TINY["norm"])
     except ProtofedError:
         raise _NotApplicable("it sends models, which must be the same at all clients") from None
-    settings = {**SHORT, "model": ",".join(models)}
-    result, again = (run(_task(method), method, **settings) for _ in range(2))
-    _finite(result)
-    _require(_same(result, again), "two runs with the same seed differ")
+    _run_twice(method, model=",".join(models))
     return f"{' and '.join(models)}, two runs with the same numbers"
 
 
 def _resume(subject: _Subject) -> str:
-    method = subject.method
-    task = _task(method)
-    config = make_config(task, method, **SHORT)
+    task = _task(subject.method)
+    config = make_config(task, subject.method, **SHORT)
     with tempfile.TemporaryDirectory() as scratch:
         whole = run(task, config=config, out=Path(scratch) / "whole")
         out = Path(scratch) / "resumed"
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             run(task, config=config, out=out, observers=[_Interrupt(after=1)])
-        except KeyboardInterrupt:
-            pass
-        else:
             raise AssertionError("the run was not interrupted")
         resumed = run(task, config=config, out=out, resume=True)
         same = _same(whole, resumed) and tree.equal(_kept(whole), _kept(resumed))
@@ -295,10 +279,8 @@ def _serialization(subject: _Subject) -> str:
     method, federation = subject.method, subject.federation
     received = federation.server.broadcast()
     site = next(iter(federation.clients.values()))
-    network = federation.make_network()
-    reply = train_client(
-        federation.setup, network, site, received, federation.store.get(site.name), 1
-    )
+    network, mine = federation.make_network(), federation.store.get(site.name)
+    reply = train_client(federation.setup, network, site, received, mine, 1)
     trees = {
         "the server's state": federation.server.state,
         "the broadcast": received,
@@ -307,7 +289,6 @@ def _serialization(subject: _Subject) -> str:
     }
     with tempfile.TemporaryDirectory() as scratch:
         for what, content in trees.items():
-            _require(_is_tree(content), f"{what} is not slots of named tensors")
             path = Path(scratch) / "tree.safetensors"
             tree.save(content, path)
             _require(tree.equal(content, tree.load(path)[0]), f"{what} does not survive a file")
@@ -316,10 +297,8 @@ def _serialization(subject: _Subject) -> str:
         declared = ({**slots.down, **slots.server}, slots.down, slots.up, slots.client)
         for (what, content), named in zip(trees.items(), declared, strict=True):
             found = {slot for slot, entries in content.items() if entries} - {"model"}
-            _require(
-                found == set(named),
-                f"{what} has the slots {sorted(found)}, but `slots` declares {sorted(named)}",
-            )
+            differ = f"{what} has the slots {sorted(found)}, but `slots` declares {sorted(named)}"
+            _require(found == set(named), differ)
     up, down = tree.nbytes(reply.message), tree.nbytes(received)
     return f"{up:,} bytes up, {down:,} down, {tree.nbytes(reply.mine):,} kept by a client"
 
@@ -327,7 +306,7 @@ def _serialization(subject: _Subject) -> str:
 def _capture(subject: _Subject) -> str:
     step = subject.step
     for number, phase in enumerate(step.phases):
-        first, second = step.inputs(), step.other_inputs()
+        first, second = step.inputs(), step.inputs(later=True)
         try:
             graph = make_fx(lambda *a, phase=phase: step(phase, *a))(*first)
         except Exception as error:
@@ -336,7 +315,7 @@ def _capture(subject: _Subject) -> str:
                 "tensor's value: .item(), float(t), an `if` on a tensor, a shape from a mask)"
             ) from error
         later = subject.method.phases(2, step.epochs)[number]
-        for a, b in zip(graph(*second), step(later, *step.other_inputs()), strict=True):
+        for a, b in zip(graph(*second), step(later, *step.inputs(later=True)), strict=True):
             _require(
                 torch.allclose(a, b, rtol=1e-9, atol=1e-12),
                 "a recorded step, replayed on another batch and round, gives different numbers "
@@ -396,15 +375,29 @@ def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) ->
     return tiny_task(classes_of, spare=12 if method.public_images else 0)
 
 
+def _run(
+    method: Method, classes_of: dict[str, Sequence[int]] | None = None, **settings: Any
+) -> Result:
+    """A short run of the tiny task whose models must be finite."""
+    result = run(_task(method, classes_of), method, **{**SHORT, **settings})
+    _finite(_models(result))
+    return result
+
+
+def _run_twice(method: Method, **settings: Any) -> None:
+    first, second = _run(method, **settings), _run(method, **settings)
+    _require(_same(first, second), "two runs with the same seed differ")
+
+
 def _same(a: Result, b: Result) -> bool:
-    records: Callable[[Result], list[Record]] = lambda r: without_times(r.rounds)  # noqa: E731
-    return tree.equal(_models(a), _models(b)) and records(a) == records(b)
+    same_records = without_times(a.rounds) == without_times(b.rounds)
+    return same_records and tree.equal(_models(a), _models(b))
 
 
-def _finite(result: Result) -> None:
-    for owner, model in _models(result).items():
-        for name, t in model.items():
-            _require(bool(t.isfinite().all()), f"entry {name} of {owner} is not finite")
+def _finite(content: Tree) -> None:
+    for slot, entries in content.items():
+        for name, t in entries.items():
+            _require(t.isfinite().all(), f"entry {name} of {slot} is not finite")
 
 
 def _models(result: Result) -> Tree:
@@ -420,17 +413,3 @@ def _kept(result: Result) -> Tree:
         state = tree.load(result.folder / "clients" / file)[0]
         content |= {f"{client} {slot}": entries for slot, entries in state.items()}
     return content
-
-
-def _is_tree(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(slot, str)
-        and isinstance(entries, dict)
-        and all(isinstance(n, str) and isinstance(t, Tensor) for n, t in entries.items())
-        for slot, entries in value.items()
-    )
-
-
-def _require(holds: bool, finding: str) -> None:
-    if not holds:
-        raise _Failed(finding)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from protofed import keys, tree
 from protofed.federation.model_state import load_model
 from protofed.federation.simulation import Federation
 from protofed.keys import generator
-from protofed.method import Batch, Client, Phase, Terms
+from protofed.method import Batch, Client, Phase, Terms, call_with
 from protofed.tree import Slot, Tree
 
 
@@ -31,8 +31,7 @@ class TrainingStep:
         self.mine = federation.store.get(self.site.name)
         self.epochs = federation.setup.training.epochs
         self.phases = method.phases(1, self.epochs)
-        start = self.mine.get("model", {}) | self.received.get("model", {})
-        load_model(self.network, start)
+        load_model(self.network, self.mine.get("model", {}) | self.received.get("model", {}))
         rng = generator("scene")
         with torch.no_grad():
             for p in self.network.parameters():
@@ -46,27 +45,22 @@ class TrainingStep:
         x = self.site.images.x[rows].to(self.dtype) / 128 - 1
         return Batch(x, self.site.images.y[rows], rows)
 
-    def terms(self, phase: Phase) -> Terms:
-        """The terms of the loss at the step's weights."""
-        load_model(self.network, self.model)
+    def terms(self, phase: Phase, moved: Slot | None = None) -> Terms:
+        """The terms of the loss at the step's weights, some of them moved."""
+        load_model(self.network, self.model | (moved or {}))
         return phase.loss(self._client(self.received, self.mine), self.batch)
 
     def slope(self, phase: Phase, name: str) -> tuple[float, float, float, float]:
         """Slope along a random direction by autograd and by differences, ‖gradient‖, value."""
         term = self.terms(phase)[name]
         value = float(term.detach())
-        moving = {
-            n: p
-            for n, p in self.network.named_parameters()
-            if phase.trainable is None or phase.trainable(n)
-        }
+        moving = _moving(phase, dict(self.network.named_parameters()))
         if not term.requires_grad:
             return 0.0, 0.0, 0.0, value
         grads = torch.autograd.grad(term, list(moving.values()), allow_unused=True)
         rng = generator("direction", name)
-        direction = {
-            n: torch.from_numpy(rng.standard_normal(tuple(p.shape))) for n, p in moving.items()
-        }
+        normal = {n: rng.standard_normal(tuple(p.shape)) for n, p in moving.items()}
+        direction = {n: torch.from_numpy(a) for n, a in normal.items()}
         pairs = [(g, direction[n]) for n, g in zip(moving, grads, strict=True) if g is not None]
         slope = sum(float((g * v).sum()) for g, v in pairs)
         size = math.sqrt(sum(float((g * g).sum()) for g, _ in pairs))
@@ -77,84 +71,44 @@ class TrainingStep:
     def _difference(self, phase: Phase, name: str, direction: Slot, step: float) -> float:
         ends = []
         for sign in (1, -1):
-            load_model(self.network, self.model)
-            with torch.no_grad():
-                for n, p in self.network.named_parameters():
-                    if n in direction:
-                        p.add_(direction[n], alpha=sign * step)
-            client = self._client(self.received, self.mine)
-            ends.append(float(phase.loss(client, self.batch)[name].detach()))
+            moved = {n: self.model[n] + sign * step * v for n, v in direction.items()}
+            ends.append(float(self.terms(phase, moved)[name].detach()))
         return (ends[0] - ends[1]) / (2 * step)
 
     # ---- the step as a function of tensors alone, as an engine records it ----------------------
 
-    def inputs(self) -> list[Any]:
+    def inputs(self, later: bool = False) -> list[Any]:
+        """Everything that a step reads; ``later``: all changed that may differ between steps."""
         buffers = {n for n, _ in self.network.named_buffers()}
+        factor = 1.1 if later else 1.0
+        model = {n: t.clone() if n in buffers else t * factor for n, t in self.model.items()}
         return [
-            {n: t.clone().requires_grad_() for n, t in self.model.items() if n not in buffers},
-            {n: t.clone() for n, t in self.model.items() if n in buffers},
-            tuple(self.batch),
-            self.received,
-            self.mine,
-            torch.tensor(1),
-            torch.tensor(0.5),
-            torch.tensor(keys.key(self.site.name)),
-            torch.tensor(11),
-            self._drawn(0),
+            {n: t.requires_grad_() for n, t in model.items() if n not in buffers},
+            {n: t for n, t in model.items() if n in buffers},
+            tuple(self._batch(3 if later else 0)),
+            *(tree.map_tensors(t, partial(_scaled, factor)) for t in (self.received, self.mine)),
+            torch.tensor(2 if later else 1),
+            torch.tensor(1.0 if later else 0.5),
+            torch.tensor(keys.key(self.another if later else self.site.name)),
+            torch.tensor(12 if later else 11),
+            self._drawn(1 if later else 0),
         ]
 
-    def other_inputs(self) -> list[Any]:
-        """The same, with everything changed that may differ between two steps."""
-        parameters, buffers, _, received, mine, *_ = self.inputs()
-        scaled = [tree.map_tensors(t, _scaled) for t in (received, mine)]
-        return [
-            {n: (t.detach() * 1.1).requires_grad_() for n, t in parameters.items()},
-            buffers,
-            tuple(self._batch(3)),
-            *scaled,
-            torch.tensor(2),
-            torch.tensor(1.0),
-            torch.tensor(keys.key(self.another)),
-            torch.tensor(12),
-            self._drawn(1),
-        ]
-
-    def __call__(
-        self,
-        phase: Phase,
-        parameters: Slot,
-        buffers: Slot,
-        batch: tuple[Tensor, Tensor, Tensor],
-        received: Tree,
-        mine: Tree,
-        round: Tensor,
-        progress: Tensor,
-        id: Tensor,
-        key: Tensor,
-        drawn: Slot,
-    ) -> list[Tensor]:
+    def __call__(self, phase: Phase, *inputs: Any) -> list[Tensor]:
+        """Loss and gradients."""
+        parameters, buffers, batch, received, mine, *rest = inputs
         client = self._client(received, mine)
-        client.parameters = parameters  # type: ignore[assignment]
-        client.round, client.progress, client.id, client.key = round, progress, id, key
-        client.drawn = drawn
-        loss = _Loss(self.network, lambda: phase.loss(client, Batch(*batch)))
-        state = {f"network.{n}": t for n, t in (parameters | buffers).items()}
-        total: Tensor = functional_call(loss, state, ())
-        wanted = [p for n, p in parameters.items() if phase.trainable is None or phase.trainable(n)]
+        client.parameters = parameters
+        client.round, client.progress, client.id, client.key, client.drawn = rest
+        loss = partial(phase.loss, client, Batch(*batch))
+        total = torch.stack([*call_with(self.network, parameters | buffers, loss).values()]).sum()
+        wanted = list(_moving(phase, parameters).values())
         grads = torch.autograd.grad(total, wanted, allow_unused=True)
         return [total, *(g for g in grads if g is not None)]
 
     def _client(self, received: Tree, mine: Tree) -> Client:
-        client = Client(
-            self.method,
-            self.network,
-            self.sizes,
-            received=received,
-            mine=mine,
-            round=1,
-            rounds=3,
-            name=self.site.name,
-        )
+        what, name = (self.method, self.network, self.sizes), self.site.name
+        client = Client(*what, received=received, mine=mine, round=1, rounds=3, name=name)
         client.begin_step(11)
         client.drawn = self._drawn(0)
         return client
@@ -164,14 +118,10 @@ class TrainingStep:
         return {name: torch.from_numpy(a).to(self.dtype)[row] for name, a in table.items()}
 
 
-class _Loss(nn.Module):
-    def __init__(self, network: nn.Module, call: Callable[[], Terms]) -> None:
-        super().__init__()
-        self.network, self.call = network, call
-
-    def forward(self) -> Tensor:
-        return torch.stack(list(self.call().values())).sum()
+def _moving(phase: Phase, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    moves = phase.trainable or (lambda name: True)
+    return {name: p for name, p in parameters.items() if moves(name)}
 
 
-def _scaled(t: Tensor) -> Tensor:
-    return t * 1.1 if t.is_floating_point() else t.clone()
+def _scaled(factor: float, t: Tensor) -> Tensor:
+    return t * factor if t.is_floating_point() else t.clone()
