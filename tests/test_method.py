@@ -167,6 +167,8 @@ def test_a_misspelled_hook_is_an_error_that_names_the_nearest(wrong, right):
         type("Mine", (Method,), {wrong: lambda self: None})
     with pytest.raises(ProtofedError, match=f"did you mean {right}"):
         type("Mine", (FedProto,), {wrong: property(lambda self: None)})
+    with pytest.raises(ProtofedError, match=f"did you mean {right}"):
+        type("Mine", (Method,), {wrong: "a constant"})
 
 
 def test_helpers_fields_and_overridden_members_are_no_misspelled_hooks():
