@@ -34,8 +34,8 @@ def generator() -> ModuleType:
 
 def test_generated_pages_are_up_to_date(single_thread: None) -> None:
     pages = generator().pages()
-    assert {p.stem for p in pages} == {*METHODS, "README"}
-    assert set(pages) == set((DOCS / "methods").glob("*.md"))
+    assert {p.stem for p in pages} == {*METHODS, "README", "settings"}
+    assert set(pages) == {*(DOCS / "methods").glob("*.md"), DOCS / "settings.md"}
     for path, text in pages.items():
         assert path.read_text("utf-8") == text, f"run python docs/generate.py: {path.name} differs"
 
