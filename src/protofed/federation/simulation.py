@@ -183,7 +183,7 @@ class Federation:
         names, received = server.sample(), server.broadcast()
         down = tree.nbytes(received) * len(names)
         up = 0
-        told: dict[str, dict[str, tuple[float, int]]] = {}
+        losses: dict[str, dict[str, tuple[float, int]]] = {}
         steps = 0
         sites = [self.sites[n] for n in names]
         replies = self.engine.train(sites, received, self.store.get, round)
@@ -192,7 +192,7 @@ class Federation:
             self.store.stage(name, reply.mine, round)
             up += tree.nbytes(reply.message)
             steps += reply.steps
-            told[name] = reply.losses
+            losses[name] = reply.losses
             for observer in observers:
                 observer.reply(round, name, reply.message)
                 observer.client(round, done, len(names))
@@ -209,7 +209,7 @@ class Federation:
             "accuracy": _rounded(accuracy),
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
-            "loss": mean_losses([told[name] for name in names]),
+            "loss": mean_losses([losses[name] for name in names]),
             "bytes_up": up,
             "bytes_down": down,
             "clients": len(names),
@@ -274,7 +274,7 @@ class Federation:
         most = max(self.config.domain_clients.values())
         if self.method.evaluates == "global" or most <= TESTED_PER_DOMAIN:
             return ""
-        return f"{TESTED_PER_DOMAIN} clients of a domain that has more, drawn anew every round"
+        return f"{TESTED_PER_DOMAIN} clients of a domain that has more, drawn again every round"
 
     def _tested_clients(self, round: int) -> list[Share]:
         """The clients whose own models are tested: all, or some of a domain that has very many."""
@@ -396,14 +396,17 @@ def weights_policy(network: Network, method: Method, average: str) -> str:
     return method.weighting or average
 
 
-def mean_losses(told: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """The mean over all steps of each loss term, summed in the clients' order."""
-    losses: dict[str, tuple[float, int]] = {}
-    for one in told:
-        for term, (total, count) in one.items():
-            before, counted = losses.get(term, (0.0, 0))
-            losses[term] = (before + total, counted + count)
-    return {term: total / count for term, (total, count) in losses.items()}
+def mean_losses(losses: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """The mean over all steps of each loss term, summed in the clients' order.
+
+    ``losses`` has, for each client, the sum of each term and the number of steps in it.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    for of_client in losses:
+        for term, (total, count) in of_client.items():
+            before, counted = sums.get(term, (0.0, 0))
+            sums[term] = (before + total, counted + count)
+    return {term: total / count for term, (total, count) in sums.items()}
 
 
 def round_to(value: float, digits: int) -> float:
