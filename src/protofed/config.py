@@ -423,7 +423,7 @@ TASK_PROTOCOL = {
     "pacs": "i2pfl",
     "vlcs": "fedseproto",
 }
-"""The protocol a task is run with unless told otherwise; ``fpl`` for a user's own folders."""
+"""The default protocol of each task; for a user's own folders it is ``fpl``."""
 
 
 def protocol(name: str | None, task: str) -> Protocol:

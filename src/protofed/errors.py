@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ProtofedError(Exception):
-    """Something the user can mend. ``hint`` says how; the command line prints both on one line."""
+    """A problem the user can fix; ``hint`` says how. The command line prints both on one line."""
 
     exit_code = 2
 

@@ -5,7 +5,7 @@ neither the order of clients nor the engine nor a crash and resume can change a 
 checkpoint needs no generator state. Two kinds of draws:
 
 - on the host, ``generator(...)``: a numpy generator for permutations, crops, Beta variables and
-  initial weights, made anew for each key;
+  initial weights, a new one for each key;
 - inside a training step, ``uniform`` / ``normal``: a stateless integer hash written in tensor
   operations, the same on every device, whose key is an input tensor of the step.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 def key(*parts: int | str) -> int:
-    """A 63-bit number that stands for these parts (types told apart, boundaries kept)."""
+    """A 63-bit hash of these parts: 1 differs from "1", and ("ab", "c") from ("a", "bc")."""
     # a separator inside a part is doubled: no text of one part can look like two parts
     words = (f"{type(p).__name__}:{p}".replace("\x1f", "\x1f\x1f") for p in parts)
     text = "\x1f".join(words)

@@ -15,7 +15,7 @@ log = logging.getLogger("protofed.deploy")
 
 COMPLETE = "the run is complete"
 ENDED = "the run ended"
-"""How the last line of a run's log begins: after its last round, or early."""
+"""How the last line of a run's log starts: after the last round, or if the run ended early."""
 
 
 def log_path(run: Path) -> Path:

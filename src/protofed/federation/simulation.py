@@ -396,14 +396,17 @@ def weights_policy(network: Network, method: Method, average: str) -> str:
     return method.weighting or average
 
 
-def mean_losses(replies: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """The mean over all steps of each loss term, summed in the clients' order."""
-    losses: dict[str, tuple[float, int]] = {}
-    for one in replies:
-        for term, (total, count) in one.items():
-            before, counted = losses.get(term, (0.0, 0))
-            losses[term] = (before + total, counted + count)
-    return {term: total / count for term, (total, count) in losses.items()}
+def mean_losses(losses: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """The mean over all steps of each loss term, summed in the clients' order.
+
+    ``losses`` has, for each client, the sum of each term and the number of steps in it.
+    """
+    sums: dict[str, tuple[float, int]] = {}
+    for of_client in losses:
+        for term, (total, count) in of_client.items():
+            before, counted = sums.get(term, (0.0, 0))
+            sums[term] = (before + total, counted + count)
+    return {term: total / count for term, (total, count) in sums.items()}
 
 
 def round_to(value: float, digits: int) -> float:

@@ -10,8 +10,8 @@ up to its logits.
     (3) digest         min (1/NK) Σ |h_m(x_i) − ℓ_i|, before
     (4) revisit        min CE on the client's own samples
 
-(1) happens at the end of a round, for the public images of the next one, which
-begins with their digest. The first rounds (`warm_up`, at least one) have none.
+(1) happens at the end of a round, on the public images of the next one, which
+starts with (3). The first rounds (`warm_up`, at least one) skip (3).
 
 Where the paper is silent or differs, and what is done
     public set    A hyper-parameter, `public`. `unused` (default): training images

@@ -144,7 +144,7 @@ def memory_errors_in_words() -> Iterator[None]:
 
 @contextmanager
 def tf32(on: bool) -> Iterator[None]:
-    """TF32 convolutions, on or off: torch has them on unless told otherwise.
+    """Turn TF32 convolutions on or off; PyTorch's default is on.
 
     Matrix products stay float32 either way: prototype terms must not lose digits, and the heads
     of these networks are too small to gain from it.

@@ -88,7 +88,7 @@ class Job:
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the run is complete, where it can be told."""
+        """Estimated time until the run is complete; None before the first round is done."""
         done = len(self.records) - self.before
         if self.state != "running" or done < 1:
             return None
