@@ -175,6 +175,11 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
     )
 
 
+def sweeps(study: Study, table: TaskTable) -> list[Plot]:
+    found = (sweep(study, i, table) for i in range(len(study.sweeps)))
+    return [plot for plot in found if plot is not None]
+
+
 def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     """A sweep of a study: lines over one parameter, a heat map over two.
 

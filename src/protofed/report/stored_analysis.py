@@ -16,6 +16,9 @@ from protofed.analysis import Clusters, Distances, DomainGap, Ints
 from protofed.errors import ProtofedError
 from protofed.report.figures import Embedding
 
+PARTS = ("confusion", "features", "clusters")
+"""The parts of a page that need models or prototypes."""
+
 
 @dataclass
 class GroupAnalysis:
