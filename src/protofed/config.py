@@ -70,7 +70,6 @@ class Setting:
 
     @property
     def range(self) -> str:
-        """The values that are allowed, in words."""
         if self.choices:
             return ", ".join(self.choices)
         if self.kind == "bool":
@@ -114,7 +113,6 @@ class Setting:
 
 
 def setting(kind: str, panel: str, help: str, default: Any = None, **more: Any) -> Any:
-    """A field of ``Config``."""
     return field(metadata={"setting": Setting(kind, panel, help, default, **more)})
 
 
@@ -291,12 +289,10 @@ class Config:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The different models of the clients."""
         return model_names(self.model)
 
     @property
     def domain_clients(self) -> Mapping[str, int]:
-        """The number of clients of each domain."""
         assert isinstance(self.clients, Mapping), "the task's domains are not known yet"
         return self.clients
 
@@ -557,7 +553,6 @@ def short_task(name: str) -> str:
 
 
 def short_hash(parts: Any) -> str:
-    """Ten hexadecimal digits that stand for plain data."""
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
@@ -619,12 +614,10 @@ def _per_domain(name: str, value: Any, info: TaskInfo) -> dict[str, Any]:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether this is an integer, and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a finite number, and not a boolean."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 

@@ -11,32 +11,28 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from protofed.cli.compare import compare
+from protofed.cli.compare import compare, sweep
 from protofed.cli.data import data_app
 from protofed.cli.deploy import deploy_app
 from protofed.cli.methods import methods
 from protofed.cli.options import HELP
 from protofed.cli.output import console
 from protofed.cli.report import report
-from protofed.cli.run import run
-from protofed.cli.show import show
+from protofed.cli.run import run, show
 from protofed.cli.study import study_app
-from protofed.cli.sweep import sweep
 from protofed.cli.tasks import tasks
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
 ORDER = (
-    *("tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "report"),
-    "deploy",
-)
+    "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "report", "deploy",
+)  # fmt: skip
 
 
 class InOrder(TyperGroup):
     """Lists the commands in ``ORDER``; typer would list groups of commands last."""
 
     def list_commands(self, ctx: Context) -> list[str]:
-        """The names of the commands."""
         return sorted(self.commands, key=ORDER.index)
 
 

@@ -1,7 +1,8 @@
-"""``protofed compare``: several methods on the same clients."""
+"""``protofed compare`` and ``protofed sweep``: studies written on the spot."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,18 +10,19 @@ import typer
 from rich.markup import escape
 
 from protofed.cli.options import (
-    RUNS_PANEL,
     JobsOption,
     PoolOption,
     SeedsOption,
     SetOfMethodOption,
+    SetOption,
     ShardOption,
     TaskOption,
     TensorBoardOption,
+    output_option,
     with_settings,
 )
-from protofed.cli.output import console, print_outcome
-from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, words
+from protofed.cli.output import console, print_tables
+from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, parse_sweep, words
 from protofed.errors import ProtofedError
 
 if TYPE_CHECKING:
@@ -40,9 +42,8 @@ def compare(
     pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=RUNS_PANEL,
-            help="Folder of the tables and figures; default: runs/compare-<task>-<hash>.",
+        output_option(
+            help="Folder of the tables and figures; default: runs/compare-<task>-<hash>."
         ),
     ] = None,
     jobs: JobsOption = None,
@@ -62,6 +63,7 @@ def compare(
     from protofed.studies.launch import adhoc
 
     task = task or "glyphs"
+    at_least_one(seeds=seeds)
     names = dict.fromkeys(METHODS if methods == "all" else words(methods))
     references: dict[str, str] = {}
     for name in names:
@@ -73,8 +75,6 @@ def compare(
             )
         references[own] = name
     options = by_method(assignments(set_), references)
-    at_least_one(seeds=seeds, jobs=jobs)
-    part = parse_shard(shard)
     first = settings.pop("seed", 0)
     rows = {own: (name, options.get(name, {})) for own, name in references.items()}
     left_out = settings.get("leave_out")
@@ -82,39 +82,106 @@ def compare(
     title = f"Methods on {task}{on}"
     study = adhoc("compare", title, task, rows, range(first, first + seeds), settings)
     path = out or pool / f"compare-{short_task(task)}-{study.hash}"
-    run_study(study, path, pool, jobs=jobs, shard=part, tensorboard=tensorboard)
+    run_study(study, path, pool, jobs, shard, tensorboard)
+
+
+@with_settings()
+def sweep(
+    *,
+    over: Annotated[
+        list[str],
+        typer.Option(
+            "--over",
+            metavar="NAME=V,V,...",
+            help="A hyper-parameter of the method, or a setting, and its values; given twice: a "
+            "grid.",
+        ),
+    ],
+    task: TaskOption = None,
+    method: Annotated[
+        str, typer.Option(help="A method's name, or path/to/file.py:Class.")
+    ] = "fedavg",
+    against: Annotated[
+        str | None, typer.Option(help="Another method, not swept, as a dashed line.")
+    ] = None,
+    seeds: SeedsOption = 1,
+    set_: SetOption = None,
+    pool: PoolOption = Path("runs"),
+    out: Annotated[
+        Path | None,
+        output_option(
+            help="Folder of the tables and figures; default: "
+            "runs/sweep-<task>-<method>-<names>-<hash>.",
+        ),
+    ] = None,
+    jobs: JobsOption = None,
+    shard: ShardOption = None,
+    tensorboard: TensorBoardOption = False,
+    settings: dict[str, Any],
+) -> None:
+    """Run a method over values of a parameter (a line), or of two (a heat map), with a table.
+
+    For three parameters and more there is only the table.
+
+    [bold]protofed sweep --task glyphs --method fpl --over tau=0.02,0.05,0.1[/bold]
+    """
+    from protofed.config import short_task
+    from protofed.methods import method_class
+    from protofed.studies.launch import adhoc
+
+    task = task or "glyphs"
+    at_least_one(seeds=seeds)
+    grid: dict[str, list[Any]] = {}
+    for name, values in map(parse_sweep, over):
+        grid.setdefault(name, []).extend(values)
+    own = method_class(method).name
+    first = settings.pop("seed", 0)
+    rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
+    if against is not None and method_class(against).name != own:
+        rows[method_class(against).name] = (against, {})
+    rows[own] = (method, assignments(set_))
+    title, swept = f"{own} over {' and '.join(grid)}", [{"over": grid, "rows": [own]}]
+    study = adhoc("sweep", title, task, rows, range(first, first + seeds), settings, swept)
+    path = out or pool / f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}-{study.hash}"
+    run_study(study, path, pool, jobs, shard, tensorboard)
 
 
 def run_study(
     study: Study,
     path: Path,
     pool: Path,
-    *,
     jobs: int | None,
-    shard: tuple[int, int] | None,
+    shard: str | None,
+    tensorboard: bool,
     selection: Selection | None = None,
-    tensorboard: bool = False,
 ) -> None:
     """Run what the pool lacks, then write and print the tables; with ``shard`` only a part's runs.
 
     The study's folder is made before its runs: `protofed study table` can show what is there so
     far, and a folder that holds another study is an error now, not after hours.
     """
+    from protofed.report.study_figures import write_figures
     from protofed.studies.execution import default_jobs, raise_failures, run_all
     from protofed.studies.folder import StudyFolder
     from protofed.studies.launch import prepare
     from protofed.studies.plan import Selection
 
-    chosen = selection or Selection()
-    study, work = prepare(study, pool, selection=chosen, shard=shard, tensorboard=tensorboard)
-    folder = StudyFolder.create(path, study, pool) if shard is None else None
+    at_least_one(jobs=jobs)
+    part, chosen = parse_shard(shard), selection or Selection()
+    study, work = prepare(study, pool, selection=chosen, shard=part, tensorboard=tensorboard)
+    folder = StudyFolder.create(path, study, pool) if part is None else None
     failed = run_all(work, jobs or default_jobs(work), console)
-    if folder is not None:
-        print_outcome(folder, failed, chosen.tasks)
-        return
-    assert shard is not None
-    console.print(
-        f"part {shard[0]} of {shard[1]}: its runs are in [bold]{escape(str(pool))}[/bold]. When "
-        "those of all parts are there, the same command without --shard writes the tables."
-    )
+    made = folder.tables() if folder is not None else []
+    if part is not None:
+        console.print(
+            f"part {part[0]} of {part[1]}: its runs are in [bold]{escape(str(pool))}[/bold]. When "
+            "those of all parts are there, the same command without --shard writes the tables."
+        )
+    elif folder is not None and any(table.runs for table in made):
+        names = folder.write_tables() + write_figures(folder, made)
+        print_tables([t for t in folder.tables(chosen.tasks) if t.runs])
+        console.print(
+            f"{', '.join(names)} are in [bold]{escape(str(path))}[/bold], the runs in "
+            f"[bold]{escape(str(pool))}[/bold]"
+        )
     raise_failures(failed)

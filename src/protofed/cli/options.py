@@ -16,10 +16,12 @@ from protofed.config import CLIENTS, ENGINE, OUTPUT, SETTINGS, TRAINING, Setting
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of every command: ``-h`` works too."""
 
-METHOD_PANEL = "Method"
-RUNS_PANEL = OUTPUT
-PANELS = ("", TRAINING, CLIENTS, METHOD_PANEL, ENGINE, OUTPUT)
+METHOD = "Method"
+PANELS = ("", TRAINING, CLIENTS, METHOD, ENGINE, OUTPUT)
 """The panels of a command's help, in their order; options without one come first."""
+
+output_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
+set_option = functools.partial(typer.Option, "--set", rich_help_panel=METHOD)
 
 TaskOption = Annotated[
     str | None, typer.Option("--task", help="The task (see `protofed tasks`), or folder:PATH.")
@@ -29,64 +31,49 @@ MethodOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        rich_help_panel=METHOD_PANEL,
-        help="A hyper-parameter of the method; repeatable.",
-    ),
+    set_option(metavar="NAME=VALUE", help="A hyper-parameter of the method; repeatable."),
 ]
 SetOfMethodOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="METHOD.NAME=VALUE",
-        rich_help_panel=METHOD_PANEL,
-        help="A hyper-parameter of one of the methods; repeatable.",
+    set_option(
+        metavar="METHOD.NAME=VALUE", help="A hyper-parameter of one of the methods; repeatable."
     ),
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, from --seed on.")]
 JobsOption = Annotated[
     int | None,
-    typer.Option(
-        "--jobs",
-        rich_help_panel=RUNS_PANEL,
-        help="Runs at a time; default: one for each core, or two on a GPU with room.",
+    output_option(
+        "--jobs", help="Runs at a time; default: one for each core, or two on a GPU with room."
     ),
 ]
 PoolOption = Annotated[
     Path,
-    typer.Option(
+    output_option(
         "--runs",
         metavar="DIR",
-        rich_help_panel=RUNS_PANEL,
         help="The pool of runs: where runs are looked for and new ones are kept.",
     ),
 ]
 ShardOption = Annotated[
     str | None,
-    typer.Option(
+    output_option(
         "--shard",
         metavar="I/N",
-        rich_help_panel=RUNS_PANEL,
         help="Run only part I of N of the planned runs, and write no tables. For batch systems: "
         "pools merge by copying their folders together.",
     ),
 ]
 TensorBoardOption = Annotated[
     bool,
-    typer.Option(
+    output_option(
         "--tensorboard",
-        rich_help_panel=RUNS_PANEL,
         help="Write every round for TensorBoard, live: tensorboard --logdir FOLDER.",
     ),
 ]
 ImagesOption = Annotated[
     int,
     typer.Option(
-        "--images",
-        min=0,
-        help="Test images of each domain for confusions and t-SNE; 0 leaves both out.",
+        min=0, help="Test images of each domain for confusions and t-SNE; 0 leaves both out."
     ),
 ]
 
@@ -136,8 +123,6 @@ def _parameter(name: str, setting: Setting) -> inspect.Parameter:
         rich_help_panel=setting.panel,
         show_default=False,
     )
-    kind = _TYPES.get(setting.kind, str)
-    annotation: Any = Annotated[kind | None, option]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
+    annotation: Any = Annotated[_TYPES.get(setting.kind, str) | None, option]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword, default=None, annotation=annotation)

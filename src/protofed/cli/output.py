@@ -11,7 +11,7 @@ from rich.markup import escape
 
 if TYPE_CHECKING:
     from protofed.runs import Result
-    from protofed.studies.folder import StudyFolder, TaskTable
+    from protofed.studies.folder import TaskTable
 
 console = Console()
 """Where all commands print."""
@@ -37,7 +37,6 @@ def status() -> Iterator[Callable[[str], None]]:
 
 
 def print_table(header: Sequence[str], body: Any, caption: str) -> None:
-    """A table with its caption below."""
     from protofed.studies.render import to_terminal
 
     # where there is no terminal there is no width to keep to either
@@ -49,33 +48,15 @@ def print_table(header: Sequence[str], body: Any, caption: str) -> None:
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """Runs as a table."""
     from protofed.studies.tables import caption, grid, rows
 
     print_table(*grid(rows(results)), caption(results))
 
 
 def print_tables(made: Sequence[TaskTable]) -> None:
-    """The tables of a study."""
     for table in made:
         if len(made) > 1:
             console.print(f"\n[bold]{escape(table.task)}[/bold]")
         print_table(*table.grid(), table.caption)
         for note in table.notes:
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
-
-
-def print_outcome(folder: StudyFolder, failed: Sequence[Any], tasks: Sequence[str] = ()) -> None:
-    """Write and print a study's tables and figures, and say what failed."""
-    from protofed.report.study_figures import write_figures
-    from protofed.studies.execution import raise_failures
-
-    made = folder.tables()
-    if any(table.runs for table in made):
-        names = folder.write_tables() + write_figures(folder, made)
-        print_tables([t for t in folder.tables(tasks) if t.runs])
-        console.print(
-            f"{', '.join(names)} are in [bold]{escape(str(folder.path))}[/bold], the runs in "
-            f"[bold]{escape(str(folder.pool.path))}[/bold]"
-        )
-    raise_failures(failed)

@@ -1,4 +1,4 @@
-"""``protofed run``: one method on one task."""
+"""``protofed run``: one method on one task; ``protofed show``: a run at a glance."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from protofed.cli.options import (
-    RUNS_PANEL,
     MethodOption,
     PoolOption,
     SetOption,
     TaskOption,
+    TensorBoardOption,
+    output_option,
     with_settings,
 )
 from protofed.cli.output import console, print_results
@@ -37,39 +38,20 @@ def run(
     pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=RUNS_PANEL,
-            help="The run's folder; default: one named after the run in the pool.",
-        ),
+        output_option(help="The run's folder; default: one named after the run in the pool."),
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", rich_help_panel=RUNS_PANEL, help="Resume from the folder's checkpoint."
-        ),
+        bool, output_option("--resume", help="Resume from the folder's checkpoint.")
     ] = False,
     overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite", rich_help_panel=RUNS_PANEL, help="Start over in a folder with a run."
-        ),
+        bool, output_option("--overwrite", help="Start over in a folder with a run.")
     ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", rich_help_panel=RUNS_PANEL, help="Print only errors.")
-    ] = False,
-    tensorboard: Annotated[
-        bool,
-        typer.Option(
-            "--tensorboard",
-            rich_help_panel=RUNS_PANEL,
-            help="Write every round for TensorBoard, live.",
-        ),
-    ] = False,
+    quiet: Annotated[bool, output_option("--quiet", help="Print only errors.")] = False,
+    tensorboard: TensorBoardOption = False,
     profile: Annotated[
         bool,
-        typer.Option(
+        output_option(
             "--profile",
-            rich_help_panel=RUNS_PANEL,
             help="Record what each thread and the GPU do in the second round: a Chrome trace, "
             "trace.json.gz, in the run's folder.",
         ),
@@ -111,12 +93,10 @@ def run(
         from protofed.observers.tensorboard import TensorBoard
 
         observers.append(TensorBoard(folder.path))
-    recorder = None
     if profile:
         from protofed.observers.profile import Profile
 
-        recorder = Profile(folder.path)
-        observers.append(recorder)
+        observers.append(recorder := Profile(folder.path))
     with stopped_by_sigterm():
         result = run_federation(
             config=asked,
@@ -131,7 +111,7 @@ def run(
     folder.save_file("curves.png", result.plot())
     print_results([result])
     console.print(f"model, rounds, curves.png and config.toml are in [bold]{folder.path}[/bold]")
-    if recorder is not None:
+    if profile:
         console.print(
             f"round {recorder.recorded} is recorded in [bold]{recorder.path}[/bold]: open it in a "
             "browser at ui.perfetto.dev or chrome://tracing",
@@ -159,3 +139,11 @@ def stopped_by_sigterm() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def show(run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")]) -> None:
+    """Print a run's summary, with the course of every domain's accuracy as a sparkline."""
+    from protofed.studies.show import lines
+
+    for text in lines(run):
+        console.print(text, highlight=False, soft_wrap=True)

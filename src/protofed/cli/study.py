@@ -12,17 +12,17 @@ from rich.table import Table
 from protofed.cli.compare import run_study
 from protofed.cli.options import (
     HELP,
-    RUNS_PANEL,
     ImagesOption,
     JobsOption,
     PoolOption,
     SetOfMethodOption,
     ShardOption,
     TensorBoardOption,
+    output_option,
     with_settings,
 )
 from protofed.cli.output import console, print_table, print_tables, status
-from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, words
+from protofed.cli.parse import assignments, at_least_one, by_method, words
 
 if TYPE_CHECKING:
     from protofed.studies.definition import Study
@@ -127,8 +127,7 @@ def run_(
     pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
-        typer.Option(
-            rich_help_panel=RUNS_PANEL,
+        output_option(
             help="Folder of the tables and figures; default: runs/NAME, with a hash where options "
             "change the study.",
         ),
@@ -147,8 +146,7 @@ def run_(
     from protofed.studies.definition import load
     from protofed.studies.plan import Selection
 
-    at_least_one(seeds=seeds, jobs=jobs)
-    part = parse_shard(shard)
+    at_least_one(seeds=seeds)
     study = load(name)
     known = {row.method: row.method for row in study.rows.values() if not row.missing}
     known |= {method_class(m).name: m for m in known}
@@ -159,15 +157,8 @@ def run_(
         tuple(range(seeds)) if seeds is not None else study.seeds,
     )
     path = out or pool / _folder_name(study)
-    run_study(
-        study.with_seeds(chosen.seeds),
-        path,
-        pool,
-        jobs=jobs,
-        shard=part,
-        selection=chosen,
-        tensorboard=tensorboard,
-    )
+    study = study.with_seeds(chosen.seeds)
+    run_study(study, path, pool, jobs, shard, tensorboard, chosen)
     if study.kind == "tsne" and shard is None:
         console.print(f"the t-SNE figures: protofed report {path} -o report.html")
 
@@ -260,7 +251,6 @@ def _find_study(name: str, pool: Path) -> StudyFolder:
 
 
 def _lacking_rows(study: Study) -> list[str]:
-    """What rows need, said once for each method."""
     if study.missing:
         return []
     found: dict[str, list[str]] = {}

@@ -52,7 +52,6 @@ class Facts:
     versions: Mapping[str, str]
 
     def applied(self, config: Config) -> Config:
-        """The config with device, precision and engine as they were found."""
         return replace(config, device=self.device, precision=self.precision, engine=self.engine)
 
     def run_hash(self, config: Config) -> str:
@@ -114,7 +113,6 @@ def find_precision(asked: str, device: str) -> str:
 
 
 def choose_engine(asked: str, device: str, workers: int | None = None) -> tuple[str, str]:
-    """The engine to use, and why."""
     cores = workers or os.cpu_count() or 1
     if asked == "lanes" and device != "cuda":
         raise ProtofedError("engine lanes needs a GPU", "use --engine workers, or --device cuda")

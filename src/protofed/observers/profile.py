@@ -35,17 +35,14 @@ class Profile(Observer):
         self._profiler: torch.profiler.profile | None = None
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
-        """Begin at once if there is only one round to go."""
         if federation.config.rounds - len(records) == 1:
             self._begin()
 
     def client(self, round: int, done: int, total: int) -> None:
-        """End the recording of a very long round."""
         if self._profiler is not None and time.monotonic() - self._began > LONGEST:
             self._write(round)
 
     def round(self, record: Record) -> None:
-        """Begin after the first round, and write the file after the next."""
         if self._profiler is not None:
             self._write(record["round"])
         elif self.recorded is None:

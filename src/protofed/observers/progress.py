@@ -64,7 +64,6 @@ class RunProgress(Observer):
         self.live = console.is_terminal
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
-        """Say what runs, and show the bar."""
         config = federation.config
         self.rounds, self.first, self.unseen = config.rounds, len(records), config.leave_out
         self.began = time.perf_counter()
@@ -97,7 +96,6 @@ class RunProgress(Observer):
         self.bar.start()
 
     def client(self, round: int, done: int, total: int) -> None:
-        """Move the bar by a client."""
         self.bar.update(
             self.task,
             completed=round + done / (total + 1),
@@ -111,7 +109,6 @@ class RunProgress(Observer):
             self.bar.update(self.task, state=f"tested {done}/{total}  {self.shown}")
 
     def round(self, record: Record) -> None:
-        """Show the accuracies; a line of text where there is no terminal."""
         done = record["round"] + 1
         spent = time.perf_counter() - self.began
         left = spent / (done - self.first) * (self.rounds - done)
@@ -127,5 +124,4 @@ class RunProgress(Observer):
             self.bar.stop()
 
     def end(self, result: Result) -> None:
-        """Take the bar away."""
         self.bar.stop()

@@ -39,7 +39,6 @@ class TensorBoard(Observer):
         self.writer.add_text("config", f"```toml\n{federation.config.toml()}```")
 
     def round(self, record: Record) -> None:
-        """Rounds count from 1, as they do for a person."""
         step = record["round"] + 1
         # with a domain left out the average would mix what was trained on with what was not
         average = shown({**record["accuracy"], "average": record["average"]}, self.unseen)
@@ -53,5 +52,4 @@ class TensorBoard(Observer):
         self.writer.flush()
 
     def end(self, result: Result) -> None:
-        """Close the file."""
         self.writer.close()

@@ -52,7 +52,6 @@ class StoredRun:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The facts that the runs of one table should share."""
         return tuple(str(self.facts.get(name)) for name in KIND)
 
     @property
@@ -64,7 +63,6 @@ class StoredRun:
 
     @property
     def diverged(self) -> str:
-        """What diverged, if the run did; else empty."""
         return "" if self.folder is None else self.folder.diverged()
 
     @cached_property
@@ -74,7 +72,6 @@ class StoredRun:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The run's summary."""
         return self._line["summary"] if self.folder is None else self.folder.summary()
 
     @property
@@ -84,7 +81,6 @@ class StoredRun:
 
     @cached_property
     def records(self) -> Records:
-        """The run's rounds."""
         return Records(self._line["rounds"]) if self.folder is None else self.folder.records()
 
     @property
@@ -102,7 +98,6 @@ class StoredRun:
         )
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
-        """The run as a line of a packed study."""
         config = {k: v for k, v in self.config.items() if k != "data"}  # where the images lay
         parts = {
             "format": FORMAT,
@@ -168,7 +163,6 @@ class Pool:
 
 
 def read_packed(file: Path) -> list[StoredRun]:
-    """The runs of a packed study."""
     found = []
     try:
         for text in gzip.decompress(file.read_bytes()).decode().splitlines():

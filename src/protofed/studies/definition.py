@@ -94,7 +94,6 @@ class Sweep:
     rows: tuple[str, ...]
 
     def points(self) -> list[dict[str, Any]]:
-        """Every combination of the values."""
         return [dict(zip(self.over, p, strict=True)) for p in product(*self.over.values())]
 
 
@@ -168,7 +167,6 @@ class Study:
 
     @property
     def missing_rows(self) -> dict[str, str]:
-        """The rows that this version cannot run, and why."""
         return {row.label: row.missing for row in self.rows.values() if row.missing}
 
     def toml(self) -> str:
@@ -197,11 +195,9 @@ class Study:
         return parse({**self.raw, "override": change} if change else self.raw, self.name)
 
     def with_seeds(self, seeds: Sequence[int]) -> Study:
-        """The same study over these seeds."""
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
 
     def with_images(self, images: Mapping[str, FolderImages]) -> Study:
-        """The same study with what was found in its folders of images."""
         if not images:
             return self
         plain = {
@@ -241,7 +237,6 @@ def point_label(label: str, point: Mapping[str, Any]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as a person writes it."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

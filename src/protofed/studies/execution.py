@@ -71,19 +71,16 @@ class Job:
         return not self.config.keep_rounds or rounds_to_keep(self.config) <= set(kept)
 
     def refresh(self) -> None:
-        """Read the rounds that the run has by now."""
         with contextlib.suppress(ProtofedError, OSError):
             if self.folder.rounds_written() != self.stale:
                 self.records = self.folder.records()
 
     @property
     def rounds(self) -> int:
-        """Rounds that are complete."""
         return self.config.rounds if self.state == "done" else len(self.records)
 
     @property
     def accuracies(self) -> str:
-        """Those of the last round there is."""
         return accuracies(self.records[-1], self.config.leave_out) if self.records else ""
 
     @property
@@ -129,7 +126,6 @@ def default_jobs(jobs: Sequence[Job]) -> int:
 
 
 def raise_failures(failed: Sequence[Job]) -> None:
-    """One error for all failed runs."""
     if len(failed) == 1:
         raise ProtofedError(f"run {failed[0].name} failed: {failed[0].message}")
     if failed:
@@ -330,7 +326,6 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
 
 
 def _print_rounds(jobs: Sequence[Job], console: Console) -> None:
-    """A line for each new round, where there is no terminal."""
     for job in jobs:
         if job.process is not None and len(job.records) > job.printed:  # not of another process
             left = job.seconds_left

@@ -43,12 +43,10 @@ class TaskTable:
     notes: tuple[str, ...]
 
     def grid(self) -> tuple[list[str], list[TableLine]]:
-        """Header and lines."""
         return tables.grid(self.rows, self.columns, self.baseline)
 
     @property
     def runs(self) -> int:
-        """How many seeds of all rows are there."""
         return sum(row.seeds for row in self.rows)
 
 
@@ -62,7 +60,6 @@ class StudyFolder:
 
     @classmethod
     def open(cls, path: Path) -> StudyFolder:
-        """The study that a folder holds."""
         if not (path / "study.toml").is_file():
             near = sorted(f.parent for f in path.parent.glob(f"{path.name}-*/study.toml"))
             hint = f"there is {near[0]}" if near else "run one: protofed study run NAME"
@@ -98,7 +95,6 @@ class StudyFolder:
 
     @cached_property
     def runs(self) -> dict[PlannedRun, StoredRun | None]:
-        """The run of the pool that answers each planned one, where there is one."""
         planned = plan(self.study)
         asked = [(run.config, self.study.digests(run.config.task)) for run in planned]
         found = self.pool.select(asked)
@@ -250,7 +246,6 @@ def _joined(runs: Mapping[str, Measure]) -> Measure:
 
 
 def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
-    """The tables as Markdown, CSV or LaTeX."""
     if form == "csv":
         return render.to_csv({t.task: t.rows for t in made}, {t.task: t.columns for t in made})
     if form == "latex":

@@ -43,7 +43,6 @@ class RunHistory:
 
     @classmethod
     def of_result(cls, result: Result) -> RunHistory:
-        """From a run in memory."""
         config = result.config
         settings = {
             "task": config.task, "method": config.method.name, "options": config.method.options(),

@@ -102,7 +102,6 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
 
 
 def _complete(name: str, config: Config, stored: Sequence[StoredRun]) -> Job | None:
-    """The first of these runs that is complete."""
     found = (Job(name, config, s.folder, s.hash) for s in stored if s.folder is not None)
     return next((job for job in found if job.is_complete()), None)
 

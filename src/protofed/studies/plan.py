@@ -41,7 +41,6 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """For a person: task, row, seed."""
         left_out = f" without {self.unseen}" if self.unseen else ""
         return f"{self.task}  {self.line.label}{left_out}  seed {self.seed}"
 

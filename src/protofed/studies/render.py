@@ -55,8 +55,6 @@ def _terminal(header: Sequence[str], lines: Sequence[TableLine], columns: Sequen
 
 
 def to_markdown(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:
-    """A Markdown table; the best is bold, the second underlined."""
-
     def cell(c: TableCell) -> str:
         text = c.text.replace("|", "\\|")
         return {"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(c.mark, text)

@@ -33,7 +33,6 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int = WID
 
 
 def lines(folder: Path) -> list[str]:
-    """The lines of ``protofed show``, with rich's markup."""
     run = RunFolder(folder)
     if not run.exists:
         if (folder / "study.toml").is_file():

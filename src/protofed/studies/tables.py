@@ -49,12 +49,10 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Mean and standard deviation of the values."""
         return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
 
     @property
     def error(self) -> float | None:
-        """The standard error of the mean."""
         return None if self.std is None else self.std / math.sqrt(self.seeds)
 
     @property
@@ -85,7 +83,6 @@ class Measure:
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Measure:
-        """From the summary and the settings of a run."""
         return cls(
             settings["seed"],
             summary["accuracy"],
@@ -97,7 +94,6 @@ class Measure:
 
     @classmethod
     def of_result(cls, result: Result) -> Measure:
-        """From a run in memory."""
         method = result.config.method
         asked = {**asdict(result.config), "method": method.name, "options": method.options()}
         settings = plain_settings(asked, result.summary)
@@ -159,12 +155,10 @@ class TableRow:
 
     @property
     def seeds(self) -> int:
-        """The number of seeds that there are."""
         return max((s.seeds for s in self.accuracy.values()), default=0)
 
     @property
     def main(self) -> str:
-        """The column that counts."""
         return self.unseen if self.unseen and self.unseen in self.accuracy else AVERAGE
 
     @property
@@ -176,7 +170,6 @@ class TableRow:
         return (self.main, *seen, SEEN)
 
     def at(self, column: str) -> Spread | None:
-        """The accuracy in a column, if there is one."""
         return self.seen if column == SEEN else {**self.beside, **self.accuracy}.get(column)
 
 
@@ -197,7 +190,6 @@ class TableLine:
 
 
 def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[TableRow]:
-    """A row per label, in the order of the results."""
     runs: dict[str, dict[int, Measure]] = {}
     for result in results:
         measure = Measure.of_result(result)
@@ -257,7 +249,6 @@ def column_title(column: str, unseen: str | None) -> str:
 
 
 def baseline_name(baseline: str) -> str:
-    """The baseline as a person writes it."""
     return "FedAvg" if baseline == BASELINE else baseline
 
 
@@ -322,7 +313,6 @@ def _printed(r: TableRow, column: str) -> str:
 
 
 def _printed_difference(r: TableRow, base: TableRow | None) -> str:
-    """The difference to the baseline by the paper's own numbers."""
     theirs = base.paper.get(AVERAGE) if base is not None and base is not r else None
     own = r.paper.get(AVERAGE, math.nan)
     return "" if theirs is None or math.isnan(own) else _sign(own - theirs, 2)
@@ -411,14 +401,12 @@ def _on_unseen(measures: Sequence[Measure]) -> str:
 
 
 def _averaged(measures: Sequence[Measure]) -> str:
-    """How models are averaged, if any are."""
     if all(m.summary.get("weights") == NO_WEIGHTS for m in measures):
         return "no model is averaged"
     return f"weights of the average: {_common(measures, 'weights', WEIGHTS)}"
 
 
 def _tested(measures: Sequence[Measure]) -> str:
-    """Which models were tested, unless it is always the global one."""
     if all(m.summary.get("evaluated", "global") == "global" for m in measures):
         return ""
     return f"tested: {_common(measures, 'evaluated', TESTED)}; "
@@ -458,7 +446,6 @@ def seed_warning(seeds: int, fewest: int | None = None) -> str:
 
 
 def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """What is special about the clients, and which domain was left out."""
     words = []
     if len(names := model_names(settings["model"])) > 1:
         words.append(f"with different models ({' and '.join(names)})")
