@@ -25,6 +25,7 @@ from protofed.studies.tables import BASELINE, TableRow, rows
 
 _MAY_DIFFER = ("method", "seed", "clients")
 """Settings in which the runs of a group may differ; a seed may draw its clients."""
+_PASS = "pass folders of runs, comparisons or studies"
 Progress = Callable[[str], None]
 
 
@@ -44,7 +45,7 @@ class Group:
 
     @property
     def methods(self) -> dict[str, list[Result]]:
-        """The runs of each label, in the order of their seeds."""
+        """Label → runs in the order of their seeds."""
         found: dict[str, list[Result]] = {}
         for result in self.results:
             found.setdefault(result.summary["method"], []).append(result)
@@ -52,17 +53,14 @@ class Group:
 
     @cached_property
     def histories(self) -> list[RunHistory]:
-        """The runs as figures draw them, label by label."""
         return [RunHistory.of_result(run) for runs in self.methods.values() for run in runs]
 
     @cached_property
     def looks(self) -> dict[str, Look]:
-        """The color and the line style of each label."""
         return looks_of([*self.histories, *(row for row in self.rows if row.method)])
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of all runs."""
         return sorted({r.config.seed for r in self.results})
 
     @property
@@ -90,7 +88,11 @@ def collect(paths: Sequence[Path], progress: Progress = lambda text: None) -> Re
     """All finished runs in the paths: run folders, or folders that contain them."""
     groups: list[Group] = []
     skipped: list[tuple[Path, str]] = []
-    studies = list(dict.fromkeys(f for path in paths for f in _studies(path)))
+    for path in paths:
+        if not path.is_dir():
+            raise ProtofedError(f"'{path}' is not a folder", _PASS)
+    files = (file for path in paths for file in sorted(path.rglob("study.toml")))
+    studies = list(dict.fromkeys(file.parent for file in files))
     used: set[Path] = set()
     for folder in studies:
         found, runs = _of_study(StudyFolder.open(folder), len(studies) > 1, progress)
@@ -105,31 +107,21 @@ def collect(paths: Sequence[Path], progress: Progress = lambda text: None) -> Re
     if not groups:
         where = ", ".join(f"'{p}'" for p in paths)
         why = f"; '{skipped[0][0]}': {skipped[0][1]}" if skipped else ""
-        raise ProtofedError(
-            f"no finished run in {where}{why}", "pass folders of runs, comparisons or studies"
-        )
+        raise ProtofedError(f"no finished run in {where}{why}", _PASS)
     return ReportInput(tuple(groups), tuple(skipped))
-
-
-def _studies(path: Path) -> list[Path]:
-    if not path.is_dir():
-        raise ProtofedError(
-            f"'{path}' is not a folder", "pass folders of runs, comparisons or studies"
-        )
-    return sorted(file.parent for file in path.rglob("study.toml"))
 
 
 def _load(run: RunFolder, skipped: list[tuple[Path, str]], progress: Progress) -> Result | None:
     """A run without its model: few models are needed, and they are large."""
-    if not run.is_finished():
-        skipped.append((run.path, "not finished"))
-        return None
-    progress(f"reading {run.path.name}")
-    try:
-        return load_run(run.path, model=False)
-    except ProtofedError as error:
-        skipped.append((run.path, error.message))
-        return None
+    reason = "not finished"
+    if run.is_finished():
+        progress(f"reading {run.path.name}")
+        try:
+            return load_run(run.path, model=False)
+        except ProtofedError as error:
+            reason = error.message
+    skipped.append((run.path, reason))
+    return None
 
 
 # ---- a study's runs ------------------------------------------------------------------------------
@@ -155,8 +147,8 @@ def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list
         title = f"{folder.study.title}: {task}" if many else task
         several = len({p.unseen for p in folder.runs if p.task == task}) > 1
         for unseen, runs in by_unseen.items():
-            own = f"{title}, {unseen} left out" if several and unseen else title
             part = unseen if several else None
+            own = f"{title}, {part} left out" if part else title
             groups.append(Group(own, tuple(runs), folder.study, tables[task], part))
     return groups, used
 
@@ -172,10 +164,9 @@ def _groups(results: list[Result]) -> list[Group]:
     differing = [k for k in settings[0] if len({_text(s[k]) for s in settings}) > 1]
     groups = []
     for runs, values in zip(found.values(), settings, strict=True):
-        title = str(values["task"])
         other = [k for k in differing if k not in ("task", "digest", "samples", "image_size")]
         more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in other if values[k] is not None]
-        groups.append(Group(" · ".join([title, *more]), tuple(_labeled(runs))))
+        groups.append(Group(" · ".join([str(values["task"]), *more]), tuple(_labeled(runs))))
     return groups
 
 
@@ -200,7 +191,7 @@ def _labeled(runs: Iterable[Result]) -> list[Result]:
     taken: set[tuple[str, int]] = set()
     for run in runs:
         name, options = run.config.method.name, run.config.method.options()
-        own = list(variants[name].values())
+        own = variants[name].values()
         differing = [k for k in options if len({_text(o.get(k)) for o in own}) > 1]
         label = " ".join([name, *(f"{k}={_text(options[k])}" for k in differing)])
         if (label, run.config.seed) in taken:  # e.g. the method's file has changed

@@ -5,11 +5,11 @@ The command line, notebooks, studies and the report all draw with these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, product
-from typing import TYPE_CHECKING, Any
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,6 +36,7 @@ SHOWN_CLASSES = 20
 WRITTEN_CELLS = 12
 """With more rows than this a heat map has no numbers in its cells."""
 Looks = Mapping[str, Look]
+T = TypeVar("T")
 
 
 # ---- runs over rounds ---------------------------------------------------------------------------
@@ -47,20 +48,14 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
     A line is the mean over seeds; a band spans them.
     """
     keys = _keys(runs, looks)
-    unseen = runs[0].unseen
-    by_label = {key.label: [_accuracies(r) for r in runs if r.label == key.label] for key in keys}
-    columns = list(next(iter(by_label.values()))[0])
-    values = {
-        (label, column): _stack([accuracies[column] for accuracies in every])
-        for label, every in by_label.items()
-        for column in columns
-    }
-    limits = _limits(values.values())
+    accuracies = [over_rounds(run.rounds, run.unseen) for run in runs]
+    values = {column: _by_label(runs, [a[column] for a in accuracies]) for column in accuracies[0]}
+    limits = _limits(v for own in values.values() for v in own.values())
 
     def panel(column: str) -> Panel:
         def draw(axis: Axes) -> None:
             for key in keys:
-                v = values[key.label, column]
+                v = values[column][key.label]
                 rounds = np.arange(1, v.shape[1] + 1)
                 marker = "o" if v.shape[1] == 1 else ""
                 _draw_line(axis, key, rounds, v.mean(0), marker=marker)
@@ -70,16 +65,16 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
             axis.set_xlabel("round")
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
-        title = panel_title(column, unseen)
+        title = panel_title(column, runs[0].unseen)
         ends = ", ".join(
-            f"{key.label} ends at {values[key.label, column][:, -1].mean():.1f} %" for key in keys
+            f"{label} ends at {v[:, -1].mean():.1f} %" for label, v in values[column].items()
         )
         return Panel(title, f"Accuracy on {title} over rounds: {ends}.", draw)
 
     return Plot(
         "curves",
         "Test accuracy in % after each round: mean over seeds; the band spans the seeds.",
-        tuple(map(panel, columns)),
+        tuple(map(panel, values)),
         keys,
         heading=heading,
     )
@@ -88,16 +83,12 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
 def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
     """Accuracy against the bytes sent so far, and what each method sends beyond the cheapest."""
     keys = _keys(runs, looks)
-    by_label = {key.label: [r for r in runs if r.label == key.label] for key in keys}
-    main = next(iter(_accuracies(runs[0])))
-    accuracy = {
-        label: _stack([_accuracies(r)[main] for r in own]).mean(0)
-        for label, own in by_label.items()
-    }
-    megabytes = {
-        label: _stack([list(accumulate(_bytes(r))) for r in own]).mean(0) / 1e6
-        for label, own in by_label.items()
-    }
+    accuracies = [over_rounds(run.rounds, run.unseen) for run in runs]
+    main = next(iter(accuracies[0]))
+    shares = _by_label(runs, [a[main] for a in accuracies])
+    accuracy = {label: each.mean(0) for label, each in shares.items()}
+    sizes = _by_label(runs, [[r["bytes_up"] + r["bytes_down"] for r in run.rounds] for run in runs])
+    megabytes = {label: each.cumsum(1).mean(0) / 1e6 for label, each in sizes.items()}
     title = panel_title(main, runs[0].unseen)
 
     def draw(axis: Axes) -> None:
@@ -115,14 +106,14 @@ def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
 
     def draw_extra(axis: Axes) -> None:
         most = max(*extra.values(), 1e-9)
-        _draw_bars(axis, extra, {key.label: key.color for key in keys}, "{:,.0f}", 0.02 * most)
-        axis.set_xlim(0, 1.22 * most)
+        _draw_bars(axis, extra, [key.color for key in keys], "{:,.0f}", 0.02 * most)
         axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.set_xlabel(f"kB per round beyond the cheapest ({cheapest:,.0f} kB)")
+        label = f"kB per round beyond the cheapest ({cheapest:,.0f} kB)"
+        axis.set(xlim=(0, 1.22 * most), xlabel=label)
 
     ends = ", ".join(
         f"{label} {accuracy[label][-1]:.1f} % after {megabytes[label][-1]:.0f} MB"
-        for label in by_label
+        for label in accuracy
     )
     height = max(2.6, _bars_height(len(keys)))
     alt = f"Accuracy on {title} against megabytes: {ends}."
@@ -147,8 +138,7 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
     there = [row for row in rows if row.accuracy]
     looks = looks or looks_of(there)
     columns = sorted(there[0].columns, key=lambda c: c != there[0].main)
-    left_out = {row.unseen for row in there}
-    unseen = left_out.pop() if len(left_out) == 1 else None
+    unseen = _only({row.unseen for row in there}, None)
 
     def panel(column: str) -> Panel:
         found = {row.label: s for row in there if (s := row.at(column)) is not None}
@@ -157,11 +147,9 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
         def draw(axis: Axes) -> None:
             means = {label: s.mean for label, s in found.items()}
             errors = [s.std or 0.0 for s in found.values()]
-            colors = {label: looks[label].color for label in found}
+            colors = [looks[label].color for label in found]
             _draw_bars(axis, means, colors, "{:.1f}", 1.5, errors)
-            axis.set_xlim(0, 118)
-            axis.set_xticks([0, 25, 50, 75, 100])
-            axis.set_xlabel("test accuracy, %")
+            axis.set(xlim=(0, 118), xticks=[0, 25, 50, 75, 100], xlabel="test accuracy, %")
 
         said = ", ".join(f"{label} {s.mean:.1f} %" for label, s in found.items())
         height = _bars_height(len(there))
@@ -219,67 +207,52 @@ def _sweep_lines(
         [replace(own[0], label=label, variant=False) for label, own in swept_rows.items() if own]
         + [row for row in levels if row.accuracy]
     )
-    keys: list[Key] = []
-    draw_parts: list[Callable[[Axes], object]] = []
+    series: list[tuple[str, Key, dict[int, Spread]]] = []
     best_points = []
     for label, own in points.items():
         if not swept_rows[label]:
             continue
         color = looks[label].color
+        others = [c for c in COLORS if c != color]
         columns = sorted(table.columns, key=lambda c: c != main) if len(points) == 1 else [main]
         for i, column in enumerate(columns):
             found = {x: s for x, row in enumerate(own) if (s := row.at(column)) is not None}
-            if not found:
-                continue
-            if column == main:
-                key = Key(f"{label}, {title}", color, looks[label].style)
+            if found and column == main:
+                series.append(("main", Key(f"{label}, {title}", *looks[label]), found))
                 best = max(found, key=lambda x: found[x].mean)
                 at = f"{found[best].mean:.1f} % at {name} = {show(values[best])}"
                 best_points.append(f"{label} is best with {at}")
-            else:
-                others = [c for c in COLORS if c != color]
-                key = Key(column, others[(i - 1) % len(others)])
-            keys.append(key)
-            draw_parts.append(partial(_sweep_line, key=key, points=found, main=column == main))
+            elif found:
+                series.append(("other", Key(column, others[(i - 1) % len(others)]), found))
         paper = {x: row.paper[main] for x, row in enumerate(own) if main in row.paper}
         if paper:
-            keys.append(Key(f"{label}, paper", color, "D"))
-            draw_parts.append(partial(_paper_points, points=paper, color=color))
+            printed = {x: Spread.of([value]) for x, value in paper.items()}
+            series.append(("paper", Key(f"{label}, paper", color, "D"), printed))
     for row in levels:
         if (level := row.at(main)) is not None:
             key = Key(f"{row.label}, {title}", looks[row.label].color, "dashed")
-            keys.append(key)
-            draw_parts.append(partial(_level, key=key, mean=level.mean))
+            series.append(("level", key, {0: level}))
 
     def draw(axis: Axes) -> None:
-        for part in draw_parts:
-            part(axis)
+        for kind, key, found in series:
+            x, mean = list(found), np.array([s.mean for s in found.values()])
+            if kind == "main":
+                std = np.array([s.std or 0 for s in found.values()])
+                _draw_line(axis, key, x, mean, marker="o", markersize=4)
+                _draw_band(axis, key.color, x, mean - std, mean + std)
+            elif kind == "other":
+                axis.plot(x, mean, color=key.color, linewidth=0.9, marker=".", markersize=3)
+            elif kind == "paper":
+                axis.plot(x, mean, "D", color=key.color, fillstyle="none")
+            else:
+                style = linestyle(key.shape)
+                axis.axhline(mean[0], linestyle=style, color=key.color, linewidth=1.2)
         axis.set_xticks(range(len(values)), [show(v) for v in values])
-        axis.set_xlim(-0.3, len(values) - 0.7)
-        axis.set_xlabel(name)
-        axis.set_ylabel("test accuracy, %")
+        axis.set(xlim=(-0.3, len(values) - 0.7), xlabel=name, ylabel="test accuracy, %")
         axis.grid(axis="y")
 
     alt = f"Accuracy over {name}: {'; '.join(best_points)}."
-    return Panel(f"over {name}", alt, draw, 5.6, 3.4), tuple(keys)
-
-
-def _sweep_line(axis: Axes, key: Key, points: Mapping[int, Spread], main: bool) -> None:
-    x, mean = list(points), np.array([s.mean for s in points.values()])
-    if not main:
-        axis.plot(x, mean, color=key.color, linewidth=0.9, marker=".", markersize=3)
-        return
-    std = np.array([s.std or 0 for s in points.values()])
-    _draw_line(axis, key, x, mean, marker="o", markersize=4)
-    _draw_band(axis, key.color, x, mean - std, mean + std)
-
-
-def _paper_points(axis: Axes, points: Mapping[int, float], color: str) -> None:
-    axis.plot(list(points), list(points.values()), "D", color=color, fillstyle="none")
-
-
-def _level(axis: Axes, key: Key, mean: float) -> None:
-    axis.axhline(mean, linestyle=linestyle(key.shape), color=key.color, linewidth=1.2)
+    return Panel(f"over {name}", alt, draw, 5.6, 3.4), tuple(key for _, key, _ in series)
 
 
 def _sweep_heat_map(
@@ -299,8 +272,7 @@ def _sweep_heat_map(
         _heat_map(axis, values, low, high, (0.06, 0.94), "{:.1f}", 8)
         axis.set_xticks(range(len(xs)), [show(v) for v in xs])
         axis.set_yticks(range(len(ys)), [show(v) for v in ys])
-        axis.set_xlabel(second)
-        axis.set_ylabel(first)
+        axis.set(xlabel=second, ylabel=first)
 
     best = np.unravel_index(np.nanargmax(values), values.shape) if there.size else None
     at = f"; best at {first} = {show(ys[best[0]])}, {second} = {show(xs[best[1]])}" if best else ""
@@ -313,10 +285,8 @@ def _sweep_heat_map(
 def _main_column(table: TaskTable) -> tuple[str, str]:
     """The column that counts, the average or an unseen domain, and its title."""
     there = [row for row in table.rows if row.accuracy]
-    main = {row.main for row in there}
-    column = main.pop() if len(main) == 1 else AVERAGE
-    unseen = {row.unseen for row in there}
-    return column, column_title(column, unseen.pop() if len(unseen) == 1 else None)
+    column = _only({row.main for row in there}, AVERAGE)
+    return column, column_title(column, _only({row.unseen for row in there}, None))
 
 
 # ---- models and prototypes ----------------------------------------------------------------------
@@ -337,8 +307,7 @@ def confusions(label: str, counts: Mapping[str, Ints], classes: Sequence[str]) -
             _heat_map(axis, percent, 0, 100, (0, 1), "{:.0f}", 6.5, absent="")
             axis.set_xticks(range(len(names)), names, rotation=turned)
             axis.set_yticks(range(len(names)), names)
-            axis.set_xlabel("predicted")
-            axis.set_ylabel("true class")
+            axis.set(xlabel="predicted", ylabel="true class")
 
         off = shares - np.diag(shares.diagonal())
         row, column = np.unravel_index(off.argmax(), off.shape)
@@ -383,24 +352,16 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
                     edgecolors="none" if kind == "image" else ink(),
                     linewidths=0 if kind == "image" else 0.6,
                 )  # fmt: skip
-        axis.set_xticks([])
-        axis.set_yticks([])
+        axis.set(xticks=[], yticks=[])
         _faint_frame(axis)
 
-    def by_class(axis: Axes) -> None:
-        scatter(axis, found.labels, CLASS_COLORS, True)
-
-    def by_domain(axis: Axes) -> None:
-        scatter(axis, of_domain, COLORS, False)
-
-    marks = [
-        Key(word, INK, marker)
-        for kind, word, marker in (
-            ("sent", "a client's prototype", "D"),
-            ("made", "made by the server", "*"),
-        )
-        if kind in found.kind
-    ]
+    by_class = partial(scatter, group=found.labels, colors=CLASS_COLORS, shapes=True)
+    by_domain = partial(scatter, group=of_domain, colors=COLORS, shapes=False)
+    marks = {
+        "sent": Key("a client's prototype", INK, "D"),
+        "made": Key("made by the server", INK, "*"),
+    }
+    legend = tuple(key for kind, key in marks.items() if kind in found.kind)
     class_keys = tuple(
         Key(name, CLASS_COLORS[i % 10], MARKERS[(i // 10) % len(MARKERS)])
         for i, name in enumerate(classes if len(classes) <= SHOWN_CLASSES else ())
@@ -411,7 +372,7 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
         Panel("by class", f"{alt}class, with prototypes.", by_class, 4.2, 3.9, class_keys),
         Panel("by domain", f"{alt}domain ({', '.join(names)}).", by_domain, 4.2, 3.9, domain_keys),
     )
-    return Plot(f"tsne-{slug(f'{label} {found.title}')}", "", panels, tuple(marks), columns=2)
+    return Plot(f"tsne-{slug(f'{label} {found.title}')}", "", panels, legend, columns=2)
 
 
 def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plot:
@@ -428,8 +389,7 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
         _heat_map(axis, numbers, 0, most, (0, 0.75), "{:.0f}", 6.5, most_rows=SHOWN_CLASSES)
         axis.set_xticks(range(len(found)), [str(f.round) for f in found])
         axis.set_yticks(range(len(classes)), _shortened(classes))
-        axis.set_xlabel("round")
-        axis.set_ylabel("class")
+        axis.set(xlabel="round", ylabel="class")
 
     def draw_members(axis: Axes) -> None:
         for j in range(max(len(last.members[k]) for k in classes)):
@@ -444,9 +404,7 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
             )  # fmt: skip
         _client_ticks(axis, order)
         axis.set_yticks(range(len(classes)), _shortened(classes))
-        axis.set_xlim(-0.6, len(order) - 0.4)
-        axis.set_ylim(len(classes) - 0.5, -0.5)
-        axis.set_ylabel("class")
+        axis.set(xlim=(-0.6, len(order) - 0.4), ylim=(len(classes) - 0.5, -0.5), ylabel="class")
         axis.grid(axis="y")
         for i in range(1, len(order)):
             if last.domains[order[i]] != last.domains[order[i - 1]]:
@@ -465,26 +423,19 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
     alone = sum(
         len({last.domains[c] for c in own}) == 1 for k in classes for own in last.members[k]
     )
+    then = f"in round {last.round}"
+    span = f"{int(numbers.min())} to {int(numbers.max())}"
+    counts = f"Number of FINCH clusters per class by round: {span}."
+    share = f"{alone} of {int(numbers[:, -1].sum())} clusters hold clients of a single domain"
+    members = f"Members of the clusters {then}: {share}."
+    apart = (
+        f"Mean cosine distance between clients' prototypes of a class: at most {mean.max():.2f}."
+    )
     panels = (
-        Panel(
-            "clusters per class",
-            "Number of FINCH clusters per class by round: "
-            f"{int(numbers.min())} to {int(numbers.max())}.",
-            draw_counts, 3.4, height,
-        ),
-        Panel(
-            f"clusters in round {last.round}",
-            f"Members of the clusters in round {last.round}: {alone} of "
-            f"{int(numbers[:, -1].sum())} clusters hold clients of a single domain.",
-            draw_members, 3.8, height,
-        ),
-        Panel(
-            f"distances between clients in round {last.round}",
-            "Mean cosine distance between clients' prototypes of a class: at most "
-            f"{float(mean.max()):.2f}.",
-            draw_distances, 3.8, height,
-        ),
-    )  # fmt: skip
+        Panel("clusters per class", counts, draw_counts, 3.4, height),
+        Panel(f"clusters {then}", members, draw_members, 3.8, height),
+        Panel(f"distances between clients {then}", apart, draw_distances, 3.8, height),
+    )
     return Plot(f"clusters-{slug(label)}", "", panels)
 
 
@@ -516,6 +467,10 @@ def _shortened(names: Sequence[str]) -> list[str]:
 # ---- values -------------------------------------------------------------------------------------
 
 
+def _only(values: set[T], otherwise: T) -> T:
+    return next(iter(values)) if len(values) == 1 else otherwise
+
+
 def _keys(runs: Sequence[RunHistory], looks: Looks | None) -> tuple[Key, ...]:
     """An entry for each label, in the order of the runs."""
     looks = looks or looks_of(runs)
@@ -523,18 +478,13 @@ def _keys(runs: Sequence[RunHistory], looks: Looks | None) -> tuple[Key, ...]:
     return tuple(Key(label, *looks[label]) for label in labels)
 
 
-def _accuracies(run: RunHistory) -> dict[str, list[float]]:
-    return over_rounds(run.rounds, run.unseen)
-
-
-def _bytes(run: RunHistory) -> list[int]:
-    return [record["bytes_up"] + record["bytes_down"] for record in run.rounds]
-
-
-def _stack(runs: Sequence[Sequence[float]]) -> Floats:
-    """A row for each run, with as many rounds as all of them have."""
-    length = min(map(len, runs))
-    return np.array([run[:length] for run in runs], dtype=float)
+def _by_label(runs: Sequence[RunHistory], series: Sequence[Sequence[float]]) -> dict[str, Floats]:
+    """For each label a row for each of its runs, with as many rounds as all of these have."""
+    found: dict[str, list[Sequence[float]]] = {}
+    for run, values in zip(runs, series, strict=True):
+        found.setdefault(run.label, []).append(values)
+    shortest = {label: min(map(len, own)) for label, own in found.items()}
+    return {k: np.array([v[: shortest[k]] for v in own], float) for k, own in found.items()}
 
 
 def _limits(values: Iterable[Floats]) -> tuple[float, float]:
@@ -557,23 +507,20 @@ def _draw_band(axis: Axes, color: str, x: Any, low: Any, high: Any) -> None:
 
 def _draw_bars(
     axis: Axes,
-    values: Mapping[str, float],
-    colors: Mapping[str, str],
+    bars: Mapping[str, float],
+    colors: Sequence[str],
     form: str,
     gap: float,
     errors: Sequence[float] = (),
 ) -> None:
     """Horizontal bars with their values beside them; ``gap``: between a bar and its value."""
-    y = list(range(len(values)))
-    ends = [v + e for v, e in zip(values.values(), errors or [0.0] * len(y), strict=True)]
-    axis.barh(y, list(values.values()), color=[colors[m] for m in values], height=0.66, alpha=0.88)
+    y, values = list(range(len(bars))), list(bars.values())
+    axis.barh(y, values, color=colors, height=0.66, alpha=0.88)
     if errors:
-        axis.errorbar(
-            list(values.values()), y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9
-        )
-    for at, end, value in zip(y, ends, values.values(), strict=True):
-        _draw_text(axis, end + gap, at, form.format(value), va="center", fontsize=8)
-    axis.set_yticks(y, list(values))
+        axis.errorbar(values, y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9)
+    for at, value, error in zip(y, values, errors or [0.0] * len(y), strict=True):
+        _draw_text(axis, value + error + gap, at, form.format(value), va="center", fontsize=8)
+    axis.set_yticks(y, list(bars))
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x")
@@ -615,9 +562,8 @@ def _heat_map(
         text = absent if np.isnan(value) else form.format(value)
         if text and len(values) <= most_rows:
             color = "#ffffff" if opacity[row, column] > 0.58 else ink()
-            _draw_text(
-                axis, column, row, text, ha="center", va="center", fontsize=size, color=color
-            )
+            style = {"ha": "center", "va": "center", "fontsize": size, "color": color}
+            _draw_text(axis, column, row, text, **style)
 
 
 def _draw_text(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
@@ -626,8 +572,7 @@ def _draw_text(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
 
 
 def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
-    axis.set_ylim(*limits)
-    axis.set_ylabel("test accuracy, %")
+    axis.set(ylim=limits, ylabel="test accuracy, %")
     axis.grid(axis="y")
     axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 

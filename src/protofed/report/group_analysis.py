@@ -10,24 +10,26 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from protofed import analysis
-from protofed.analysis import Floats, Ints, Outputs, RoundPrototypes
+from protofed.analysis import Ints, Outputs
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
 from protofed.report import stored_analysis
 from protofed.report.collect import Group, Progress
 from protofed.report.figures import Embedding
-from protofed.report.stored_analysis import GroupAnalysis
+from protofed.report.stored_analysis import PARTS, GroupAnalysis
 from protofed.runs.result import Result, has_model, load_run
 from protofed.studies.definition import Study
 
 TSNE_IMAGES = 1200
 """Images in a t-SNE, all domains together."""
+OF_IMAGES = ("confusion", "features")
 NO_PROTOTYPES = "clients sent no prototypes, or none were kept."
 
 
@@ -35,16 +37,14 @@ def analyze(group: Group, images: int, progress: Progress) -> GroupAnalysis:
     """Analyze a group's runs with at most ``images`` test images per domain; 0: none."""
     found = GroupAnalysis()
     todo: dict[str, Result] = {}
-    swept = _swept(group)
+    lines = group.study.lines if group.study is not None else ()
+    swept = {line.label for line in lines if line.sweep is not None}
     for label, runs in group.methods.items():
         run = analyzed_run(runs)
         if label in swept:  # dozens of runs, whose point is the sweep's table and figure
-            for part in ("confusion", "features", "clusters"):
-                found.miss(
-                    part, "Not shown for the points of a sweep: make a report of single runs."
-                )
+            found.miss(PARTS, "Not shown for the points of a sweep: make a report of single runs.")
             continue
-        with _noted(found, label, "confusion", "features", "clusters"):
+        with _noted(found, PARTS, label):
             if not has_model(run.folder) and run.analysis:
                 stored_analysis.add_stored(found, label, run.analysis)
                 _note_missing(found, label)
@@ -52,24 +52,25 @@ def analyze(group: Group, images: int, progress: Progress) -> GroupAnalysis:
             _prototypes(found, label, run, progress)
             todo[label] = run
     if not images and todo:
-        for part in ("confusion", "features"):
-            found.miss(part, "Not asked for (--images 0).")
+        found.miss(OF_IMAGES, "Not asked for (--images 0).")
         return found
-    with_model = {label: run for label, run in todo.items() if _has_model(found, label, run)}
+    with_model = {k: run for k, run in todo.items() if not run.lean or has_model(run.folder)}
+    without = [label for label in todo if label not in with_model]
+    if without:
+        found.miss(OF_IMAGES, "the run's folder has no model.", *without)
     if not with_model:
         return found
     try:
         progress(f"loading {group.title}")
         task = next(iter(with_model.values())).task()
     except ProtofedError as error:
-        for part in ("confusion", "features"):
-            found.miss(part, f"This needs the task's images, which are not available: {error}.")
+        found.miss(OF_IMAGES, f"This needs the task's images, which are not available: {error}.")
         return found
     found.classes = task.classes
 
     def analyze_label(label: str) -> GroupAnalysis:
         own, run = GroupAnalysis(), with_model[label]
-        with _noted(own, label, "confusion", "features"):
+        with _noted(own, OF_IMAGES, label):
             whole = load_run(run.folder) if run.lean and run.folder is not None else run
             _images(own, label, whole, task, images, group.study, progress)
         return own
@@ -83,50 +84,35 @@ def analyze(group: Group, images: int, progress: Progress) -> GroupAnalysis:
 
 def analyzed_run(runs: Sequence[Result]) -> Result:
     """The first of a label's runs that has its model or stored analyses; else the first."""
-    for run in runs:
-        if not run.lean or has_model(run.folder) or run.analysis:
-            return run
-    return runs[0]
-
-
-def _swept(group: Group) -> set[str]:
-    lines = group.study.lines if group.study is not None else ()
-    return {line.label for line in lines if line.sweep is not None}
+    usable = (run for run in runs if not run.lean or has_model(run.folder) or run.analysis)
+    return next(usable, runs[0])
 
 
 @contextmanager
-def _noted(found: GroupAnalysis, label: str, *parts: str) -> Iterator[None]:
+def _noted(found: GroupAnalysis, parts: Sequence[str], label: str) -> Iterator[None]:
     try:
         yield
     except ProtofedError as error:
-        for part in parts:
-            found.miss(part, f"{error}.", label)
-
-
-def _has_model(found: GroupAnalysis, label: str, run: Result) -> bool:
-    if run.lean and not has_model(run.folder):
-        for part in ("confusion", "features"):
-            found.miss(part, "the run's folder has no model.", label)
-        return False
-    return True
+        found.miss(parts, f"{error}.", label)
 
 
 def _note_missing(found: GroupAnalysis, label: str) -> None:
     """Record what the stored analyses of a run lack."""
     reason = "the study was packed without it, and its models are gone."
-    for part, there in (("confusion", found.confusions), ("features", found.embeddings)):
-        if label not in there:
-            found.miss(part, reason, label)
+    if label not in found.confusions:
+        found.miss(["confusion"], reason, label)
+    if label not in found.embeddings:
+        found.miss(["features"], reason, label)
     if label not in found.clusters:
-        found.miss("clusters", NO_PROTOTYPES, label)
+        found.miss(["clusters"], NO_PROTOTYPES, label)
 
 
 def _prototypes(found: GroupAnalysis, label: str, run: Result, progress: Progress) -> None:
     if not analysis.prototype_rounds(run):
-        found.miss("clusters", NO_PROTOTYPES, label)
+        found.miss(["clusters"], NO_PROTOTYPES, label)
         return
     progress(f"{label}: clusters of its prototypes")
-    with _noted(found, label, "clusters"):
+    with _noted(found, ["clusters"], label):
         found.clusters[label] = analysis.clusters(run)
         found.distances[label] = analysis.prototype_distances(run)
 
@@ -142,7 +128,7 @@ def _images(
 ) -> None:
     """Confusions, domain gap, and t-SNE of the domains and rounds that the study asks for."""
     asked = study.tsne if study is not None else {}
-    domains, rounds = asked.get("domains", ()), bool(asked.get("rounds"))
+    rounds, last = asked.get("rounds", ()), run.config.rounds
     first: dict[str, Outputs] = {}
     confusion: dict[str, Ints] = {}
     for domain in task.domains:
@@ -156,25 +142,19 @@ def _images(
     progress(f"{label}: gap between the domains")
     found.gaps[label] = analysis.gap({d: (o.features, o.labels) for d, o in first.items()})
     progress(f"{label}: t-SNE")
-    drawn = {d: o for d, o in first.items() if d in domains} or first
+    drawn = {d: o for d, o in first.items() if d in asked.get("domains", ())} or first
     found.embeddings[label] = []
-    there = {*analysis.model_rounds(run), run.config.rounds}
-    if lost := [
-        str(r) for r in asked.get("rounds", ()) if r < run.config.rounds and r not in there
-    ]:
+    there = [r for r in analysis.model_rounds(run) if r != last]
+    if lost := [str(r) for r in rounds if r < last and r not in there]:
         text = f"no model of round {', '.join(lost)} was kept (delete the run to repeat it)."
-        found.miss("features", text, label)
-    if beyond := [str(r) for r in asked.get("rounds", ()) if r > run.config.rounds]:
-        text = f"round {', '.join(beyond)}: the run has {run.config.rounds}."
-        found.miss("features", text, label)
-    for round in analysis.model_rounds(run) if rounds else ():
-        if round != run.config.rounds:
-            then = {
-                d: next(analysis.outputs(run, d, round=round, task=task, limit=images))
-                for d in drawn
-            }
-            found.embeddings[label].append(_embedding(run, then, round))
-    found.embeddings[label].append(_embedding(run, drawn, run.config.rounds if rounds else None))
+        found.miss(["features"], text, label)
+    if beyond := [str(r) for r in rounds if r > last]:
+        found.miss(["features"], f"round {', '.join(beyond)}: the run has {last}.", label)
+    for round in there if rounds else ():
+        outputs = partial(analysis.outputs, run, round=round, task=task, limit=images)
+        then = {domain: next(outputs(domain=domain)) for domain in drawn}
+        found.embeddings[label].append(_embedding(run, then, round))
+    found.embeddings[label].append(_embedding(run, drawn, last if rounds else None))
 
 
 def _embedding(run: Result, first: Mapping[str, Outputs], round: int | None = None) -> Embedding:
@@ -188,7 +168,9 @@ def _embedding(run: Result, first: Mapping[str, Outputs], round: int | None = No
     if there and (round is None or round in there):
         size = parts[0][1].shape[1]
         shown = {"", *first}  # the server's, and those of clients in these domains
-        every = _prototype_parts(analysis.prototypes(run, round))
+        found = analysis.prototypes(run, round)
+        every = [("sent", z, y, found.domains[client]) for client, (z, y) in found.sent.items()]
+        every += [("made", z, y, "") for z, y in found.made.values()]
         parts += [p for p in every if p[3] in shown and p[1].ndim == 2 and p[1].shape[1] == size]
     rows = np.concatenate([z for _, z, _, _ in parts]).astype(np.float64)
     unit = rows / np.maximum(1e-12, np.linalg.norm(rows, axis=1, keepdims=True))
@@ -199,9 +181,3 @@ def _embedding(run: Result, first: Mapping[str, Outputs], round: int | None = No
         tuple(kind for kind, z, _, _ in parts for _ in z),
         f"round {round}" if round is not None else "",
     )
-
-
-def _prototype_parts(found: RoundPrototypes) -> list[tuple[str, Floats, Ints, str]]:
-    """Prototypes by sender: kind, rows, classes, and the domain of the client that sent them."""
-    sent = [("sent", z, y, found.domains[client]) for client, (z, y) in found.sent.items()]
-    return sent + [("made", z, y, "") for z, y in found.made.values()]

@@ -11,7 +11,7 @@ Tables and the report are made again from it: ``protofed study table``, ``protof
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 from protofed.report import stored_analysis
-from protofed.report.collect import collect
+from protofed.report.collect import Progress, collect
 from protofed.report.group_analysis import analyze, analyzed_run
 from protofed.report.study_figures import write_figures
 from protofed.runs.pool import PACKED, write_packed
@@ -39,7 +39,7 @@ class Packed:
 
 
 def pack(
-    source: Path, to: Path, images: int = 500, progress: Callable[[str], None] = lambda text: None
+    source: Path, to: Path, images: int = 500, progress: Progress = lambda text: None
 ) -> Packed:
     """Pack a study; ``images``: see ``protofed report``.
 
@@ -70,16 +70,13 @@ def pack(
     return Packed(len(lines), sum(path.stat().st_size for path in to.iterdir()))
 
 
-def _analyses(
-    source: Path, images: int, progress: Callable[[str], None]
-) -> dict[str, dict[str, object]]:
+def _analyses(source: Path, images: int, progress: Progress) -> dict[str, dict[str, object]]:
     """What a report shows of models: for each row the first seed that has its model."""
     found = {}
     for group in collect([source]).groups:
         analysis = analyze(group, images, progress)
         for label, runs in group.methods.items():
-            plain = stored_analysis.to_plain(analysis, label)
-            if plain:
+            if plain := stored_analysis.to_plain(analysis, label):
                 found[str(analyzed_run(runs).summary["hash"])] = plain
     return found
 

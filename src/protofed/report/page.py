@@ -20,19 +20,13 @@ from protofed.files import write_atomic
 from protofed.report import figures, plot, run_details
 from protofed.report.collect import Group, Progress, ReportInput
 from protofed.report.group_analysis import analyze
-from protofed.report.page_table import PageTable, result_table
+from protofed.report.page_table import PageTable, cells, result_table
 from protofed.report.palette import STYLES, TONES
 from protofed.report.plot import Plot
 from protofed.report.stored_analysis import PARTS, GroupAnalysis
+from protofed.studies import tables
 from protofed.studies.history import RunHistory, join_left_out
-from protofed.studies.tables import (
-    BASELINE,
-    Spread,
-    TableRow,
-    baseline_name,
-    caption,
-    seed_warning,
-)
+from protofed.studies.tables import BASELINE, Spread, TableRow
 from protofed.version import __version__
 
 MOST_SKIPPED = 8
@@ -69,20 +63,17 @@ def write_report(
         found = analyze(group, images, progress)
         sections.append(_section(group, group.histories, painter) | _details(group, found, painter))
     versions = given.groups[0].results[0].summary.get("versions", {})
-    text = (
-        environment()
-        .get_template("report.html.j2")
-        .render(
-            title=title or _title(given),
-            papers=[p for p in dict.fromkeys(g.study.paper for g in given.groups if g.study) if p],
-            sections=sections,
-            many=many,
-            skipped=[f"{path.name}: {reason}" for path, reason in given.skipped],
-            most_skipped=MOST_SKIPPED,
-            made_with=", ".join(f"{name} {version}" for name, version in versions.items()),
-            version=__version__,
-            tones=TONES,
-        )
+    template = environment().get_template("report.html.j2")
+    text = template.render(
+        title=title or _title(given),
+        papers=[p for p in dict.fromkeys(g.study.paper for g in given.groups if g.study) if p],
+        sections=sections,
+        many=many,
+        skipped=[f"{path.name}: {reason}" for path, reason in given.skipped],
+        most_skipped=MOST_SKIPPED,
+        made_with=", ".join(f"{name} {version}" for name, version in versions.items()),
+        version=__version__,
+        tones=TONES,
     )
     write_atomic(page, text)
     return [page, *painter.written]
@@ -191,10 +182,10 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "ranks": _ranks(rows, looks),
         "table": result_table(rows, looks, table.columns if table is not None else (), baseline),
         "seeds": seeds,
-        "baseline": baseline_name(baseline),
+        "baseline": tables.baseline_name(baseline),
         "printed": any(row.paper for row in rows),  # the table has the paper's numbers
         "notes": table.notes if table is not None else (),
-        "caption": table.caption if table is not None else caption(group.results),
+        "caption": table.caption if table is not None else tables.caption(group.results),
         "sweeps": [painter.draw(plot) for plot in sweeps],
         "curves": painter.draw_lines(figures.curves, runs, looks) if runs else None,
         "bars": painter.draw(figures.bars(rows, looks)) if runs else None,
@@ -251,14 +242,14 @@ def headline(
     elif main != "average":
         scope = f"on {main}, which no client has"
     printed = best.paper.get(main)
-    warning = seed_warning(min(seeds, best.seeds)).strip(" ()")
+    warning = tables.seed_warning(min(seeds, best.seeds)).strip(" ()")
     return {
         "label": best.label,
         "mean": best.accuracy[main].mean,
         "scope": scope,
         "alone": len(there) == 1,
         "is_baseline": best.label == baseline,
-        "baseline": baseline_name(baseline),
+        "baseline": tables.baseline_name(baseline),
         "difference": best.differences.get(main),
         "hardest": min(domains.items(), key=lambda d: d[1]) if main == "average" else None,
         "printed": None if printed is None or math.isnan(printed) else printed,
@@ -281,4 +272,4 @@ def _gaps(found: GroupAnalysis) -> PageTable | None:
         [label, f"{g.distance:.3f}", f"{g.classes:.3f}", f"{g.ratio:.2f}", f"{g.probe:.1f}"]
         for label, g in found.gaps.items()
     ]
-    return PageTable.of(header, rows, kind="narrow")
+    return PageTable(header, cells(rows), kind="narrow")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protofed.report.palette import Look
@@ -36,16 +36,9 @@ class PageTable:
     kind: str = ""
     """A CSS class."""
 
-    @classmethod
-    def of(
-        cls,
-        header: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        left: Sequence[int] = (0,),
-        kind: str = "",
-    ) -> PageTable:
-        """A table of plain texts."""
-        return cls(header, [[PageCell(text) for text in row] for row in rows], left, kind)
+
+def cells(rows: Iterable[Iterable[str]]) -> list[list[PageCell]]:
+    return [[PageCell(text) for text in row] for row in rows]
 
 
 def result_table(

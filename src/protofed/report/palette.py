@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from functools import cache
 from hashlib import blake2b
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from protofed.methods import METHODS
-from protofed.studies.tables import BASELINE
+from protofed.studies.history import RunHistory
+from protofed.studies.tables import BASELINE, TableRow
 
 
 class Tone(NamedTuple):
@@ -90,23 +91,7 @@ def method_look(method: str) -> Look:
     return looks[method]
 
 
-class Labeled(Protocol):
-    """A row of a table, or a run."""
-
-    @property
-    def label(self) -> str:
-        """What a person reads."""
-
-    @property
-    def method(self) -> str:
-        """The name of the method behind the label."""
-
-    @property
-    def variant(self) -> bool:
-        """Whether its hyper-parameters differ from the method's defaults."""
-
-
-def looks_of(items: Iterable[Labeled]) -> dict[str, Look]:
+def looks_of(items: Iterable[RunHistory | TableRow]) -> dict[str, Look]:
     """The look of each label, no two the same.
 
     A method has its own look. Its variants keep its color and differ in line style, as long as

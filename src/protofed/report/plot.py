@@ -74,7 +74,6 @@ class Key:
 
     @property
     def is_line(self) -> bool:
-        """Whether it stands for a line rather than for a marker."""
         return self.shape in STYLES
 
 
@@ -229,9 +228,7 @@ def _panel_legend(axis: Axes, panel: Panel) -> None:
 
 
 def _handle(key: Key) -> Line2D:
-    color = ink() if key.color == INK else key.color
+    shape: dict[str, Any] = {"marker": key.shape, "linestyle": ""}
     if key.is_line:
-        return Line2D(
-            [], [], color=color, linestyle=linestyle(key.shape), linewidth=1.7, label=key.label
-        )
-    return Line2D([], [], color=color, marker=key.shape, linestyle="", label=key.label)
+        shape = {"linestyle": linestyle(key.shape), "linewidth": 1.7}
+    return Line2D([], [], color=ink() if key.color == INK else key.color, label=key.label, **shape)

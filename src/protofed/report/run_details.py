@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from protofed.report.collect import Group
-from protofed.report.page_table import PageTable
+from protofed.report.page_table import PageTable, cells
 from protofed.runs.records import SELECTION
 from protofed.runs.result import Result
 from protofed.studies.tables import TESTED, WEIGHTS, client_sizes
@@ -35,10 +35,8 @@ def facts(group: Group) -> dict[str, str]:
 
 def _training(run: Result) -> str:
     c = run.config
-    return (
-        f"protocol {c.protocol}: {c.rounds} rounds × {c.epochs} epochs, batch {c.batch}, "
-        f"lr {c.lr:g}"
-    )
+    length = f"{c.rounds} rounds × {c.epochs} epochs"
+    return f"protocol {c.protocol}: {length}, batch {c.batch}, lr {c.lr:g}"
 
 
 def _model(run: Result) -> str:
@@ -55,8 +53,7 @@ def _weights(run: Result) -> str:
 def _client_sizes(group: Group) -> str:
     by_seed: dict[int, set[str]] = {}
     for run in group.results:
-        text = _sizes(run)
-        by_seed.setdefault(run.config.seed, set()).add(text)
+        by_seed.setdefault(run.config.seed, set()).add(_sizes(run))
     if len(set.union(*by_seed.values())) > 1 and all(len(texts) == 1 for texts in by_seed.values()):
         return "drawn by each seed"
     return _common(group, _sizes)
@@ -71,10 +68,8 @@ def _common(group: Group, describe: Callable[[Result], str]) -> str:
     """One text for all runs, or which methods differ."""
     found: dict[str, list[str]] = {}
     for method, runs in group.methods.items():
-        for run in runs:
-            names = found.setdefault(describe(run), [])
-            if method not in names:
-                names.append(method)
+        for text in dict.fromkeys(map(describe, runs)):
+            found.setdefault(text, []).append(method)
     most, *others = sorted(found, key=lambda text: -len(found[text]))
     if not others:
         return most
@@ -86,31 +81,26 @@ def _common(group: Group, describe: Callable[[Result], str]) -> str:
     return f"{', '.join(found[most])}: {most}; {named}"
 
 
-@dataclass(frozen=True)
-class Clients:
-    """Who held which samples; a long table has a ``summary`` to fold it under."""
+def clients(group: Group) -> dict[str, Any] | None:
+    """Who held which samples in the first run; None if it does not record them.
 
-    table: PageTable
-    seed: int
-    unseen: str | None
-    summary: str
-
-
-def clients(group: Group) -> Clients | None:
-    """The clients of the first run; None if it does not record them."""
+    A long table has a ``summary`` to fold it under.
+    """
     first = group.results[0]
     found = [row for row in first.summary.get("clients", []) if isinstance(row, Mapping)]
     if not found:
         return None
     header = ["client", "domain", "samples", "classes"]
     header += ["note"] * any("note" in row for row in found)
-    table = PageTable.of(
-        header, [[str(row.get(c, "")) for c in header] for row in found], (0, 1, 4), "narrow"
-    )
+    rows = cells([str(row.get(c, "")) for c in header] for row in found)
     count = Counter(str(row.get("domain")) for row in found)
     each = ", ".join(f"{domain} {n}" for domain, n in count.items())
-    summary = f"{len(found)} clients: {each}" if len(found) > MANY else ""
-    return Clients(table, first.config.seed, first.config.leave_out, summary)
+    return {
+        "table": PageTable(header, rows, (0, 1, 4), "narrow"),
+        "seed": first.config.seed,
+        "unseen": first.config.leave_out,
+        "summary": f"{len(found)} clients: {each}" if len(found) > MANY else "",
+    }
 
 
 def run_table(group: Group) -> PageTable:
@@ -127,7 +117,7 @@ def run_table(group: Group) -> PageTable:
                 str(len(run.rounds)), f"{megabytes:.1f}", f"{run.summary['seconds']:.0f}",
                 str(run.summary.get("engine", "")), run.folder.name if run.folder else "",
             ))  # fmt: skip
-    return PageTable.of(header, rows, (0, 6, 7))
+    return PageTable(header, cells(rows), (0, 6, 7))
 
 
 def settings(group: Group) -> dict[str, str]:
@@ -139,13 +129,12 @@ def settings(group: Group) -> dict[str, str]:
         for section, lines in every[0].items()
     }
     texts = {"Shared by all methods": _toml(shared)}
-    if len(configs) > 1:
-        for label, sections in configs.items():
-            own = {
-                section: [line for line in lines if line not in shared.get(section, ())]
-                for section, lines in sections.items()
-            }
-            texts[label] = _toml(own)
+    for label, sections in configs.items() if len(configs) > 1 else ():
+        own = {
+            section: [line for line in lines if line not in shared.get(section, ())]
+            for section, lines in sections.items()
+        }
+        texts[label] = _toml(own)
     return texts
 
 
@@ -160,7 +149,5 @@ def _sections(toml: str) -> dict[str, list[str]]:
 
 
 def _toml(sections: Mapping[str, Sequence[str]]) -> str:
-    blocks = [
-        "\n".join([*filter(None, [name]), *lines]) for name, lines in sections.items() if lines
-    ]
+    blocks = ("\n".join([name, *lines]).lstrip() for name, lines in sections.items() if lines)
     return "\n\n".join(blocks)

@@ -6,7 +6,7 @@ the t-SNE, the gap between domains, clusters and distances of prototypes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +35,11 @@ class GroupAnalysis:
     missing: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     """What could not be made: part → reason → labels; no labels: the whole part."""
 
-    def miss(self, part: str, reason: str, label: str | None = None) -> None:
-        """Record why something is missing."""
-        labels = self.missing.setdefault(part, {}).setdefault(reason, [])
-        if label is not None and label not in labels:
-            labels.append(label)
+    def miss(self, parts: Iterable[str], reason: str, *labels: str) -> None:
+        """Record why these parts are missing for the labels; without labels: for all."""
+        for part in parts:
+            known = self.missing.setdefault(part, {}).setdefault(reason, [])
+            known += [label for label in labels if label not in known]
 
     def add(self, other: GroupAnalysis) -> None:
         """Take over the analyses of other labels."""
@@ -48,9 +48,7 @@ class GroupAnalysis:
             getattr(self, name).update(getattr(other, name))
         for part, reasons in other.missing.items():
             for reason, labels in reasons.items():
-                self.miss(part, reason)
-                for label in labels:
-                    self.miss(part, reason, label)
+                self.miss([part], reason, *labels)
 
     def reasons(self, part: str, labels: Collection[str]) -> list[str]:
         """Why something of a part is missing, each reason once; ``labels``: all of the group."""
@@ -69,7 +67,10 @@ def to_plain(found: GroupAnalysis, label: str) -> dict[str, Any]:
         parts["tested"] = {d: list(n) for d, n in found.tested.items()}
         parts["confusion"] = {d: c.tolist() for d, c in found.confusions[label].items()}
     if label in found.embeddings:
-        parts["tsne"] = [_embedding(e) for e in found.embeddings[label]]
+        parts["tsne"] = [
+            {**vars(e), "places": _rounded(e.places, 2), "labels": e.labels.tolist()}
+            for e in found.embeddings[label]
+        ]
     if label in found.gaps:
         parts["gap"] = vars(found.gaps[label])
     if label in found.clusters:
@@ -82,45 +83,31 @@ def to_plain(found: GroupAnalysis, label: str) -> dict[str, Any]:
 def add_stored(found: GroupAnalysis, label: str, parts: Mapping[str, Any]) -> None:
     """Add the stored analyses of a label's run."""
     try:
-        _add(found, label, parts)
+        if "confusion" in parts:
+            found.classes = tuple(parts["classes"])
+            found.tested = {d: (n, of) for d, (n, of) in parts["tested"].items()}
+            found.confusions[label] = {d: np.array(c) for d, c in parts["confusion"].items()}
+        if "tsne" in parts:
+            found.embeddings[label] = [_embedding(**e) for e in parts["tsne"]]
+        if "gap" in parts:
+            found.gaps[label] = DomainGap(**parts["gap"])
+        if "clusters" in parts:
+            found.clusters[label] = [_clusters(**c) for c in parts["clusters"]]
+            found.distances[label] = _distances(**parts["distances"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ProtofedError(f"the stored analysis of {label} is damaged: {error!r}") from None
 
 
-def _add(found: GroupAnalysis, label: str, parts: Mapping[str, Any]) -> None:
-    if "confusion" in parts:
-        found.classes = tuple(parts["classes"])
-        found.tested = {d: (n, of) for d, (n, of) in parts["tested"].items()}
-        found.confusions[label] = {d: np.array(c) for d, c in parts["confusion"].items()}
-    if "tsne" in parts:
-        found.embeddings[label] = [
-            Embedding(
-                np.array(e["places"]), np.array(e["labels"]), tuple(e["domains"]), tuple(e["kind"]),
-                e["title"],
-            )
-            for e in parts["tsne"]
-        ]  # fmt: skip
-    if "gap" in parts:
-        found.gaps[label] = DomainGap(**parts["gap"])
-    if "clusters" in parts:
-        found.clusters[label] = [
-            Clusters(
-                c["round"],
-                {k: tuple(map(tuple, own)) for k, own in c["members"].items()},
-                c["domains"],
-            )
-            for c in parts["clusters"]
-        ]
-        apart = parts["distances"]
-        found.distances[label] = Distances(
-            tuple(apart["classes"]),
-            tuple(apart["clients"]),
-            np.array(apart["cosine"], dtype=float),  # null is NaN
-        )
+def _embedding(places: Any, labels: Any, domains: Any, kind: Any, title: str) -> Embedding:
+    return Embedding(np.array(places), np.array(labels), tuple(domains), tuple(kind), title)
 
 
-def _embedding(found: Embedding) -> dict[str, Any]:
-    return {**vars(found), "places": _rounded(found.places, 2), "labels": found.labels.tolist()}
+def _clusters(round: int, members: Any, domains: Any) -> Clusters:
+    return Clusters(round, {k: tuple(map(tuple, own)) for k, own in members.items()}, domains)
+
+
+def _distances(classes: Any, clients: Any, cosine: Any) -> Distances:
+    return Distances(tuple(classes), tuple(clients), np.array(cosine, dtype=float))  # null is NaN
 
 
 def _rounded(values: Any, digits: int) -> Any:
