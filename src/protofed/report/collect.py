@@ -1,7 +1,7 @@
-"""Finished runs from folders, in groups whose numbers may be compared.
+"""Collects finished runs from folders into groups whose numbers may be compared.
 
-A study says itself what is compared: its tasks are groups, its rows are labels, and its table has
-the paper's numbers. Other runs are grouped by their settings.
+A study defines what is compared: each of its tasks is a group, its rows are the labels, and its
+table has the paper's numbers. Other runs are grouped by their settings.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from protofed.studies.history import RunHistory
 from protofed.studies.tables import BASELINE, TableRow, rows
 
 _MAY_DIFFER = ("method", "seed", "clients")
-"""Settings in which the runs of a group may differ; a seed may draw its clients."""
+"""Settings in which the runs of a group may differ; ``clients``, since a seed may draw them."""
+_HINT = "pass folders of runs, comparisons or studies"
 Progress = Callable[[str], None]
+"""Shows a text while runs are read."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Runs that may be compared; the ``method`` in each run's summary is its label.
 
-    The runs of a study have that ``study``, and the ``table`` of their task. Runs that left out
-    different domains are groups of their own that share the table of all of them.
+    If the runs belong to a study, ``study`` and ``table`` are the study and the table of their
+    task. A study that leaves out several domains in turn has a group for each of them, and all
+    these groups have the same table.
     """
 
     title: str
@@ -41,6 +44,7 @@ class Group:
     study: Study | None = None
     table: TaskTable | None = None
     unseen: str | None = None
+    """The domain left out, if it is one of several in the study; otherwise None."""
 
     @property
     def methods(self) -> dict[str, list[Result]]:
@@ -90,37 +94,33 @@ def collect(paths: Sequence[Path], progress: Progress = lambda text: None) -> Re
     """All finished runs in the paths: run folders, or folders that contain them."""
     groups: list[Group] = []
     skipped: list[tuple[Path, str]] = []
-    studies = list(dict.fromkeys(f for path in paths for f in _studies(path)))
-    used: set[Path] = set()
+    studies = list(dict.fromkeys(f for path in paths for f in _study_folders(path)))
+    in_studies: set[Path] = set()
     for folder in studies:
-        found, runs = _of_study(StudyFolder.open(folder), len(studies) > 1, progress)
+        found, runs = _study_groups(StudyFolder.open(folder), len(studies) > 1, progress)
         groups += found
-        used |= runs
-    loose: dict[str, Result] = {}
+        in_studies |= runs
+    others: dict[str, Result] = {}
     for run in {run.path: run for path in paths for run in find_runs(path)}.values():
-        if run.path.resolve() not in used and (result := _load(run, skipped, progress)):
-            loose.setdefault(result.summary["hash"], result)  # the same run twice is one run
-    if loose:
-        groups += _groups(list(loose.values()))
+        if run.path.resolve() not in in_studies and (result := _load(run, skipped, progress)):
+            others.setdefault(result.summary["hash"], result)  # copies of a run count once
+    if others:
+        groups += _groups_by_settings(list(others.values()))
     if not groups:
         where = ", ".join(f"'{p}'" for p in paths)
         why = f"; '{skipped[0][0]}': {skipped[0][1]}" if skipped else ""
-        raise ProtofedError(
-            f"no finished run in {where}{why}", "pass folders of runs, comparisons or studies"
-        )
+        raise ProtofedError(f"no finished run in {where}{why}", _HINT)
     return ReportInput(tuple(groups), tuple(skipped))
 
 
-def _studies(path: Path) -> list[Path]:
+def _study_folders(path: Path) -> list[Path]:
     if not path.is_dir():
-        raise ProtofedError(
-            f"'{path}' is not a folder", "pass folders of runs, comparisons or studies"
-        )
+        raise ProtofedError(f"'{path}' is not a folder", _HINT)
     return sorted(file.parent for file in path.rglob("study.toml"))
 
 
 def _load(run: RunFolder, skipped: list[tuple[Path, str]], progress: Progress) -> Result | None:
-    """A run without its model: few models are needed, and they are large."""
+    """A run without its model, which is large and rarely needed; None if it is ``skipped``."""
     if not run.is_finished():
         skipped.append((run.path, "not finished"))
         return None
@@ -135,11 +135,16 @@ def _load(run: RunFolder, skipped: list[tuple[Path, str]], progress: Progress) -
 # ---- a study's runs ------------------------------------------------------------------------------
 
 
-def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list[Group], set[Path]]:
-    """A group for each task, or for each domain that was left out; and the runs' folders."""
+def _study_groups(
+    folder: StudyFolder, name_study: bool, progress: Progress
+) -> tuple[list[Group], set[Path]]:
+    """A group for each task, or for each domain that was left out; and the runs' folders.
+
+    With ``name_study``, the groups' titles contain the study's.
+    """
     tables = {table.task: table for table in folder.tables()}
     found: dict[str, dict[str | None, list[Result]]] = {}
-    used: set[Path] = set()
+    run_folders: set[Path] = set()
     for planned, stored in folder.runs.items():
         by_unseen = found.setdefault(planned.task, {})
         if stored is None:
@@ -149,22 +154,23 @@ def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list
         named = replace(run, summary={**run.summary, "method": planned.line.label})
         by_unseen.setdefault(planned.unseen, []).append(named)
         if stored.folder is not None:
-            used.add(stored.folder.path.resolve())
+            run_folders.add(stored.folder.path.resolve())
     groups = []
     for task, by_unseen in found.items():
-        title = f"{folder.study.title}: {task}" if many else task
+        task_title = f"{folder.study.title}: {task}" if name_study else task
         several = len({p.unseen for p in folder.runs if p.task == task}) > 1
         for unseen, runs in by_unseen.items():
-            own = f"{title}, {unseen} left out" if several and unseen else title
+            title = f"{task_title}, {unseen} left out" if several and unseen else task_title
             part = unseen if several else None
-            groups.append(Group(own, tuple(runs), folder.study, tables[task], part))
-    return groups, used
+            groups.append(Group(title, tuple(runs), folder.study, tables[task], part))
+    return groups, run_folders
 
 
 # ---- other runs ---------------------------------------------------------------------------------
 
 
-def _groups(results: list[Result]) -> list[Group]:
+def _groups_by_settings(results: list[Result]) -> list[Group]:
+    """Groups titled by their task and the settings in which they differ from each other."""
     found: dict[str, list[Result]] = {}
     for result in results:
         found.setdefault(_text(_values(result)), []).append(result)
@@ -173,6 +179,7 @@ def _groups(results: list[Result]) -> list[Group]:
     groups = []
     for runs, values in zip(found.values(), settings, strict=True):
         title = str(values["task"])
+        # what usually follows from the task, which the title has anyway
         other = [k for k in differing if k not in ("task", "digest", "samples", "image_size")]
         more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in other if values[k] is not None]
         groups.append(Group(" · ".join([title, *more]), tuple(_labeled(runs))))
@@ -180,14 +187,14 @@ def _groups(results: list[Result]) -> list[Group]:
 
 
 def _values(result: Result) -> dict[str, Any]:
-    """The settings and facts that runs share which may be compared."""
+    """The settings and facts that must be the same for runs to be compared."""
     names = [f.name for f in fields(result.config) if changes_numbers(f.name)]
     settings = {n: getattr(result.config, n) for n in names if n not in _MAY_DIFFER}
     return settings | {n: result.facts.get(n) for n in ("precision", "numerics", "digest")}
 
 
 def _labeled(runs: Iterable[Result]) -> list[Result]:
-    """The runs with labels that name the hyper-parameters in which runs of a method differ.
+    """The runs with labels: the method, and the hyper-parameters in which its runs differ.
 
     FedAvg comes first, then the others by name and by the values of their hyper-parameters.
     """
@@ -200,8 +207,8 @@ def _labeled(runs: Iterable[Result]) -> list[Result]:
     taken: set[tuple[str, int]] = set()
     for run in runs:
         name, options = run.config.method.name, run.config.method.options()
-        own = list(variants[name].values())
-        differing = [k for k in options if len({_text(o.get(k)) for o in own}) > 1]
+        of_method = variants[name].values()
+        differing = [k for k in options if len({_text(o.get(k)) for o in of_method}) > 1]
         label = " ".join([name, *(f"{k}={_text(options[k])}" for k in differing)])
         if (label, run.config.seed) in taken:  # e.g. the method's file has changed
             label = f"{label} ({run.summary['hash']})"
@@ -213,10 +220,11 @@ def _labeled(runs: Iterable[Result]) -> list[Result]:
 def _order(run: Result) -> tuple[Any, ...]:
     method = run.config.method
     values = method.options().values()
-    # numbers before words, which cannot be compared with them
+    # numbers before words: Python cannot compare the two
     options = tuple((0, v) if isinstance(v, (int, float)) else (1, str(v)) for v in values)
     return method.name != BASELINE, method.name, options
 
 
 def _text(value: Any) -> str:
+    """A value as text for titles and labels, and as a key for values that cannot be hashed."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
