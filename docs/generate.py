@@ -87,8 +87,8 @@ def _settings() -> str:
             f"{optimizer} |"
         )
     used = ", ".join(f"{task}: `{name}`" for task, name in TASK_PROTOCOL.items())
-    last = f"The default of each task: {used}, your own folders: `fpl`."
-    return "\n".join([*lines, "", last, ""])
+    lines += ["", f"The default of each task: {used}, your own folders: `fpl`.", ""]
+    return "\n".join(lines)
 
 
 def _given(values: Mapping[str, object]) -> str:

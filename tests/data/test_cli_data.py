@@ -155,5 +155,5 @@ def test_a_run_lists_what_it_skips(name: str, tmp_path: Path) -> None:
     arguments = ("--protocol", "glyphs", "--rounds", "1", "--epochs", "1", "--device", "cpu")
     result = invoke("run", "--task", name, "--out", str(tmp_path / "o"), "--skip-bad", *arguments)
     assert result.exit_code == 0, result.output
-    assert "left out: " in result.output and "b/cat/3.png: it is empty" in result.output
+    assert "skipped file: " in result.output and "b/cat/3.png: it is empty" in result.output
     assert "3.png" in load_run(tmp_path / "o").summary["skipped"][0]

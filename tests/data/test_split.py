@@ -127,7 +127,7 @@ def test_no_clients_at_all(task: Task, clients: dict[str, int]) -> None:
 
 
 def test_no_number_of_samples(task: Task) -> None:
-    with pytest.raises(ProtofedError, match=r"'print' has clients but no number of samples"):
+    with pytest.raises(ProtofedError, match=r"no sample count .*'print'"):
         split(task, {"print": 1}, {"scan": 1}, 0)
 
 

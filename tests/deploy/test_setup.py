@@ -61,7 +61,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
         ({"sites": ["../a"]}, "cannot be a site's name"),
         ({"sites": ["a b"]}, "cannot be a site's name"),
         ({"sites": ["scan-1"], "task": "glyphs"}, "numbered from 0"),
-        ({"sites": ["scan"], "task": "glyphs"}, "not a client of a task"),
+        ({"sites": ["scan"], "task": "glyphs"}, "not the name of a task"),
         ({"sites": ["moon-0"], "task": "glyphs"}, "unknown domain"),
         ({"sites": ["a"], "address": "here"}, "not host:port"),
         ({"sites": ["a"], "minimum": 2}, "minimum"),

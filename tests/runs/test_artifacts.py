@@ -160,7 +160,7 @@ def test_overwrite_forgets_what_was_kept(tmp_path: Path) -> None:
 def test_large_prototypes_are_kept_of_the_last_round_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protofed.runs.artifacts.SMALL", 100)
+    monkeypatch.setattr("protofed.runs.artifacts.DEFAULT_MAX_BYTES", 100)
     run(**QUICK, method="fpl", out=tmp_path / "unasked")
     run(**QUICK, method="fpl", out=tmp_path / "asked", keep_rounds=[1])
     assert files(tmp_path / "unasked") == ["prototypes/3"]

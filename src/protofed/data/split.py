@@ -65,7 +65,7 @@ def split(
         if not clients.get(domain, 0):
             continue
         if domain not in samples:
-            raise ProtofedError(f"domain '{domain}' has clients but no number of samples")
+            raise ProtofedError(f"no sample count for the clients of domain '{domain}'")
         sizes, notes = _sizes(domain, clients[domain], samples[domain], len(images.train), leftover)
         if quantity is not None:
             rng = keys.generator(seed, domain, "quantity")

@@ -37,9 +37,11 @@ def init(
 ) -> None:
     """Write everything that a federation of these sites needs into a new folder.
 
-    ``hosts`` are further names for the server's certificate; ``domains`` gives the domain of a
-    site, by default its own name. With ``task`` the sites are clients of that built-in task.
-    ``rules`` are further fields of ``Members``: the image size and the times.
+    ``name`` is the federation's, by default the folder's. ``hosts`` are additional names for the
+    server's certificate. ``domains`` gives the domain of a site, by default the site's name. With
+    ``task`` the sites are clients of that built-in task, which then decides their domains.
+    ``minimum`` is the number of sites that a round needs. ``rules`` are other fields of
+    ``Members``: the image size and the time limits.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ProtofedError(f"'{folder}' already exists", "choose a new folder")
@@ -48,9 +50,10 @@ def init(
     for site in domains or {}:
         if site not in sites:
             raise unknown("site", site, sites)
-    domain_of = {site: (domains or {}).get(site, site) for site in sites}
     if task is not None:
         domain_of = _client_domains(task, sites)
+    else:
+        domain_of = {site: (domains or {}).get(site, site) for site in sites}
     host, _ = host_port(address)
     keys = {site: node_key() for site in domain_of}
     title = folder.resolve().name
@@ -65,7 +68,7 @@ def init(
     )
     authority = Authority(title)
     certificate, server_key = authority.server([host, *hosts])
-    # all input has been checked by now: an error leaves nothing half-written
+    # all input has been checked by now, so a wrong argument leaves no half-written folder
     values = {**vars(members), "format": FORMAT}
     common: dict[str, str | bytes] = {
         "ca.crt": authority.certificate,
@@ -76,7 +79,7 @@ def init(
         "README.md": render("README.md", **values),
         "ca/ca.crt": authority.certificate,
         "server/server.crt": certificate,
-        "server/protofed-server.service": _service("server"),
+        "server/protofed-server.service": _service("server", "server"),
         **{f"server/{file}": content for file, content in common.items()},
     }
     secrets = {"ca/ca.key": authority.key, "server/server.key": server_key}
@@ -86,7 +89,7 @@ def init(
         own = {
             "node.key.pub": f"{public} {site}\n",
             SITE_FILE: render("site.toml", **values, site=site),
-            "protofed-site.service": _service(f"site {site}", *options),
+            "protofed-site.service": _service("site", f"site {site}", *options),
         }
         files |= {f"sites/{site}/{file}": content for file, content in (common | own).items()}
     for path, secret in secrets.items():
@@ -98,7 +101,7 @@ def init(
 def _client_domains(task: str, sites: Sequence[str]) -> dict[str, str]:
     """The domain of each site that is a client of a built-in task: ``scan-0`` belongs to ``scan``.
 
-    In the simulator's client order, since sums must come out the same.
+    They are in the simulator's client order, so that sums are rounded in the same way.
     """
     known = describe(task).domains or tuple(load_task(task).domains)
     domains: dict[str, str] = {}
@@ -106,8 +109,8 @@ def _client_domains(task: str, sites: Sequence[str]) -> dict[str, str]:
         domain, _, number = site.rpartition("-")
         if not domain or not number.isdecimal():
             raise ProtofedError(
-                f"'{site}' is not a client of a task",
-                "with --task, name sites scan-0, print-0, ...",
+                f"'{site}' is not the name of a task's client",
+                "with --task, call the sites scan-0, print-0, ...",
             )
         if domain not in known:
             raise unknown(f"domain of {task}", domain, known)
@@ -119,32 +122,33 @@ def _client_domains(task: str, sites: Sequence[str]) -> dict[str, str]:
     return ordered
 
 
-def _service(title: str, *options: str) -> str:
-    """A systemd unit for ``deploy server`` or ``deploy site``."""
-    kind = title.split()[0]
+def _service(kind: str, title: str, *options: str) -> str:
+    """An example of a systemd unit for ``deploy server`` or ``deploy site`` (the ``kind``)."""
     home = f"/srv/protofed/{kind}"
     command = ["deploy", kind, "--dir", home, *options]
     return render("service", title=title, home=home, command=command)
 
 
 def server_folder(folder: Path) -> Path:
-    """The server's folder: the given one, or the one inside what ``init`` wrote."""
+    """The server's folder: the given one, or ``server/`` in a folder that ``init`` wrote."""
     for found in (folder, folder / "server"):
         if (found / "server.crt").is_file() and (found / FEDERATION_FILE).is_file():
             return found.resolve()
     raise ProtofedError(
         f"'{folder}' is not a server's folder",
-        "protofed deploy init writes one; point --dir at it",
+        "protofed deploy init writes one: name it with --dir",
     )
 
 
 def site_folder(folder: Path, site: str | None) -> Path:
-    """A site's folder: the given one, or the one inside what ``init`` wrote."""
+    """A site's folder: the given one, or that of the ``site`` in a folder that ``init`` wrote."""
     for found in (folder, *([folder / "sites" / site, folder / site] if site else [])):
         if (found / SITE_FILE).is_file():
             return found.resolve()
     if site and (folder / "sites").is_dir():
         raise unknown("site", site, [path.name for path in (folder / "sites").iterdir()])
+    whose = f"site '{site}'" if site else "a site"
     raise ProtofedError(
-        f"'{folder}' has no folder of site '{site}'", "name it with --dir, and the site with --site"
+        f"'{folder}' is not the folder of {whose}",
+        "name the folder with --dir, and the site with --site",
     )

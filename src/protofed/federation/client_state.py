@@ -1,8 +1,9 @@
-"""Clients' private states: in memory up to a limit, then on disk, and safe against a crash.
+"""Clients' private states, kept in memory up to a limit and then on disk, and safe in a crash.
 
-States of a round in progress are staged and take effect when the round is accepted. On disk each
-state is a file of its own, written next to the old one; the index in a checkpoint says which files
-are current, and all others can be removed.
+A private state is what a client keeps from one round to the next and does not send, e.g. its own
+BatchNorm statistics. States of a round in progress are staged, and take effect when the round is
+accepted. On disk each state is a file of its own, written next to the old one; a checkpoint says
+which files are current, and all others can be removed.
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ from protofed import tree
 from protofed.tree import Tree
 
 MEMORY_LIMIT = 1 << 30
-"""Bytes of client state kept in memory by a run that has a folder and trains all its clients.
-
-A run whose rounds take only some of the clients keeps proportionally less, since the states of the
-others are rarely read. So memory does not grow with their number.
-"""
+"""Bytes of client state that a run with a folder keeps in memory."""
 
 Index = dict[str, Tree | str]
 """For each client its state, or the name of the file that holds it."""
@@ -28,7 +25,9 @@ Index = dict[str, Tree | str]
 class ClientStore:
     """The private state of every client; ``initial`` makes the state before its first round.
 
-    ``share`` is the fraction of clients that a round takes, and the fraction of ``limit`` used.
+    ``share`` is the fraction of the clients that train in a round. The store uses only this
+    fraction of ``limit``, since the states of the other clients are rarely read. Without a
+    ``folder`` everything stays in memory.
     """
 
     def __init__(
@@ -40,9 +39,10 @@ class ClientStore:
     ) -> None:
         self.folder, self.limit = folder, int(limit * share)
         self._initial = initial
-        self._used = 0
+        self._used = 0  # bytes in memory
         self._current: Index = {}
         self._staged: Index = {}
+        # states in memory that a checkpoint has written too, with their files
         self._saved: dict[str, tuple[Tree, str]] = {}
 
     def get(self, name: str) -> Tree:
@@ -55,27 +55,30 @@ class ClientStore:
     def stage(self, name: str, state: Tree, round: int) -> None:
         """Keep a client's state after its round, until the round is accepted."""
         if not any(state.values()) and not any(self.get(name).values()):
-            return  # the client has no private state
-        self._used -= _in_memory(self._staged.pop(name, ""))
+            return  # the client has no private state, and had none
+        self._used -= _in_memory(self._staged.pop(name, ""))  # if it was staged before
         size = tree.nbytes(state)
         if self.folder is not None and self._used + size > self.limit:
-            # named as by a checkpoint after this round, so no older state has the same name
+            # the name that a checkpoint after this round would give: no older state has it
             self._staged[name] = self._write(name, state, round + 1)
         else:
             self._staged[name] = state
             self._used += size
 
     def accept(self) -> Index:
-        """Make the staged states current; returns the index of all current states."""
+        """Make the staged states, if any, current; returns the index of all current states.
+
+        Later rounds do not change the returned index.
+        """
         for name in self._staged:
             self._used -= _in_memory(self._current.get(name, ""))
             self._saved.pop(name, None)  # the state it refers to is replaced
-        self._current = self._current | self._staged
+        self._current = self._current | self._staged  # a new dict: the old one was handed out
         self._staged = {}
         return self._current
 
     def save(self, index: Index, round: int) -> dict[str, str]:
-        """Write an index to disk for a checkpoint; returns the file of each client."""
+        """Write the states of an index to disk for a checkpoint; returns each client's file."""
         files = {}
         for name, state in index.items():
             if isinstance(state, str):
@@ -94,7 +97,7 @@ class ClientStore:
         self.clean(files)
 
     def clean(self, files: Mapping[str, str]) -> None:
-        """Remove the files that no checkpoint names and no client uses."""
+        """Remove all files but these, which a checkpoint names, and those of current states."""
         if self.folder is not None and self.folder.is_dir():
             held = set(files.values()) | {
                 s for i in (self._current, self._staged) for s in i.values() if isinstance(s, str)

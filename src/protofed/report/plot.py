@@ -1,7 +1,7 @@
 """A plot, and the two ways to draw it: as SVG for a page, as PNG or PDF for a file.
 
-A plot is a row of panels. On a page each panel is an SVG of its own, which takes its colors from
-the page, and a phone stacks them. In a file they form one figure with its legend.
+A plot is a row of panels. On a page each panel is an SVG of its own that takes its colors from the
+page, and a narrow screen stacks them. In a file they form one figure with its legend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from protofed.report.compact_svg import compact
 from protofed.report.palette import STYLES, TONES
 
 INK, FAINT = "#010101", "#020202"
-"""Placeholders for the page's colors of text and of thin lines; a file has black and gray."""
+"""Placeholders for the page's colors of text and of thin lines, which ``themed`` replaces.
+
+A file has black and gray in their place.
+"""
 
 _SHARED: dict[str, Any] = {
     "font.size": 9,
@@ -79,7 +82,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: the function that draws it, and a description for who cannot see it."""
+    """One set of axes: the function that draws it, and ``alt`` for readers who cannot see it."""
 
     title: str
     alt: str
@@ -92,7 +95,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Plot:
-    """Panels with a legend. ``name`` is the name of its files."""
+    """Panels with a legend. Its files are called ``name``."""
 
     name: str
     caption: str
@@ -154,12 +157,13 @@ def svg(panel: Panel, prefix: str) -> str:
 _THEME = {
     INK: "currentColor",
     FAINT: "var(--line)",
+    # report.html.j2 defines --c0, --c1, ... for light and dark pages
     **{tone.paper.lower(): f"var(--c{i})" for i, tone in enumerate(TONES)},
 }
 
 
 def themed(style: str) -> str:
-    """A color or a style with the page's own colors and font."""
+    """A color or a CSS style, with fixed colors and fonts replaced by the page's variables."""
     for color, variable in _THEME.items():
         style = re.sub(re.escape(color), variable, style, flags=re.I)
     return re.sub(r"'?DejaVu Sans'?(, [^;]*)?", "var(--font)", style)
@@ -188,7 +192,7 @@ def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str
     rows = math.ceil(len(plot.panels) / columns)
     panel_width = max(p.width for p in plot.panels)
     panel_height = max(p.height for p in plot.panels)
-    width = panel_width * columns
+    width = panel_width * columns  # in inches, as all sizes here
     legend_columns = max(1, min(len(plot.legend), int(width / 1.3)))
     legend_height = 0.18 * math.ceil(len(plot.legend) / legend_columns)
     heading_height = 0.25 * bool(plot.heading)
@@ -210,11 +214,12 @@ def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str
             figure.suptitle(plot.heading, fontsize=9)
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laying out once is enough: it is the slow part
-        undated: Any = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
+        # no date and no version: the same plot gives the same bytes
+        metadata: Any = {"pdf": {"CreationDate": None}, "png": {"Software": None}}
         files = {}
         for kind in kinds:
             buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated[kind])
+            figure.savefig(buffer, format=kind, dpi=dpi, metadata=metadata[kind])
             files[kind] = buffer.getvalue()
     return files
 

@@ -1,9 +1,9 @@
 """What a run keeps of single rounds for analyses: prototypes and models.
 
-``prototypes/<round>.safetensors`` has what each client sent up and what the server made of it,
-``snapshots/<round>.safetensors`` the global model; rounds count from 1. No number of a run depends
-on them. A file is written before the checkpoint that counts its round: after a crash the round is
-repeated, and its file is written again with the same bits.
+``prototypes/<round>.safetensors`` has the prototypes that each client sent and those that the
+server made of them; ``snapshots/<round>.safetensors`` has the global model. File names count rounds
+from 1. The files do not affect the run. They are written before the checkpoint that covers their
+round: if a crash comes in between, the round is repeated and its files get the same bits again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from protofed.runs.folder import RunFolder
 from protofed.tree import Slot, Tree
 
 DEFAULT_COUNT = 10
-"""How many rounds' prototypes are kept if ``keep_rounds`` is not set."""
-SMALL = 2 << 20
-"""Bytes up to which they are kept then; those of the last round always are."""
+"""How many rounds, besides the first, keep their prototypes if ``keep_rounds`` is not set."""
+DEFAULT_MAX_BYTES = 2 << 20
+"""If ``keep_rounds`` is not set, larger prototypes are kept of the last round only."""
 
 
 class ArtifactWriter(Observer):
     """Writes what ``keep_rounds`` asks for into a run's folder.
 
-    Not set, it means the prototypes of ten rounds spread over the run, including the last, and no
-    models. Set, it means prototypes and model of the rounds it names, and nothing of others.
+    If it is not set, that is the prototypes of the first round and of ten rounds spread evenly up
+    to the last, and no models. If it is set, the prototypes and the model of each round it names.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class ArtifactWriter(Observer):
         classes: Sequence[str],
         domains: Mapping[str, str],
     ) -> None:
-        """``domains`` has the domain of each client, in the federation's order."""
+        """``domains`` has the domain of each client, in the federation's order.
+
+        Without a ``folder`` nothing is written.
+        """
         self.folder, self.config, self.hash = folder, config, hash
         self.classes, self.domains = classes, domains
         self.rounds = rounds_to_keep(config) if folder is not None else frozenset()
@@ -54,23 +57,23 @@ class ArtifactWriter(Observer):
         self._sent = {}
 
     def write(self, server: Server) -> None:
-        """Write what is kept of the round that the server has just closed."""
-        round = server.round
+        """Write what is kept of the round that the server has just finished."""
+        round = server.round  # counts from 1 here: the server has moved on to the next round
         # in the federation's order, whatever the order of arrival
         sent = {name: self._sent[name] for name in self.domains if name in self._sent}
         self._sent = {}
         if self.folder is None or round not in self.rounds:
             return
-        asked = self.config.keep_rounds is not None
-        if asked:
+        explicit = self.config.keep_rounds is not None
+        if explicit:
             model = tree.copy({"model": server.state.get("model", {})})
             self.folder.save_artifact("snapshots", round, model, {"hash": self.hash})
         if not sent:
             return
         down = prototype_entries(server.broadcast(), len(self.classes))
-        # clients by number: their names may have any character, a slot's may not
+        # numbered as in the metadata's list: a client's name may not be valid as a slot's name
         kept = {"down": down, **{f"up{i}": slot for i, slot in enumerate(sent.values())}}
-        if not asked and round != self.config.rounds and tree.nbytes(kept) > SMALL:
+        if not explicit and round != self.config.rounds and tree.nbytes(kept) > DEFAULT_MAX_BYTES:
             return
         clients = [{"client": name, "domain": self.domains[name]} for name in sent]
         metadata = {"hash": self.hash, "clients": clients, "classes": list(self.classes)}
@@ -85,11 +88,15 @@ def rounds_to_keep(config: Config) -> frozenset[int]:
         return frozenset({1, *(round(last * i / steps) for i in range(1, steps + 1))})
     words: Mapping[str, set[int]] = {"last": {last}, "all": set(range(1, last + 1))}
     named = (words[r] if isinstance(r, str) else {r} for r in config.keep_rounds)
-    return frozenset(r for some in named for r in some if r <= last)
+    return frozenset(r for rounds in named for r in rounds if r <= last)
 
 
 def prototype_entries(message: Tree, classes: int) -> Slot:
-    """The prototypes in a message, as ``slot.entry``: [K, d] or [K, J, d] with count or mask."""
+    """The prototypes in a message, with keys ``slot.entry``.
+
+    A slot holds prototypes if its ``mean`` is [classes, features] or [classes, clusters, features];
+    its ``count`` and ``mask`` come along.
+    """
     return {
         f"{slot}.{name}": entries[name]
         for slot, entries in message.items()

@@ -23,7 +23,10 @@ SEEN = "seen average"
 """Of a run that leaves a domain out: the average of the other domains."""
 
 BESIDE = {"own": "own domain"}
-"""Display names of accuracies that are recorded beside the method's own."""
+"""Display names of what a round records under ``beside``: accuracies next to the main one.
+
+Names without an entry are shown as they are.
+"""
 
 Record = dict[str, Any]
 
@@ -70,10 +73,10 @@ def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -
 
 
 def beside(record: Mapping[str, Any]) -> dict[str, float]:
-    """The averages of the accuracies that a round has beside the method's own, by display name.
+    """The averages of the accuracies that a round has next to the main one, by display name.
 
     ``own domain`` is that of clients with their own models, each tested on its own domain. The
-    others are further inference rules of the method.
+    others come from other ways to predict that the method has, e.g. by the nearest prototype.
     """
     found = record.get("beside", {}).items()
     return {BESIDE.get(name, name): _mean(list(each.values())) for name, each in found}
@@ -100,7 +103,7 @@ def over_rounds(
 
 
 def joined(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Records:
-    """Join runs that each left out another domain: a domain's accuracy is from the run without it.
+    """Join runs that each left out a different domain; its accuracy is from the run without it.
 
     ``average`` is over these unseen domains.
     """

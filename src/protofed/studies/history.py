@@ -1,4 +1,4 @@
-"""A run as figures draw it: the accuracies of its rounds, and whose they are."""
+"""A run as figures draw it: the accuracies of its rounds, and the row they belong to."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class RunHistory:
     unseen: str | None
     """The domain that no client trained on; ``each`` for runs joined by ``join_left_out``."""
     rounds: Records
+    """The records of the rounds; of joined runs, only their accuracies."""
 
     @classmethod
     def of(cls, label: str, settings: Mapping[str, Any], rounds: Records) -> RunHistory:
@@ -54,25 +55,25 @@ class RunHistory:
 def is_variant(settings: Mapping[str, Any]) -> bool:
     """Whether a run's hyper-parameters differ from its method's defaults on its task."""
     method = METHODS.get(settings["method"])
-    if method is None:
+    if method is None:  # a user's own method: its defaults are not known here
         return False
     defaults = method.defaults(settings.get("task", ""))
     return any(defaults.get(k) != v for k, v in settings.get("options", {}).items())
 
 
 def join_left_out(runs: Iterable[RunHistory]) -> list[RunHistory]:
-    """Join runs that left out one domain each into one run per label and seed.
+    """Join runs that each left out one domain into one run per label and seed.
 
-    A label and seed without a run for every domain is dropped.
+    If the run for any domain is missing, there is none for that label and seed.
     """
-    by_seed: dict[tuple[str, int], dict[str, RunHistory]] = {}
+    by_label_and_seed: dict[tuple[str, int], dict[str, RunHistory]] = {}
     for run in runs:
-        by_seed.setdefault((run.label, run.seed), {})[str(run.unseen)] = run
-    made = []
-    for parts in by_seed.values():
+        by_label_and_seed.setdefault((run.label, run.seed), {})[str(run.unseen)] = run
+    complete = []
+    for parts in by_label_and_seed.values():
         first = next(iter(parts.values()))
         domains = list(first.rounds[0]["accuracy"])
         if set(parts) == set(domains):
             rounds = joined({domain: parts[domain].rounds for domain in domains})
-            made.append(replace(first, unseen=EACH, rounds=rounds))
-    return made
+            complete.append(replace(first, unseen=EACH, rounds=rounds))
+    return complete
