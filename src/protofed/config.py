@@ -13,8 +13,9 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +97,14 @@ class Setting:
             raise ProtofedError(f"{name} must be text, got {value!r}")
         if self.kind == "bool" and not isinstance(value, bool):
             raise ProtofedError(f"{name} must be true or false, got {value!r}")
-        if self.kind in ("int", "float"):
-            right = is_whole(value) if self.kind == "int" else is_number(value)
-            if not (right and self._in_range(value)):
-                raise ProtofedError(f"{name} must be {self.range}, got {value!r}")
-            return float(value) if self.kind == "float" else value  # 1 and 1.0 are the same run
-        return value
+        right = {"int": is_whole, "float": is_number}.get(self.kind)
+        if right is not None and not (right(value) and self._in_range(value)):
+            raise ProtofedError(f"{name} must be {self.range}, got {value!r}")
+        return float(value) if self.kind == "float" else value  # 1 and 1.0 are the same run
 
     def _in_range(self, value: float) -> bool:
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
+        ends = ((ge, self.least), (gt, self.above), (le, self.most), (lt, self.below))
+        return all(end is None or within(value, end) for within, end in ends)
 
 
 def setting(kind: str, panel: str, help: str, default: Any = None, **more: Any) -> Any:
@@ -304,25 +299,21 @@ class Config:
 
     def for_task(self, info: TaskInfo) -> Config:
         """The config with the clients and samples of every domain, now that these are known."""
-        base = protocol(self.protocol, self.task)
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        samples = _per_domain("samples", _else(self.samples, info.samples), info)
-        return replace(self, samples=samples, clients=_clients(values, base, info))
+        given = self.samples if self.samples is not None else info.samples
+        samples = _per_domain("samples", given, info)
+        return replace(self, samples=samples, clients=_clients(self, info))
 
     def toml(self) -> str:
         """The config as TOML, from which it can be read again."""
         self.method.require_plain_hypers()
+        values = {name: v for name, v in vars(self).items() if v is not None}
+        values["method"] = {"name": reference(self.method), **self.method.options()}
         tables = {
-            "method": {"name": reference(self.method), **self.method.options()},
-            **{
-                name: value
-                for name in ("clients", "samples", "model")
-                if isinstance(value := getattr(self, name), Mapping)
-            },
+            name: values.pop(name)
+            for name in ("method", "clients", "samples", "model")
+            if isinstance(values.get(name), Mapping)
         }
-        flat = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in tables}
-        flat = {k: v for k, v in flat.items() if v is not None}
-        return toml_text({"format": FORMAT, **flat, **tables})
+        return toml_text({"format": FORMAT, **values, **tables})
 
 
 SETTINGS: dict[str, Setting] = {
@@ -446,9 +437,7 @@ def make_config(
     info = describe(task) if isinstance(task, str) else task
     made = _method(method, options, info.name)
     given = {k: v for k, v in given.items() if v is not None}
-    for name in given:
-        if name not in SETTINGS:
-            raise unknown("setting", name, SETTINGS)
+    require_known("setting", given, SETTINGS)
     base = protocol(given.get("protocol"), info.name)
     values: dict[str, Any] = {
         **{name: s.default for name, s in SETTINGS.items()},
@@ -518,18 +507,14 @@ def read_config(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ProtofedError(f"config '{path}' is not valid TOML: {error}") from None
     check_format(path, raw.pop("format", None))
-    valid = ("task", "method", *SETTINGS)
-    for name in raw:
-        if name not in valid:
-            raise unknown(f"key in '{path}':", name, valid)
+    require_known(f"key in '{path}':", raw, ("task", "method", *SETTINGS))
     method = raw.pop("method", "fedavg")
     if isinstance(method, Mapping):
-        options = dict(method)
-        if "name" not in options:
+        raw["options"] = dict(method)
+        if "name" not in method:
             raise ProtofedError(f"[method] in '{path}' has no name", 'add name = "fpl"')
-        raw |= {"method": options.pop("name"), "options": options}
-    else:
-        raw["method"] = method
+        method = raw["options"].pop("name")
+    raw["method"] = method
     for name in ("task", "method", "protocol", "model"):
         table = name == "model" and isinstance(raw.get(name), Mapping)
         if name in raw and not (table or isinstance(raw[name], str)):
@@ -557,22 +542,23 @@ def short_hash(parts: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
-def _clients(values: Mapping[str, Any], base: Protocol, info: TaskInfo) -> dict[str, int]:
+def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
     """Clients of each domain: given as numbers or by name, else the protocol's, else the task's.
 
     With a domain left out and nothing given, each other domain is one client.
     """
     assert info.domains is not None and info.clients is not None
-    left_out, clients = values["leave_out"], values["clients"]
+    left_out, clients = config.leave_out, config.clients
     if left_out is not None and left_out not in info.domains:
         raise unknown(f"domain of {info.name}", left_out, info.domains)
     if clients is None:
+        base = protocol(config.protocol, config.task)
         named = "one" if left_out is not None else base.distribution
         # a protocol of one paper may name a distribution that only its own tasks have
         clients = named if named in distributions(info) else info.clients
     numbers = isinstance(clients, Mapping)
     if isinstance(clients, str):
-        clients = distribution(info, clients, values["seed"])
+        clients = distribution(info, clients, config.seed)
     each: dict[str, int] = _per_domain("clients", clients, info)
     if left_out is not None:
         if numbers and each.get(left_out):
@@ -613,13 +599,16 @@ def _per_domain(name: str, value: Any, info: TaskInfo) -> dict[str, Any]:
     return {d: each[d] for d in info.domains if d in each}
 
 
+def require_known(what: str, names: Iterable[str], valid: Collection[str]) -> None:
+    """An error for the first of the names that is not valid."""
+    for name in names:
+        if name not in valid:
+            raise unknown(what, name, valid)
+
+
 def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _else(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -53,7 +53,7 @@ def list_() -> None:
     table = Table("study", "what it shows", "tasks", "runs", box=None, header_style="bold")
     for name in builtin():
         study = load(name)
-        lacks = [*study.missing, *_lacking_rows(study)]
+        lacks = study.missing or _lacking_rows(study)
         what = study.title.partition(": ")[2] or study.title  # its name says the rest
         title = escape(what) + "".join(f"\n[yellow]{escape(w)}[/]" for w in lacks)
         runs = len({run.config.hash for run in plan(study)})
@@ -95,10 +95,8 @@ def show_study(name: NameArgument) -> None:
             f"\n[bold]{escape(task.name)}[/bold]  {escape(', '.join(filter(None, (shared, own))))}",
             highlight=False,
         )
-        printed = study.printed.get(task.name, {})
-        rows = [
-            TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed.items()
-        ]
+        printed = study.printed.get(task.name, {}).items()
+        rows = [TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed]
         if rows:
             shown = printed_grid(*grid(rows, columns(study, task), study.baseline or ""))
             print_table(*shown, "printed by the paper")
@@ -188,12 +186,11 @@ def table_(
 
     Of a built-in study, or a TOML file, that has no folder yet, the pool's runs are shown.
     """
-    from protofed.errors import unknown
+    from protofed.config import require_known
     from protofed.report.study_figures import write_figures
     from protofed.studies.folder import FORMATS, StudyFolder, to_text
 
-    if form not in ("terminal", *FORMATS):
-        raise unknown("format", form, ("terminal", *FORMATS))
+    require_known("format", [form], ("terminal", *FORMATS))
     found = _find_study(folder, pool)
     made = found.tables(words(tasks))
     if form == "terminal":
@@ -203,8 +200,7 @@ def table_(
     if write:
         if not found.pool.packed:
             found = StudyFolder.create(found.path, found.study, found.pool.path)
-        every = found.tables()
-        names = found.write_tables() + write_figures(found, every)
+        names = found.write_tables() + write_figures(found, found.tables())
         console.print(f"{', '.join(names)} are in [bold]{escape(str(found.path))}[/bold]")
 
 
@@ -251,8 +247,6 @@ def _find_study(name: str, pool: Path) -> StudyFolder:
 
 
 def _lacking_rows(study: Study) -> list[str]:
-    if study.missing:
-        return []
     found: dict[str, list[str]] = {}
     for label, why in study.missing_rows.items():
         found.setdefault(why, []).append(label)

@@ -28,12 +28,7 @@ NUMERICS = 1
 Numbers of runs with different values are not comparable to the last digit.
 """
 
-DTYPES = {
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "tf32": torch.float32,
-    "bf16": torch.float32,
-}
+DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
 
 
@@ -122,9 +117,8 @@ def choose_engine(asked: str, device: str, workers: int | None = None) -> tuple[
         return asked, "asked for"
     if device == "cuda":
         return "lanes", "the device is a GPU"
-    if cores > 1:
-        return "workers", f"the device is a CPU with {cores} workers"
-    return "loop", "the device is a CPU with one worker"
+    engine, count = ("workers", f"{cores} workers") if cores > 1 else ("loop", "one worker")
+    return engine, f"the device is a CPU with {count}"
 
 
 def _hardware(device: str) -> str:

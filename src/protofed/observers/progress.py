@@ -20,13 +20,17 @@ def accuracies(record: Record, unseen: str | None = None) -> str:
     return "  ".join(f"{d} {a:.1f}" for d, a in every.items())
 
 
+def print_plain(console: Console, line: str) -> None:
+    """Print a line as it is: no markup, no wrapping."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def duration(seconds: float) -> str:
     """``8 s``, ``3:20 min``, ``2:05 h``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)}:{int(seconds % 60):02d} min"
-    return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
+    unit, size = ("min", 60) if seconds < 3600 else ("h", 3600)
+    return f"{int(seconds // size)}:{int(seconds % size // (size // 60)):02d} {unit}"
 
 
 def client_lines(federation: Federation) -> list[str]:
@@ -74,11 +78,9 @@ class RunProgress(Observer):
             f"of {config.epochs} epochs, {' and '.join(config.models)}, "
             f"engine {federation.facts.engine}{resumed}"
         )
-        for text in client_lines(federation):
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        for name in federation.task.skipped:
-            text = f"  left out: {name}"
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        skipped = [f"  left out: {name}" for name in federation.task.skipped]
+        for line in client_lines(federation) + skipped:
+            print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),
             BarColumn(bar_width=24),
@@ -115,11 +117,8 @@ class RunProgress(Observer):
         self.shown = accuracies(record, self.unseen)
         self.bar.update(self.task, completed=done, left=f"{duration(left)} left", state=self.shown)
         if not self.live:
-            self.console.print(
-                f"round {done}/{self.rounds}  {self.shown}  {duration(left)} left",
-                highlight=False,
-                soft_wrap=True,
-            )
+            text = f"round {done}/{self.rounds}  {self.shown}  {duration(left)} left"
+            print_plain(self.console, text)
         if done == self.rounds:
             self.bar.stop()
 

@@ -12,6 +12,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,11 @@ class StoredRun:
         )
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
-        config = {k: v for k, v in self.config.items() if k != "data"}  # where the images lay
         parts = {
             "format": FORMAT,
             "name": self.name,
-            "config": config,
+            # without where the images lay
+            "config": {k: v for k, v in self.config.items() if k != "data"},
             "facts": self.facts,
             "summary": self.summary,
             "rounds": self.records,
@@ -126,10 +127,8 @@ class Pool:
         found: list[StoredRun] = []
         for file in sorted(self.path.glob("*/facts.json")):
             folder = RunFolder(file.parent)
-            try:
+            with suppress(ProtofedError):  # damaged: `protofed run` says so when it is run again
                 found.append(StoredRun(file.parent.name, folder.facts(), folder))
-            except ProtofedError:  # damaged: `protofed run` says so when it is run again
-                continue
         return found
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.config import SETTINGS as RUN_SETTINGS
-from protofed.config import short_hash
+from protofed.config import require_known, short_hash
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.methods import METHODS, method_class
@@ -56,12 +56,17 @@ class Row:
         """The row with a hyper-parameter of its method, or else a setting, at that value."""
         hypers = () if self.missing else method_class(self.method).hypers()
         if name in hypers or (self.missing and name not in SETTINGS):
-            return Row(self.label, self.method, {**self.options, name: value}, self.settings)
+            return replace(self, options={**self.options, name: value})
         if name not in SETTINGS:
             raise unknown(
                 f"hyper-parameter of {self.method}, or setting,", name, (*hypers, *SETTINGS)
             )
-        return Row(self.label, self.method, self.options, {**self.settings, name: value})
+        return replace(self, settings={**self.settings, name: value})
+
+    def check(self) -> None:
+        """An error if the method of this version does not take its hyper-parameters."""
+        if not self.missing:
+            method_class(self.method).create(self.options)
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,8 @@ class Study:
     @cached_property
     def lines(self) -> tuple[Line, ...]:
         """The rows, with a line for every point where a row is swept."""
-        lines = [Line(r.label, r) for r in self.rows.values() if not self._swept(r.label)]
+        swept = {label for sweep in self.sweeps for label in sweep.rows}
+        lines = [Line(label, row) for label, row in self.rows.items() if label not in swept]
         for i, sweep in enumerate(self.sweeps):
             for label in sweep.rows:
                 for point in sweep.points():
@@ -151,28 +157,24 @@ class Study:
                     lines.append(Line(point_label(label, point), row, point, i))
         return tuple(lines)
 
-    def _swept(self, label: str) -> bool:
-        return any(label in sweep.rows for sweep in self.sweeps)
-
     def digests(self, task: str) -> tuple[str, ...]:
         """Which images the runs of a task are of; empty if the task's name says it."""
         return self.images[task].digests if task in self.images else ()
 
     @property
-    def missing(self) -> tuple[str, ...]:
-        """What this version lacks for the whole study: all of its methods."""
-        if not all(row.missing for row in self.rows.values()):
-            return ()
-        return tuple(sorted({row.missing for row in self.rows.values()}))
-
-    @property
     def missing_rows(self) -> dict[str, str]:
         return {row.label: row.missing for row in self.rows.values() if row.missing}
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What this version lacks for the whole study: all of its methods."""
+        found = self.missing_rows
+        return tuple(sorted({*found.values()})) if len(found) == len(self.rows) else ()
+
     def toml(self) -> str:
         """The study as TOML, with all that was changed on the command line."""
-        content = {"format": FORMAT, "name": self.name, **self.raw}
-        return toml_text(content, nested=("printed", "images"))
+        whole = {"format": FORMAT, "name": self.name, **self.raw}
+        return toml_text(whole, nested=("printed", "images"))
 
     def overridden(
         self,
@@ -209,17 +211,13 @@ class Study:
     @property
     def is_changed(self) -> bool:
         """Whether settings or hyper-parameters were changed on the command line."""
-        override = self.override
-        return bool(_hashed(override.get("settings", {})) or override.get("options"))
+        return bool(_hashed(self.override.get("settings", {})) or self.override.get("options"))
 
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
-        asked = {
-            k: v
-            for k, v in self.raw.items()
-            if k not in ("seeds", "title", "notes", "paper", "name", "pool", "images")
-        }
+        aside = ("seeds", "title", "notes", "paper", "name", "pool", "images")
+        asked = {k: v for k, v in self.raw.items() if k not in aside}
         asked["settings"] = _hashed(asked.get("settings", {}))
         override = dict(asked.pop("override", {}))
         override["settings"] = _hashed(override.get("settings", {}))
@@ -244,7 +242,7 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "tsne", "override", "pool", "images",
+    "sweep", "printed", "baseline", "tsne", "override", "pool", "images", "like",
 )  # fmt: skip
 
 
@@ -300,8 +298,8 @@ def _completed(raw: dict[str, Any], name: str) -> dict[str, Any]:
     if "baseline" not in raw and whole.get("baseline") not in rows:
         whole.pop("baseline", None)
     if "sweep" not in raw:
-        sweeps = [s for s in base.get("sweep", []) if set(s.get("rows", ())) <= rows.keys()]
-        whole["sweep"] = sweeps
+        fitting = (s for s in base.get("sweep", []) if set(s.get("rows", ())) <= rows.keys())
+        whole["sweep"] = list(fitting)
     if "tsne" not in raw and "tasks" in raw:
         whole["tsne"] = {k: v for k, v in base.get("tsne", {}).items() if k != "domains"}
     if "printed" not in raw:
@@ -326,14 +324,11 @@ def parse(raw: Mapping[str, Any], name: str) -> Study:
 
 
 def _parse(raw: Mapping[str, Any], name: str) -> Study:
-    for key in raw:
-        if key not in _KEYS:
-            raise unknown("key", key, (*_KEYS, "like"))
-    kind = raw.get("kind", "table")
-    if kind not in KINDS:
-        raise unknown("kind", kind, KINDS)
+    require_known("key", raw, _KEYS)
+    kind = _text(raw, "kind", "table")
+    require_known("kind", [kind], KINDS)
     shared = _table(raw, "settings")
-    _only(shared, SETTINGS, "setting")
+    require_known("setting", shared, SETTINGS)
     if "protocol" in raw:
         shared = {"protocol": _text(raw, "protocol"), **shared}
     tasks = {n: _task(n, t) for n, t in _table(raw, "tasks").items()}
@@ -341,18 +336,19 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
-    baseline = raw.get("baseline", next((r.label for r in rows.values() if _plain(r)), None))
+    plain = (r.label for r in rows.values() if r == Row(r.label, "fedavg"))
+    baseline = raw.get("baseline", next(plain, None))
     if baseline is not None and (not isinstance(baseline, str) or baseline not in rows):
         raise unknown("row as baseline", baseline, rows)
     override = _table(raw, "override")
-    _only(override, ("on", "settings", "options"), "key in [override]")
+    require_known("key in [override]", override, ("on", "settings", "options"))
     if "on" in override:
         _text(override, "on")
-    _only(_table(override, "settings"), SETTINGS, "setting")
+    require_known("setting", _table(override, "settings"), SETTINGS)
     rows = _with_options(rows, _table(override, "options"))
     sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
     tsne = _table(raw, "tsne")
-    _only(tsne, ("domains", "rounds"), "key in [tsne]")
+    require_known("key in [tsne]", tsne, ("domains", "rounds"))
     _list(tsne, "domains", str)
     kept = tsne.get("rounds", [])
     if not isinstance(kept, list) or not all(type(r) is int and r > 0 for r in kept):
@@ -376,39 +372,35 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         images={task: _images(task, found) for task, found in _table(raw, "images").items()},
         raw=raw,
     )
-    printed, columns = {}, {}
-    labels = {line.label for line in study.lines} | set(rows)
-    for label, count in Counter(line.label for line in study.lines).items():
+    counts = Counter(line.label for line in study.lines)
+    for label, count in counts.items():
         if count > 1:  # they would be one line of the table
             raise ProtofedError(
                 f"{count} lines are called '{label}'",
                 "name a value once, all values of a row in one [[sweep]], and rows otherwise",
             )
-    for task, table in _table(raw, "printed").items():
-        if task not in tasks:
-            raise unknown("task in [printed]", task, tasks)
-        columns[task], printed[task] = _printed(task, table, labels)
-    object.__setattr__(study, "printed", printed)
-    object.__setattr__(study, "columns", columns)
-    return study
+    found = _table(raw, "printed")
+    require_known("task in [printed]", found, tasks)
+    printed = {task: _printed(task, table, {*counts, *rows}) for task, table in found.items()}
+    return replace(
+        study,
+        columns={task: columns for task, (columns, _) in printed.items()},
+        printed={task: table for task, (_, table) in printed.items()},
+    )
 
 
 def _task(name: str, raw: Any) -> StudyTask:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"task {name} must be a table", f"write {name} = {{}}")
-    settings = dict(raw)
-    task = _text(settings, "task", name)
-    settings.pop("task", None)
-    notes = tuple(_list(settings, "notes", str))
-    settings.pop("notes", None)
-    _only(settings, SETTINGS, f"setting of task {name}")
-    return StudyTask(name, task, settings, notes)
+    settings = {k: v for k, v in raw.items() if k not in ("task", "notes")}
+    require_known(f"setting of task {name}", settings, SETTINGS)
+    return StudyTask(name, _text(raw, "task", name), settings, tuple(_list(raw, "notes", str)))
 
 
 def _images(task: str, raw: Any) -> FolderImages:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"[images.{task}] must be a table")
-    _only(raw, ("domains", "digests"), f"key in [images.{task}]")
+    require_known(f"key in [images.{task}]", raw, ("domains", "digests"))
     return FolderImages(tuple(_list(raw, "domains", str)), tuple(_list(raw, "digests", str)))
 
 
@@ -417,11 +409,10 @@ def _row(label: str, raw: Any) -> Row:
         raw = {"method": raw}
     if not isinstance(raw, Mapping) or not isinstance(raw.get("method"), str):
         raise ProtofedError(f"row {label} names no method", f'write "{label}" = "fedavg"')
-    _only(raw, ("method", "options", "settings"), f"key of row {label}")
+    require_known(f"key of row {label}", raw, ("method", "options", "settings"))
     row = Row(label, raw["method"], _table(raw, "options"), _table(raw, "settings"))
-    _only(row.settings, SETTINGS, f"setting of row {label}")
-    if not row.missing:
-        method_class(row.method).create(row.options)
+    require_known(f"setting of row {label}", row.settings, SETTINGS)
+    row.check()
     return row
 
 
@@ -429,61 +420,45 @@ def _with_options(
     rows: Mapping[str, Row], options: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Row]:
     """The rows with hyper-parameters of their methods that were given on the command line."""
-    methods = {row.method for row in rows.values()}
-    for method in options:
-        if method not in methods:
-            raise unknown("method of the study", method, methods)
-    return {
-        label: _row(
-            label,
-            {
-                "method": row.method,
-                "options": {**row.options, **given},
-                "settings": row.settings,
-            },
-        )
-        if (given := options.get(row.method))
-        else row
-        for label, row in rows.items()
-    }
+    require_known("method of the study", options, {row.method for row in rows.values()})
+    changed = {}
+    for label, row in rows.items():
+        given = _table(options, row.method)
+        changed[label] = replace(row, options={**row.options, **given})
+        changed[label].check()
+    return changed
 
 
 def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
-    _only(raw, ("over", "rows"), "key in [[sweep]]")
+    require_known("key in [[sweep]]", raw, ("over", "rows"))
     over = _table(raw, "over")
     if not over:
         raise ProtofedError("a sweep has no values", "write over = {tau = [0.02, 0.05]}")
     labels = tuple(_list(raw, "rows", str)) or tuple(rows)
+    require_known("row in [[sweep]]", labels, rows)
     for label in labels:
-        if label not in rows:
-            raise unknown("row in [[sweep]]", label, rows)
         for name, values in over.items():
             if not isinstance(values, list) or not values:
                 raise ProtofedError(f"the values of {name} must be a list", f"{name} = [1, 2]")
             for value in values:  # said now, not after an hour of runs
-                row = rows[label].with_value(name, value)
-                if not row.missing:
-                    method_class(row.method).create(row.options)
+                rows[label].with_value(name, value).check()
     once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
     return Sweep(once, labels)
 
 
 def _printed(
-    task: str, raw: Any, labels: Iterable[str]
+    task: str, raw: Any, labels: Collection[str]
 ) -> tuple[tuple[str, ...], dict[str, Printed]]:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"[printed.{task}] must be a table")
     columns = tuple(_list(raw, "columns", str))
-    labels = sorted(labels)
+    entries = {label: entry for label, entry in raw.items() if label != "columns"}
+    require_known(f"row in [printed.{task}]", entries, labels)
     found = {}
-    for label, entry in raw.items():
-        if label == "columns":
-            continue
-        if label not in labels:
-            raise unknown(f"row in [printed.{task}]", label, labels)
+    for label, entry in entries.items():
         std = None
         if isinstance(entry, Mapping):
-            _only(entry, ("values", "std"), f"key of {label} in [printed.{task}]")
+            require_known(f"key of {label} in [printed.{task}]", entry, ("values", "std"))
             std, entry = entry.get("std"), entry.get("values")
         if _number(entry):
             values = {"average": float(entry)}
@@ -513,16 +488,6 @@ def _seeds(value: Any) -> tuple[int, ...]:
     if isinstance(value, list) and value and all(type(s) is int and s >= 0 for s in value):
         return tuple(dict.fromkeys(value))
     raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r}")
-
-
-def _plain(row: Row) -> bool:
-    return row.method == "fedavg" and not row.options and not row.settings
-
-
-def _only(raw: Mapping[str, Any], valid: Sequence[str], what: str) -> None:
-    for name in raw:
-        if name not in valid:
-            raise unknown(what, name, valid)
 
 
 def _table(raw: Mapping[str, Any], key: str) -> dict[str, Any]:

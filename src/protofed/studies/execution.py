@@ -26,7 +26,7 @@ from rich.table import Table
 
 from protofed.config import Config
 from protofed.errors import Busy, ProtofedError
-from protofed.observers.progress import accuracies, duration
+from protofed.observers.progress import accuracies, duration, print_plain
 from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Records
@@ -136,7 +136,7 @@ def raise_failures(failed: Sequence[Job]) -> None:
 
 def _settle(job: Job) -> None:
     """Whether the run is done, or has diverged before: the same numbers would diverge again."""
-    finished = job.folder.is_finished(job.hash)
+    finished = job.folder.is_finished(job.hash)  # once: it may finish meanwhile
     if finished and job.is_complete():
         job.state = "done"
         return
@@ -206,22 +206,12 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Conso
             job.state = "elsewhere"
             job.refresh()
             continue
-        if job.folder.starts_over(job.config):
-            _forget_rounds(job, console)
+        if job.folder.starts_over(job.config):  # rounds before a first checkpoint do not count
+            job.stale, job.records = job.folder.rounds_written(), Records()
+            text = "starts over, there is no checkpoint in its folder to resume from"
+            print_plain(console, f"{job.name}: {text}")
         _start(job, scratch, at_once)
         free -= 1
-
-
-def _forget_rounds(job: Job, console: Console) -> None:
-    """Say that a run stopped before its first checkpoint; its rounds are not progress."""
-    job.stale = job.folder.rounds_written()
-    job.records = Records()
-    console.print(
-        f"{job.name}: starts over, there is no checkpoint in its folder to resume from",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
 
 
 def _start(job: Job, scratch: Path, at_once: int) -> None:
@@ -280,13 +270,11 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
     table.add_column("run", overflow="fold")
     for column in ("round", "left", *(("accuracy, %",) if accuracy else ())):
         table.add_column(column, no_wrap=True)
-    shown = list(jobs)
-    if len(jobs) > SHOWN:
-        shown = [job for job in jobs if job.state in ("running", "elsewhere")][:SHOWN]
-    for job in shown:
+    under_way = [job for job in jobs if job.state in ("running", "elsewhere")]
+    for job in jobs if len(jobs) <= SHOWN else under_way[:SHOWN]:
         left = job.seconds_left
-        state = {"running": duration(left) if left is not None else "starting"}
-        state["elsewhere"] = "in another process"
+        running = duration(left) if left is not None else "starting"
+        state = {"running": running, "elsewhere": "in another process"}
         average = f"{job.records[-1]['average']:.1f}" if job.records else ""
         table.add_row(
             escape(job.name),
@@ -319,21 +307,14 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
     mean = {task: sum(s) / len(s) for task, s in took.items()}
     overall = sum(mean.values()) / len(mean)
     unfinished = [job for job in jobs if job.state not in ("done", "failed")]
-    work = sum(
-        (job.config.rounds - job.rounds) * mean.get(job.config.task, overall) for job in unfinished
-    )
-    return work / max(1, min(at_once, len(unfinished)))
+    work = ((j.config.rounds - j.rounds) * mean.get(j.config.task, overall) for j in unfinished)
+    return sum(work) / max(1, min(at_once, len(unfinished)))
 
 
 def _print_rounds(jobs: Sequence[Job], console: Console) -> None:
     for job in jobs:
         if job.process is not None and len(job.records) > job.printed:  # not of another process
             left = job.seconds_left
-            console.print(
-                f"{job.name}  round {len(job.records)}/{job.config.rounds}  "
-                f"{job.accuracies}" + (f"  {duration(left)} left" if left else ""),
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
+            text = f"{job.name}  round {len(job.records)}/{job.config.rounds}  {job.accuracies}"
+            print_plain(console, text + (f"  {duration(left)} left" if left else ""))
             job.printed = len(job.records)

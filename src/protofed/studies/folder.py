@@ -74,10 +74,9 @@ class StudyFolder:
 
         Seeds that the folder already has are kept; another study's tables are never replaced.
         """
-        if (path / PACKED).is_file():
-            raise ProtofedError(f"'{path}' holds a packed study", "choose another --out")
-        if (path / "config.toml").is_file():
-            raise ProtofedError(f"'{path}' is a run's folder", "choose another --out")
+        for name, what in ((PACKED, "holds a packed study"), ("config.toml", "is a run's folder")):
+            if (path / name).is_file():
+                raise ProtofedError(f"'{path}' {what}", "choose another --out")
         if (path / "study.toml").is_file():
             there = load(str(path / "study.toml"))
             why = "other settings" if there.hash != study.hash else _other_images(there, study)
@@ -88,8 +87,7 @@ class StudyFolder:
                 )
             study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
             study = study.with_images({**there.images, **study.images})
-        raw = {**study.raw, "pool": os.path.relpath(pool, path)}
-        study = replace(study, raw=raw)
+        study = replace(study, raw={**study.raw, "pool": os.path.relpath(pool, path)})
         write_atomic(path / "study.toml", study.toml())
         return cls(path, study, Pool(pool))
 
@@ -97,8 +95,11 @@ class StudyFolder:
     def runs(self) -> dict[PlannedRun, StoredRun | None]:
         planned = plan(self.study)
         asked = [(run.config, self.study.digests(run.config.task)) for run in planned]
-        found = self.pool.select(asked)
-        return dict(zip(planned, found, strict=True))
+        return dict(zip(planned, self.pool.select(asked), strict=True))
+
+    def _of_line(self, task: str, label: str) -> dict[PlannedRun, StoredRun | None]:
+        wanted = (task, label)
+        return {run: s for run, s in self.runs.items() if (run.task, run.line.label) == wanted}
 
     # ---- tables --------------------------------------------------------------------------------
 
@@ -137,16 +138,14 @@ class StudyFolder:
         ]
         caption = tables.describe(every) if every else "No run is there yet."
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
-        return TaskTable(
-            task.name, shown, rows, base or "FedAvg", caption, (*notes, *self._mixed(task.name))
-        )
+        notes = (*notes, *self._mixed(task.name))
+        return TaskTable(task.name, shown, rows, base or "FedAvg", caption, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
         """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
         by_seed: dict[int, dict[PlannedRun, StoredRun | None]] = {}
-        for run, stored in self.runs.items():
-            if (run.task, run.line.label) == (task, label):
-                by_seed.setdefault(run.seed, {})[run] = stored
+        for run, stored in self._of_line(task, label).items():
+            by_seed.setdefault(run.seed, {})[run] = stored
         found = {}
         for seed, parts in by_seed.items():
             done = {
@@ -159,15 +158,11 @@ class StudyFolder:
         return found
 
     def _diverged(self, task: str, label: str) -> str:
-        unanswered = (
-            run.config
-            for run, stored in self.runs.items()
-            if stored is None and (run.task, run.line.label) == (task, label)
-        )
         stopped = (
             found
-            for config in unanswered
-            for found in self.pool.candidates(config, self.study.digests(config.task))
+            for run, stored in self._of_line(task, label).items()
+            if stored is None
+            for found in self.pool.candidates(run.config, self.study.digests(run.config.task))
         )
         return "diverged" if any(found.diverged for found in stopped) else ""
 
@@ -185,11 +180,10 @@ class StudyFolder:
     def write_tables(self) -> list[str]:
         """The tables in every format; returns the names of the files."""
         made = self.tables()
-        names = []
-        for form, suffix in FORMATS.items():
-            write_atomic(self.path / f"table.{suffix}", to_text(self.study, made, form))
-            names.append(f"table.{suffix}")
-        return names
+        names = {form: f"table.{suffix}" for form, suffix in FORMATS.items()}
+        for form, name in names.items():
+            write_atomic(self.path / name, to_text(self.study, made, form))
+        return list(names.values())
 
     # ---- rounds --------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from protofed.config import EACH, TASK_SETTINGS, Config, make_config
@@ -59,10 +60,7 @@ def plan(study: Study, selection: Selection = Selection()) -> list[PlannedRun]: 
 
     Rows whose method this version does not have are left out.
     """
-    tasks = _chosen(study_tasks(study), selection.tasks, "task", lambda t: (t.name, t.task))
-    lines = _chosen(
-        study.lines, selection.rows, "row", lambda r: (r.label, r.row.label, r.row.method)
-    )
+    tasks, lines = _chosen_tasks(study, selection), _chosen_lines(study, selection)
     found: list[PlannedRun] = []
     for task in tasks:
         for seed in selection.seeds or study.seeds:
@@ -74,10 +72,7 @@ def plan(study: Study, selection: Selection = Selection()) -> list[PlannedRun]: 
 
 def require_methods(study: Study, selection: Selection) -> None:
     """An error if a chosen row's method is not in this version."""
-    names = _chosen(
-        study.lines, selection.rows, "row", lambda r: (r.label, r.row.label, r.row.method)
-    )
-    for row in (line.row for line in names):
+    for row in (line.row for line in _chosen_lines(study, selection)):
         if row.missing:  # a table of what is there shows such a row as missing
             error = unknown(f"method of row {row.label}:", row.method, METHODS)
             hint = f"{error.hint} --methods runs other rows alone"
@@ -109,7 +104,7 @@ def check_domains(study: Study, selection: Selection) -> None:
     """Domains that [printed] and [tsne] name are the tasks' own; otherwise nothing would show."""
     if "on" in study.override:  # they name those of the study's own tasks
         return
-    tasks = _chosen(study_tasks(study), selection.tasks, "task", lambda t: (t.name, t.task))
+    tasks = _chosen_tasks(study, selection)
     known = {task.name: _domains(study, task.task, _settings(study, task)) for task in tasks}
     asked = [
         (f"column in [printed.{name}]", column, (*found, AVERAGE))
@@ -142,12 +137,10 @@ def _folder_domains(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[st
 
 
 def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedRun]:
-    settings = _settings(study, task)
     own = line.row.settings
     if "on" in study.override:
         own = _moved(study, own, next(iter(study.tasks.values())).task, task.task)
-    settings |= own
-    settings |= study.override.get("settings", {})
+    settings = {**_settings(study, task), **own, **study.override.get("settings", {})}
     if rounds := study.tsne.get("rounds"):
         settings.setdefault("keep_rounds", [*rounds, "last"])
     left_out = settings.get("leave_out")
@@ -196,6 +189,15 @@ def _moved(study: Study, settings: Mapping[str, Any], old: str, new: str) -> dic
         if left_out not in (None, EACH):
             kept["leave_out"] = names.get(left_out, there[0])
     return kept
+
+
+def _chosen_tasks(study: Study, selection: Selection) -> list[StudyTask]:
+    return _chosen(study_tasks(study), selection.tasks, "task", lambda t: (t.name, t.task))
+
+
+def _chosen_lines(study: Study, selection: Selection) -> list[Line]:
+    names = attrgetter("label", "row.label", "row.method")
+    return _chosen(study.lines, selection.rows, "row", names)
 
 
 def _chosen(found: Sequence[Any], wanted: Iterable[str], what: str, names: Any) -> list[Any]:

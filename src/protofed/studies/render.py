@@ -13,8 +13,6 @@ from rich.table import Table
 
 from protofed.studies.tables import AVERAGE, TableCell, TableLine, TableRow
 
-FORMATS = ("terminal", "markdown", "csv", "latex")
-
 
 def to_terminal(header: Sequence[str], lines: Sequence[TableLine], console: Console) -> list[Table]:
     """The best bold, the second underlined, the paper's lines dim.
@@ -124,30 +122,24 @@ def to_csv(tables: Mapping[str, Sequence[TableRow]], columns: Mapping[str, Seque
     ``difference`` is to the baseline, paired by seed; ``low`` and ``high`` are its 95 % interval.
     """
     buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(CSV_HEADER)
-    for task, rows in tables.items():
-        for row in rows:
-            for column in (*columns[task], *row.beside):
-                own, delta = row.at(column), row.differences.get(column)
-                half = delta.half if delta else None
-                paper = row.paper.get(column)
-                std = row.paper_std if column == AVERAGE else None
-                mean, deviation = (own.mean, own.std) if own else (None, None)
-                low, high = (
-                    (delta.mean - half, delta.mean + half)
-                    if delta and half is not None
-                    else (None, None)
-                )
-                numbers = (delta.mean if delta else None, low, high, paper, std)
-                gap = own.mean - paper if own and paper is not None else None
-                counts = (own.seeds if own else 0, row.wanted)
-                costs = (row.megabytes, row.seconds)
-                texts = [*map(_n, (*numbers, gap, *costs)), row.state]
-                names = (task, row.label, column)
-                writer.writerow([*names, _n(mean), _n(deviation), *counts, *texts])
+    writer = csv.DictWriter(buffer, CSV_HEADER, restval="", lineterminator="\n")
+    writer.writeheader()
+    for task, row in ((task, row) for task, rows in tables.items() for row in rows):
+        for column in (*columns[task], *row.beside):
+            own, delta, paper = row.at(column), row.differences.get(column), row.paper.get(column)
+            numbers = {"paper": paper, "megabytes": row.megabytes, "seconds": row.seconds}
+            if own:
+                numbers |= {"mean": own.mean, "std": own.std}
+            if own and paper is not None:
+                numbers["ours_minus_paper"] = own.mean - paper
+            if delta:
+                numbers["difference"] = delta.mean
+            if delta and delta.half is not None:
+                numbers |= {"low": delta.mean - delta.half, "high": delta.mean + delta.half}
+            if column == AVERAGE:
+                numbers["paper_std"] = row.paper_std
+            texts = {"task": task, "method": row.label, "column": column, "state": row.state}
+            counts = {"seeds": own.seeds if own else 0, "wanted": row.wanted}
+            given = {k: f"{v:.4f}" for k, v in numbers.items() if v is not None}
+            writer.writerow({**texts, **counts, **given})
     return buffer.getvalue()
-
-
-def _n(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

@@ -82,13 +82,11 @@ def lines(folder: Path) -> list[str]:
         text.append(
             f"  {'loss':<{width}}  {curve}         [dim]{losses[0]:.3g} → {losses[-1]:.3g}[/dim]"
         )
-    text.append(
-        f"\n[dim]% correct, blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}[/dim]"
-    )
+    scale = f"blocks from {low:.0f} to {high:.0f}; numbers: {SELECTION}"
+    text.append(f"\n[dim]% correct, {scale}[/dim]")
     if summary:
-        clients = summary.get("clients", [])
         per: dict[str, list[int]] = {}
-        for client in clients:
+        for client in summary.get("clients", []):
             per.setdefault(client["domain"], []).append(client["samples"])
         held = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
         text.append(f"[dim]clients × samples: {escape(held)}; engine {summary['engine']}[/dim]")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
@@ -217,13 +218,12 @@ def row(
     first = measures[0]
     # paired: the same seed has the same clients, samples and initial weights
     paired = [s for s in runs if s in base]
-    columns = list(first.values)
     differences = {
         c: Spread.of([runs[s].values[c] - base[s].values[c] for s in paired])
-        for c in columns
+        for c in first.values
         if paired and all(c in base[s].values for s in paired)
     }
-    spreads = {c: Spread.of([m.values[c] for m in measures]) for c in columns}
+    spreads = {c: Spread.of([m.values[c] for m in measures]) for c in first.values}
     seen = spreads.pop(SEEN, None)
     return TableRow(
         label,
@@ -335,10 +335,8 @@ def _spread(value: Spread | None) -> str:
 
 
 def _signed(value: Spread | None) -> str:
-    if value is None:
-        return ""
-    if value.half is None:
-        return _sign(value.mean)
+    if value is None or value.half is None:
+        return "" if value is None else _sign(value.mean)
     noise = ", noise" if value.noise else ""
     return f"{_sign(value.mean)} ± {value.error:.1f} (±{value.half:.1f}{noise})"
 
@@ -360,10 +358,7 @@ def describe(measures: Sequence[Measure]) -> str:
     """The caption of a table of these measures; rows that differ from most are named."""
     first, summary = measures[0].settings, measures[0].summary
     seeds = sorted({m.seed for m in measures})
-    by_row: dict[str, set[int]] = {}
-    for m in measures:
-        by_row.setdefault(m.label, set()).add(m.seed)
-    fewest = min(map(len, by_row.values()))
+    fewest = min(Counter(label for label, _ in {(m.label, m.seed) for m in measures}).values())
     clients = client_sizes(first["clients"], first["samples"])
     if any(m.settings["clients"] != first["clients"] for m in measures):
         clients = "differ between runs"
@@ -458,8 +453,7 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     for client in summary.get("clients", ()):
         if "what was left" in client.get("note", ""):
             words.append(f"{client['client']} only {client['samples']}: what was left")
-    left_out = settings.get("leave_out")
-    if left_out == EACH:
+    if (left_out := settings.get("leave_out")) == EACH:
         tested = ", ".join(f"{d} {n}" for d, n in summary["tested"].items())
         words.append(f"without those of the unseen domain; test images: {tested}")
     elif left_out is not None:
