@@ -22,10 +22,14 @@ PANELS = ("", TRAINING, CLIENTS, METHOD_PANEL, ENGINE, OUTPUT)
 """The panels of a command's help, in their order; options without one come first."""
 
 TaskOption = Annotated[
-    str | None, typer.Option("--task", help="The task (see `protofed tasks`), or folder:PATH.")
+    str | None,
+    typer.Option(
+        "--task", help="The task (see `protofed tasks`), or folder:PATH; default: glyphs."
+    ),
 ]
 MethodOption = Annotated[
-    str | None, typer.Option("--method", help="A method's name, or path/to/file.py:Class.")
+    str | None,
+    typer.Option("--method", help="A method's name, or path/to/file.py:Class; default: fedavg."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -45,13 +49,13 @@ SetOfMethodOption = Annotated[
         help="A hyper-parameter of one of the methods; repeatable.",
     ),
 ]
-SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, from --seed on.")]
+SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, starting at --seed.")]
 JobsOption = Annotated[
     int | None,
     typer.Option(
         "--jobs",
         rich_help_panel=RUNS_PANEL,
-        help="Runs at a time; default: one for each core, or two on a GPU with room.",
+        help="How many runs at a time; default: one per core, or two on a GPU with enough memory.",
     ),
 ]
 PoolOption = Annotated[

@@ -31,7 +31,9 @@ def run(
     method: MethodOption = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A TOML file, e.g. another run's config.toml; options given here win."),
+        typer.Option(
+            help="A TOML file, e.g. another run's config.toml; other options override it."
+        ),
     ] = None,
     set_: SetOption = None,
     pool: PoolOption = Path("runs"),
@@ -51,7 +53,9 @@ def run(
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", rich_help_panel=RUNS_PANEL, help="Start over in a folder with a run."
+            "--overwrite",
+            rich_help_panel=RUNS_PANEL,
+            help="Delete the run in the folder and start over.",
         ),
     ] = False,
     quiet: Annotated[
@@ -78,8 +82,8 @@ def run(
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
-    Without --config and options this is FedAvg on glyphs. Ctrl-C writes a checkpoint; the same
-    command with --resume continues from it and ends with the very same numbers.
+    Ctrl-C writes a checkpoint; the same command with --resume continues from it
+    and ends with exactly the same numbers.
     """
     from protofed.config import merged_config, task_settings
     from protofed.data import load_task

@@ -13,7 +13,7 @@ from protofed.cli.output import console
 def show(
     run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")],
 ) -> None:
-    """Print a run's summary, with the course of every domain's accuracy as a sparkline."""
+    """Print a run's summary, with a sparkline of every domain's accuracy over the rounds."""
     from protofed.studies.show import lines
 
     for text in lines(run):
