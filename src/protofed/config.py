@@ -118,13 +118,20 @@ class Config:
     task: str
     method: Method
     protocol: str = setting(
-        "str", TRAINING, "Model, batch, epochs, rounds, optimizer; default: the task's own."
+        "str",
+        TRAINING,
+        "Whose model, batch, epochs, rounds and optimizer are the defaults: glyphs, fpl, i2pfl or "
+        "fedseproto; default: the task's own (see `protofed tasks`).",
     )
     seed: int = setting("int", TRAINING, "Seed of split, initial weights and training.", 0, least=0)
-    rounds: int = setting("int", TRAINING, "Communication rounds.", least=1)
-    epochs: int = setting("int", TRAINING, "Local epochs in each round.", least=1)
-    batch: int = setting("int", TRAINING, "Batch size.", least=1)
-    lr: float = setting("float", TRAINING, "Learning rate.", above=0)
+    rounds: int = setting(
+        "int", TRAINING, "Communication rounds; default: the protocol's.", least=1
+    )
+    epochs: int = setting(
+        "int", TRAINING, "Local epochs in each round; default: the protocol's.", least=1
+    )
+    batch: int = setting("int", TRAINING, "Batch size; default: the protocol's.", least=1)
+    lr: float = setting("float", TRAINING, "Learning rate; default: the protocol's.", above=0)
     momentum: float = setting("float", TRAINING, "Momentum, reset every round.", least=0, below=1)
     weight_decay: float = setting("float", TRAINING, "Weight decay.", least=0)
     model: Models = setting(
@@ -147,7 +154,7 @@ class Config:
     average: str = setting(
         "str",
         TRAINING,
-        "Weights of the averaged model: by samples, or uniform.",
+        "How clients count in the averaged model: by their number of samples, or all the same.",
         "samples",
         choices=("samples", "uniform"),
     )
@@ -156,7 +163,7 @@ class Config:
         CLIENTS,
         "Clients of each domain: a number for all, scan=4,inverse=1, or a distribution by name: "
         "skewed (the papers' main split), equal, one, random (drawn by the seed, as the published "
-        "code does), and on the papers' tasks printed (Digits as FPL prints it) and fedseproto.",
+        "code does), and on the papers' tasks printed (Digits as in FPL's paper) and fedseproto.",
         metavar="NAME | N | DOMAIN=N,...",
     )
     samples: Mapping[str, float] | float | None = setting(
@@ -195,19 +202,19 @@ class Config:
     leftover: bool = setting(
         "bool",
         CLIENTS,
-        "Where a domain has too few samples, its last client gets what is left instead of an "
-        "error. On for pacs (the fourth Sketch client) and vlcs.",
+        "If a domain has too few samples, give its last client what is left instead of stopping "
+        "with an error. On for pacs (the fourth Sketch client) and vlcs.",
     )
     repair: bool = setting(
         "bool",
         CLIENTS,
-        "Give a client one sample of each class it misses, in exchange for one of a class it has "
+        "Give a client one sample of each class it lacks, in exchange for one of a class it has "
         "twice. On for office_caltech (off with --dirichlet).",
     )
     data: str | None = setting(
         "str",
         CLIENTS,
-        "Folder of the real images; default: $PROTOFED_DATA, else the cache folder.",
+        "Folder of the downloaded images; default: $PROTOFED_DATA, else the cache folder.",
         metavar="DIR",
         numbers=False,
     )
@@ -223,10 +230,17 @@ class Config:
         choices=tuple(AUGMENTS),
     )
     test_split: str | None = setting(
-        "str", CLIENTS, "pacs: mod10 or kfold_leaky; vlcs: 70_30 or mod10.", metavar="NAME"
+        "str",
+        CLIENTS,
+        "Which images are for testing. pacs: mod10 or kfold_leaky; vlcs: 70_30 or mod10.",
+        metavar="NAME",
     )
     skip_bad: bool = setting(
-        "bool", CLIENTS, "Skip files that are not images.", False, numbers=False
+        "bool",
+        CLIENTS,
+        "Skip files that cannot be read as images instead of stopping.",
+        False,
+        numbers=False,
     )
     device: str = setting(
         "str", ENGINE, "Where to compute.", AUTO, choices=(AUTO, *DEVICES), numbers=False
@@ -261,7 +275,7 @@ class Config:
         "rounds",
         OUTPUT,
         "Rounds whose prototypes and global model are kept for analyses and the report; default: "
-        "the prototypes of ten rounds and no models.",
+        "the prototypes of the first round and of ten spread over the run, and no models.",
         metavar="1,10,last | all | none",
         numbers=False,
     )

@@ -267,7 +267,7 @@ def test_sigterm_leaves_runs_that_can_be_resumed(tmp_path: Path) -> None:
     )  # fmt: skip
     for _ in range(2400):
         rounds = list((tmp_path / "runs").glob("*/rounds.jsonl"))
-        if rounds and rounds[0].read_text().count("\n") >= 2:
+        if rounds and rounds[0].read_text().count("\n") >= 3:
             break
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
@@ -277,8 +277,9 @@ def test_sigterm_leaves_runs_that_can_be_resumed(tmp_path: Path) -> None:
     (job,) = jobs_of(made, tmp_path / "runs")
     assert not job.folder.is_locked(), "the run has ended too"
     checkpoint = job.folder.checkpoint()
+    # the signal may come between a round's record and the moment it counts as complete
     assert checkpoint is not None and 2 <= checkpoint.round < 500
-    assert len(job.folder.records()) == checkpoint.round
+    assert len(job.folder.records()) - checkpoint.round in (0, 1)
     assert not job.folder.starts_over(job.config)
 
 

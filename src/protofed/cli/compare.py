@@ -53,10 +53,10 @@ def compare(
 ) -> None:
     """Run several methods on the same clients and put them into one table and one figure.
 
-    Runs that the pool already has are not done again; interrupted ones resume.
+    Runs that the pool (--runs) already has are not repeated; interrupted ones resume.
 
-    [bold]--leave-out each[/bold] tests on domains that nobody trained on: for every domain a run
-    without it, and one table with the accuracy on each unseen domain and their average.
+    [bold]--leave-out each[/bold] tests on domains that no client has: one run without each
+    domain, and one table with the accuracy on each unseen domain and their average.
     """
     from protofed.config import EACH, short_task
     from protofed.methods import METHODS, method_class

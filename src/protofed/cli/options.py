@@ -24,10 +24,14 @@ output_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 set_option = functools.partial(typer.Option, "--set", rich_help_panel=METHOD)
 
 TaskOption = Annotated[
-    str | None, typer.Option("--task", help="The task (see `protofed tasks`), or folder:PATH.")
+    str | None,
+    typer.Option(
+        "--task", help="The task (see `protofed tasks`), or folder:PATH; default: glyphs."
+    ),
 ]
 MethodOption = Annotated[
-    str | None, typer.Option("--method", help="A method's name, or path/to/file.py:Class.")
+    str | None,
+    typer.Option("--method", help="A method's name, or path/to/file.py:Class; default: fedavg."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -39,11 +43,12 @@ SetOfMethodOption = Annotated[
         metavar="METHOD.NAME=VALUE", help="A hyper-parameter of one of the methods; repeatable."
     ),
 ]
-SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, from --seed on.")]
+SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, starting at --seed.")]
 JobsOption = Annotated[
     int | None,
     output_option(
-        "--jobs", help="Runs at a time; default: one for each core, or two on a GPU with room."
+        "--jobs",
+        help="How many runs at a time; default: one per core, or two on a GPU with enough memory.",
     ),
 ]
 PoolOption = Annotated[

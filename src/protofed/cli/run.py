@@ -32,7 +32,9 @@ def run(
     method: MethodOption = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A TOML file, e.g. another run's config.toml; options given here win."),
+        typer.Option(
+            help="A TOML file, e.g. another run's config.toml; other options override it."
+        ),
     ] = None,
     set_: SetOption = None,
     pool: PoolOption = Path("runs"),
@@ -44,7 +46,7 @@ def run(
         bool, output_option("--resume", help="Resume from the folder's checkpoint.")
     ] = False,
     overwrite: Annotated[
-        bool, output_option("--overwrite", help="Start over in a folder with a run.")
+        bool, output_option("--overwrite", help="Delete the run in the folder and start over.")
     ] = False,
     quiet: Annotated[bool, output_option("--quiet", help="Print only errors.")] = False,
     tensorboard: TensorBoardOption = False,
@@ -60,8 +62,8 @@ def run(
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
-    Without --config and options this is FedAvg on glyphs. Ctrl-C writes a checkpoint; the same
-    command with --resume continues from it and ends with the very same numbers.
+    Ctrl-C writes a checkpoint; the same command with --resume continues from it
+    and ends with exactly the same numbers.
     """
     from protofed.config import merged_config, task_settings
     from protofed.data import load_task
@@ -142,7 +144,7 @@ def stopped_by_sigterm() -> Iterator[None]:
 
 
 def show(run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")]) -> None:
-    """Print a run's summary, with the course of every domain's accuracy as a sparkline."""
+    """Print a run's summary, with a sparkline of every domain's accuracy over the rounds."""
     from protofed.studies.show import lines
 
     for text in lines(run):

@@ -46,7 +46,7 @@ TasksOption = Annotated[
 
 @study_app.command("list", context_settings=HELP)
 def list_() -> None:
-    """List the built-in studies, and what this version lacks to run them."""
+    """List the built-in studies, and what is missing to run them."""
     from protofed.studies.definition import builtin, load
     from protofed.studies.plan import plan
 
@@ -67,7 +67,7 @@ def list_() -> None:
 
 @study_app.command("show", context_settings=HELP)
 def show_study(name: NameArgument) -> None:
-    """Show a study: rows, settings, the numbers the paper prints, and what to know about them."""
+    """Show a study: rows, settings, the numbers that the paper prints, and notes."""
     from protofed.studies.definition import load
     from protofed.studies.plan import columns, plan, study_tasks
     from protofed.studies.tables import TableRow, grid, printed_grid
@@ -114,7 +114,7 @@ def run_(
         str | None,
         typer.Option(metavar="M,...", help="Only these rows, by their labels or their methods."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds, from 0 on.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds, starting at 0.")] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -182,7 +182,7 @@ def table_(
         bool, typer.Option("--write", help="Also write the tables and figures into the folder.")
     ] = False,
 ) -> None:
-    """Print a study's tables from what its pool holds by now; what is missing is shown as —.
+    """Print a study's tables from the runs in the pool so far; what is missing is shown as —.
 
     Of a built-in study, or a TOML file, that has no folder yet, the pool's runs are shown.
     """

@@ -33,12 +33,14 @@ def tasks() -> None:
         table = Table("domain", "training", "test", "clients", "samples each", box=None)
         for domain in info.domains:
             row = (*counts[domain], info.clients[domain])
-            table.add_row(domain, *map(str, row), f"{info.samples[domain]:g}")
+            samples = info.samples[domain]  # a count, or a fraction of the training images
+            each = str(samples) if isinstance(samples, int) else f"{samples:.0%}"
+            table.add_row(domain, *map(str, row), each)
         console.print(table)
         if published is not None:
             try:
                 where = f"files: {locate(published)[0]}"
             except DataMissing:
-                where = f"not found, protofed data fetch {name}"
+                where = f"not downloaded yet: protofed data fetch {name}"
             console.print(f"[dim]{escape(where)}[/dim]", highlight=False, soft_wrap=True)
     console.print("[bold]folder:PATH[/bold]: any tree domain/class/image of your own.")

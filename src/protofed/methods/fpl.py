@@ -46,7 +46,8 @@ Equations as printed; → says where each is computed, and how if it differs.
 (1) defines a prototype in general, and (9) rewrites (8) for an analysis. Round
 0 is CE alone. A sample whose class has no prototype adds 0 and still counts in
 the mean. With three prototypes or fewer in a class, FINCH gives one cluster.
-The paper prints 3/7/6/4 clients for Digits; its code now has 6/4/3/7, as here.
+The paper prints 3/7/6/4 clients for Digits (MNIST/USPS/SVHN/SYN); its code now has
+6/4/3/7, as here.
 
 Deviations: under (2), (4), (7), (8), (10).
 
@@ -96,7 +97,7 @@ class FPL(Method):
         "cluster", "P", "what CPCL contrasts with", choices=("cluster", "global")
     )
     upcr_prototypes: str = hyper(
-        "unbiased", "U", "what UPCR draws to", choices=("unbiased", "global")
+        "unbiased", "U", "what UPCR draws features to", choices=("unbiased", "global")
     )
     finch_level: str = hyper(
         "last", "", "FINCH partition: the first or the last", choices=("first", "last")
