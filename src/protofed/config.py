@@ -132,14 +132,19 @@ class Config:
     )
     batch: int = setting("int", TRAINING, "Batch size; default: the protocol's.", least=1)
     lr: float = setting("float", TRAINING, "Learning rate; default: the protocol's.", above=0)
-    momentum: float = setting("float", TRAINING, "Momentum, reset every round.", least=0, below=1)
-    weight_decay: float = setting("float", TRAINING, "Weight decay.", least=0)
+    momentum: float = setting(
+        "float", TRAINING, "Momentum, reset every round; default: the protocol's.", least=0, below=1
+    )
+    weight_decay: float = setting(
+        "float", TRAINING, "Weight decay; default: the protocol's.", least=0
+    )
     model: Models = setting(
         "table",
         TRAINING,
-        "resnet10, resnet18, cnn3 or cnn2. Clients may have different models with features of the "
-        "same size: cnn3,cnn2 alternates over the clients, scan-0=cnn3,... names each one's. Only "
-        "methods that send no weights can use them (docs/heterogeneous.md).",
+        "resnet10, resnet18, cnn3 or cnn2; default: the protocol's. Clients may have different "
+        "models with features of the same size: cnn3,cnn2 alternates over the clients, "
+        "scan-0=cnn3,... names each one's. Only methods that send no weights can use "
+        "them (docs/heterogeneous.md).",
         metavar="NAME | NAME,NAME | CLIENT=NAME,...",
     )
     width: int | None = setting(
