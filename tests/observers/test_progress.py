@@ -10,6 +10,7 @@ from rich.console import Console
 from tests.cli.commands import TINY as OPTIONS
 from tests.cli.commands import call
 
+from protofed.federation.simulation import Observer
 from protofed.observers.progress import RunProgress, accuracies, duration
 from protofed.runs.records import shown
 from protofed.runs.run import run
@@ -46,3 +47,16 @@ def test_a_run_is_followed(terminal: bool) -> None:
 
 def test_quiet_says_nothing(tmp_path: Path) -> None:
     assert call("run", *OPTIONS, "--quiet", "--out", tmp_path / "x") == (0, "", "")
+
+
+def test_an_interrupted_run_gives_the_cursor_back() -> None:
+    file = io.StringIO()
+
+    class Interrupt(Observer):
+        def client(self, round: int, done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+    console = Console(file=file, width=120, force_terminal=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_task(), observers=[RunProgress(console), Interrupt()], **TINY)
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") > 0

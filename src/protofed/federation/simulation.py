@@ -64,6 +64,9 @@ class Observer:
     def end(self, result: Any) -> None:
         """Called with the run's ``Result`` when it is complete."""
 
+    def stopped(self) -> None:
+        """Called instead of ``end`` if the run was interrupted or failed."""
+
 
 class Clients(Mapping[str, ClientData]):
     """The clients by name. A client's images are taken out of the task's when it is asked for.

@@ -124,3 +124,6 @@ class RunProgress(Observer):
 
     def end(self, result: Result) -> None:
         self.bar.stop()
+
+    def stopped(self) -> None:
+        self.bar.stop()  # or the terminal's cursor stays hidden

@@ -104,6 +104,8 @@ def _rounds(
             _checkpoint(folder, federation, done)
         if folder is not None and isinstance(error, Diverged):
             folder.mark_diverged(str(error))
+        for observer in observers:
+            observer.stopped()
         raise
     result = Result(
         federation.asked,
