@@ -78,7 +78,7 @@ class RunProgress(Observer):
             f"of {config.epochs} epochs, {' and '.join(config.models)}, "
             f"engine {federation.facts.engine}{resumed}"
         )
-        skipped = [f"  left out: {name}" for name in federation.task.skipped]
+        skipped = [f"  skipped file: {name}" for name in federation.task.skipped]
         for line in client_lines(federation) + skipped:
             print_plain(self.console, line)
         self.bar = Progress(
