@@ -7,7 +7,7 @@ from functools import partial
 from protofed.errors import ProtofedError, unknown
 from protofed.models.cnn import cnn
 from protofed.models.network import NORMS, Network, Output, entries
-from protofed.models.resnet import resnet
+from protofed.models.resnet import IMAGENET, resnet
 
 __all__ = ["MODELS", "NORMS", "Network", "Output", "build", "entries"]
 
@@ -18,6 +18,7 @@ MODELS = {
     "resnet18": partial(resnet, 2),
     "cnn3": partial(cnn, 3),
     "cnn2": partial(cnn, 2),
+    **IMAGENET,
 }
 
 
