@@ -103,9 +103,8 @@ def test_resnet_keeps_the_resolution_until_the_second_stage() -> None:
 
 def test_resnet_without_its_convolutions_is_its_shortcuts() -> None:
     # With the body's last norm set to nothing a block is ReLU of its shortcut: x itself here.
-    first = next(
-        m for m in build("resnet10", 3, 32, width=4).modules() if type(m).__name__ == "ResidualBlock"
-    )
+    network = build("resnet10", 3, 32, width=4)
+    first = next(m for m in network.modules() if type(m).__name__ == "ResidualBlock")
     assert isinstance(first.body, nn.Sequential)
     nn.init.zeros_(first.body[-1].weight)
     x = torch.randn(2, 4, 8, 8)

@@ -112,7 +112,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     network = build(model, 3, 96, width=4)
     with pytest.raises(ProtofedError, match="there is no file of weights"):
         load_weights(network, model, path)
-    with pytest.raises(ProtofedError, match="are for resnet18_imagenet.*not for cnn3"):
+    with pytest.raises(ProtofedError, match=r"are for resnet18_imagenet.*not for cnn3"):
         load_weights(network, "cnn3", path)
     state = public_state(model)
     state["layer9.weight"] = state.pop("conv1.weight")
@@ -129,5 +129,5 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ProtofedError, match="not a state dict"):
         load_weights(network, model, path)
     path.write_bytes(b"nothing")
-    with pytest.raises(ProtofedError, match="cannot read weights|more than tensors"):
+    with pytest.raises(ProtofedError, match=r"cannot read weights|more than tensors"):
         load_weights(network, model, path)

@@ -36,13 +36,15 @@ class BadImage(Exception):
     """Bytes that cannot be decoded as an image."""
 
 
-def decode(content: bytes | Bytes, size: int) -> Bytes:
-    """An image file (or an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
+def decode(content: bytes | Bytes | Image.Image, size: int) -> Bytes:
+    """An image (a file's bytes, an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
 
     Resized to a square with bilinear interpolation, ignoring the aspect ratio, as the papers do.
     """
     if isinstance(content, np.ndarray):
         image = Image.fromarray(content)
+    elif isinstance(content, Image.Image):
+        image = _rgb(content)
     elif not content:
         raise BadImage("it is empty")
     else:

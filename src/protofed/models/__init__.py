@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from protofed.errors import ProtofedError, unknown
@@ -13,7 +14,7 @@ __all__ = ["MODELS", "NORMS", "Network", "Output", "build", "entries"]
 
 SMALLEST_IMAGE = 8
 
-MODELS = {
+MODELS: dict[str, Callable[[int, int, int | None, str | None], Network]] = {
     "resnet10": partial(resnet, 1),
     "resnet18": partial(resnet, 2),
     "cnn3": partial(cnn, 3),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -74,6 +75,7 @@ def public_name(name: str, blocks: tuple[int, ...]) -> str:
 def _read(path: Path) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise ProtofedError(f"there is no file of weights '{path}'")
+    found: Any
     try:
         if path.suffix == ".safetensors":
             found = safetensors.torch.load_file(path)

@@ -43,8 +43,9 @@ from protofed.files import (
     write_json,
     writing,
 )
+from protofed.runs.model_file import StoredModel, read_model
 from protofed.runs.records import Record, Records, read_records, to_line
-from protofed.tree import Slot, Tree
+from protofed.tree import Tree
 
 CONFIG = "config.toml"
 FACTS = "facts.json"
@@ -69,9 +70,6 @@ REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
 REQUIRED_SUMMARY = ("hash", "method", "accuracy", "bytes_up", "bytes_down", "seconds")
 BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
-
-CLIENT_SLOT = "client"
-"""The slot of a model file that has the clients' own entries, as ``NAME/ENTRY``."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -308,16 +306,8 @@ class RunFolder:
         """Write what is kept of a single round; rounds count from 1."""
         tree.save(content, self._artifact(kind, round), {"round": round, **metadata})
 
-    def save_model(
-        self, hash: str, holds: str, model: Slot, clients: Mapping[str, Slot] | None = None
-    ) -> None:
-        """Write the model, and what clients with models of their own have of theirs.
-
-        ``holds`` says in words which entries the file has.
-        """
-        own = {f"{c}/{name}": t for c, slot in (clients or {}).items() for name, t in slot.items()}
-        content = {"model": model, CLIENT_SLOT: own}
-        tree.save(content, self.path / MODEL, {"hash": hash, "holds": holds})
+    def save_model(self, model: StoredModel) -> None:
+        model.save(self.path / MODEL)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which makes the run a finished one."""
@@ -415,14 +405,8 @@ class RunFolder:
         """The private state in a file that the checkpoint names."""
         return tree.load(self.client_states / file)[0]
 
-    def model(self) -> tuple[Slot, dict[str, Slot]]:
-        """The global model, and what each client with a model of its own has of it."""
-        slots, _ = tree.load(self.path / MODEL)
-        clients: dict[str, Slot] = {}
-        for name, t in slots.get(CLIENT_SLOT, {}).items():
-            client, _, entry = name.rpartition("/")
-            clients.setdefault(client, {})[entry] = t
-        return slots.get("model", {}), clients
+    def model(self) -> StoredModel:
+        return read_model(self.path / MODEL)
 
     def artifact_rounds(self, kind: str) -> list[int]:
         """The rounds, from 1, of which there is an artifact of this kind."""
