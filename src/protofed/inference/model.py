@@ -92,8 +92,10 @@ class TrainedModel:
             round=card.rounds - 1,
             rounds=card.rounds,
         )
+        self.dtype = DTYPES[card.precision]
         self._augment = Augment(mean=card.mean, std=card.std)  # type: ignore[arg-type]
-        self._key = keys.key(card.seed, card.rounds - 1, "evaluation")
+        key = keys.key(card.seed, card.rounds - 1, "evaluation")
+        self._key = torch.tensor(key, device=self.device)
 
     def __repr__(self) -> str:
         card = self.card
@@ -119,16 +121,14 @@ class TrainedModel:
         """The feature [n, d] of each image."""
         return self._compute(images, self._features, self.network.features)
 
-    def scores(self, x: Tensor) -> Tensor:
-        """Scores [n, K] of uint8 images [n, 3, size, size]."""
-        return self.method.predict(self._view, self._inputs(x))
-
-    def _features(self, x: Tensor) -> Tensor:
-        return self._view.forward(self._inputs(x)).feature
-
-    def _inputs(self, x: Tensor) -> Tensor:
+    def scores(self, inputs: Tensor) -> Tensor:
+        """Scores [n, K] of normalized images."""
         self._view.begin_step(self._key)  # the draws of the run's own evaluation
-        return normalized(x, self._augment, DTYPES[self.card.precision])
+        return self.method.predict(self._view, inputs)
+
+    def _features(self, inputs: Tensor) -> Tensor:
+        self._view.begin_step(self._key)
+        return self._view.forward(inputs).feature
 
     def _compute(
         self,
@@ -139,8 +139,8 @@ class TrainedModel:
         several, found = _several(images), [np.zeros((0, columns))]
         with torch.no_grad(), one_thread():
             while batch := list(islice(several, BATCH)):
-                x = np.stack([pixels(image, self.image_size) for image in batch])
-                out = function(torch.from_numpy(x).to(self.device))
+                x = torch.from_numpy(np.stack([pixels(i, self.image_size) for i in batch]))
+                out = function(normalized(x.to(self.device), self._augment, self.dtype))
                 found.append(out.double().cpu().numpy())
         return np.concatenate(found)
 

@@ -12,7 +12,7 @@ from PIL import Image
 from protofed import load_model, run
 from protofed.data import load_task
 from protofed.errors import ProtofedError
-from protofed.inference import cosine_distances, softmax
+from protofed.inference.model import cosine_distances, softmax
 from protofed.runs import Result
 
 SMALL = {"rounds": 2, "epochs": 1, "batch": 16, "width": 4, "seed": 3, "device": "cpu"}
