@@ -49,10 +49,11 @@ def predict(
 ) -> None:
     """Predict the classes of images: [bold]protofed predict runs/my-run photos/ -o out.csv[/bold].
 
-    Columns: file, class, probability, runner_up and its probability. If the run's method has
-    prototypes, also the nearest one (a client's mean feature of a class) with its domain and its
-    cosine distance, and far = yes if every prototype is farther than prototypes of different
-    classes typically are from each other: such an image resembles no class, so mistrust its class.
+    Columns: file, class, probability, runner_up and its probability. For a run
+    with prototypes also the nearest one (a client's mean feature of a class):
+    its class, its domain and its cosine distance. far = yes if every prototype
+    is farther than prototypes of different classes typically are from each
+    other: the image resembles no class that was trained on.
     """
     from protofed.inference import load_model
 
@@ -159,8 +160,9 @@ def evaluate(
 ) -> None:
     """Evaluate a trained model on the test images of a task, per domain and class.
 
-    Accuracy, balanced accuracy, precision, recall, F1, AUC (means over classes) and the expected
-    calibration error. With --out also every class's numbers and the confusion matrices.
+    Accuracy, balanced accuracy, precision, recall, F1, AUC (means over classes)
+    and the expected calibration error. With --out also every class's numbers
+    and the confusion matrices.
     """
     from protofed.data import load_task
     from protofed.inference import load_model
@@ -259,8 +261,9 @@ def export(
 ) -> None:
     """Export a trained model for other programs, with a card that says what it is.
 
-    The graphs take 8-bit images \\[n, 3, size, size] and give probabilities: normalization is
-    inside, resizing is not. Each is run and compared with the model before the command succeeds.
+    The graphs take 8-bit images \\[n, 3, size, size] and give probabilities:
+    normalization is inside, resizing is not. Each is run and compared with the
+    model before the command succeeds.
     """
     from protofed.inference import load_model
     from protofed.inference.export import export_onnx, export_pt2, write_card

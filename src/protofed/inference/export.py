@@ -6,8 +6,10 @@ normalization is inside, resizing is not.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +100,17 @@ def _compare(model: TrainedModel, name: str, run: Callable[[Any], Any]) -> None:
             raise ProtofedError(f"the export differs: {name} is off by {worst:.2g}")
 
 
-class _quiet(warnings.catch_warnings):
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without the warnings of torch's exporters, which are about themselves."""
-
-    def __enter__(self) -> Any:
-        found = super().__enter__()
-        warnings.simplefilter("ignore")
-        return found
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 # ---- the card ------------------------------------------------------------------------------------
