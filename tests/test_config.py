@@ -8,10 +8,18 @@ from dataclasses import fields, replace
 
 import pytest
 
-from protofed.config import AUTO, PROTOCOLS, SETTINGS, Config, make_config, read_config
+from protofed.config import (
+    AUTO,
+    PROTOCOLS,
+    SETTINGS,
+    Config,
+    make_config,
+    paper_differences,
+    read_config,
+)
 from protofed.data import load_task
 from protofed.errors import ProtofedError
-from protofed.methods import FPL, FedAvg, FedProto
+from protofed.methods import FPL, METHODS, FedAvg, FedProto
 from protofed.testing.checks import TINY, tiny_task
 
 
@@ -284,6 +292,39 @@ def test_the_hash_is_stable_and_short():
 
 CHANGES = [
     {"seed": 1}, {"rounds": 19}, {"epochs": 4}, {"batch": 31}, {"lr": 0.02}, {"momentum": 0.8},
+# ---- a paper's own protocol -------------------------------------------------------------------
+
+
+def test_what_the_papers_of_methods_train_with():
+    for method in METHODS.values():
+        theirs = method.protocol
+        if isinstance(theirs, str):
+            assert theirs in ("", *PROTOCOLS)
+        else:
+            config = make_config("digits", method(), **theirs)
+            assert paper_differences(config) == {}
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "settings", "expected"),
+    [
+        ("digits", "fedavg", {}, {}),
+        ("digits", "fpl", {}, {}),
+        ("digits", "fpl", {"protocol": "i2pfl"}, {"batch": (64, 32)}),
+        ("digits", "i2pfl", {}, {"batch": (32, 64)}),
+        ("digits", "i2pfl", {"batch": 32}, {}),
+        ("pacs", "i2pfl", {}, {}),
+        ("pacs", "fpl", {}, {"model": ("resnet10", "resnet18"), "batch": (64, 16)}),
+        ("digits", "fedseproto", {}, {"model": ("cnn3", "resnet10")}),
+        ("digits", "fedseproto", {"model": "cnn3,cnn2"}, {"model": ("cnn3", "cnn3 and cnn2")}),
+        ("vlcs", "fedseproto", {}, {}),
+        ("glyphs", "i2pfl", {}, {}),
+    ],
+)
+def test_what_a_paper_does_otherwise(task, method, settings, expected):
+    assert paper_differences(make_config(task, method, **settings)) == expected
+
+
     {"weight_decay": 0.0}, {"model": "cnn2"}, {"width": 17}, {"norm": "group"},
     {"clients": 1}, {"clients": {"scan": 1}}, {"samples": 9}, {"samples": 0.5},
     {"participation": 0.5}, {"average": "uniform"},

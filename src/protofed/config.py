@@ -393,6 +393,8 @@ PROTOCOLS = {
             rounds=100,
             epochs=10,
             batch=64,
+    paper: bool = True
+    """Whether it is a paper's."""
             distribution="skewed",
         ),
         Protocol(
@@ -407,6 +409,7 @@ PROTOCOLS = {
                 "pacs": {"model": "resnet18", "batch": 16},
                 "vlcs": {"model": "resnet18", "batch": 16},
             },
+            paper=False,
         ),
         # The paper states the layers and the clients on PACS; widths, batch, epochs, rounds and
         # optimizer are in a supplement that could not be obtained, and are FPL's here.
@@ -463,6 +466,21 @@ def make_config(
         **{k: v for k, v in vars(base).items() if k in SETTINGS},
         "protocol": base.name,
         "image_size": info.image_size,
+def paper_differences(config: Config) -> dict[str, tuple[Any, Any]]:
+    """What the method's paper trains with and what the config has, by setting, if they differ.
+
+    Under a protocol that is no paper's there is nothing to tell.
+    """
+    theirs = config.method.protocol
+    if not PROTOCOLS[config.protocol].paper or not theirs:
+        return {}
+    values = vars(protocol(theirs, config.task)) if isinstance(theirs, str) else theirs
+    ours = {**vars(config), "model": " and ".join(config.models)}
+    names = ("model", "batch", "epochs", "lr", "momentum", "weight_decay")
+    both = {name: (values[name], ours[name]) for name in names if name in values}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
         "flip": info.flip,
         "test_split": next(iter(info.test_splits), None),
         "leftover": info.leftover,

@@ -16,7 +16,7 @@ from protofed.runs.run import run
 from protofed.studies.definition import FolderImages, load, parse
 from protofed.studies.execution import Job
 from protofed.studies.folder import StudyFolder
-from protofed.studies.launch import adhoc, prepare, shard_of
+from protofed.studies.launch import adhoc, prepare, protocol_note, shard_of
 from protofed.studies.plan import Selection, plan
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from protofed.config import Config
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
@@ -31,6 +32,15 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     unit, size = ("min", 60) if seconds < 3600 else ("h", 3600)
     return f"{int(seconds // size)}:{int(seconds % size // (size // 60)):02d} {unit}"
+
+
+def protocol_line(config: Config) -> str:
+    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``."""
+    return (
+        f"protocol {config.protocol}: {' and '.join(config.models)}, {config.image_size}×"
+        f"{config.image_size} pixels, batch {config.batch}, epochs {config.epochs}, "
+        f"rounds {config.rounds}"
+    )
 
 
 def client_lines(federation: Federation) -> list[str]:
@@ -74,8 +84,7 @@ class RunProgress(Observer):
         resumed = f", resumed after round {len(records)}" if records else ""
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
-            f"{config.seed}: {len(federation.clients)} clients, {config.rounds} rounds "
-            f"of {config.epochs} epochs, {' and '.join(config.models)}, "
+            f"{config.seed}: {len(federation.clients)} clients, "
             f"engine {federation.facts.engine}{resumed}"
         )
         skipped = [f"  skipped file: {name}" for name in federation.task.skipped]
@@ -83,6 +92,7 @@ class RunProgress(Observer):
             print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),
+        print_plain(self.console, f"  {protocol_line(config)}")
             BarColumn(bar_width=24),
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, short_task, task_settings
+from protofed.config import Config, paper_differences, short_task, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
@@ -66,6 +66,23 @@ def prepare(
 
 
 def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
+def protocol_note(study: Study) -> str:
+    """A warning if papers of the study's methods used another protocol than all of them here."""
+    found: dict[str, str] = {}
+    for run in plan(study):
+        changed = paper_differences(run.config).items()
+        words = [f"{name} {theirs} (here {ours})" for name, (theirs, ours) in changed]
+        if words:
+            found[run.line.label] = f"{run.line.label}: {', '.join(words)}"
+    if not found:
+        return ""
+    return (
+        f"Some methods' papers train otherwise: {'; '.join(found.values())}. All methods share one "
+        "protocol here, so that a difference between them comes from the method, not from its "
+        "model or batch; --protocol chooses it. Hyper-parameters may be tuned for the paper's own."
+    )
+
+
     """Part ``part`` (from 1) of ``parts`` of the planned runs, sorted by their hashes."""
     hashes = sorted({run.config.hash for run in planned})
     mine = set(hashes[part - 1 :: parts])
