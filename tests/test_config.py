@@ -155,6 +155,16 @@ def test_each_choice(name, value, near):
     assert near in error.value.hint
 
 
+@pytest.mark.parametrize("value", [0, 1, 1.0, -0.1, True, math.nan, "used", "0.1", [0.1]])
+def test_validation_images_are_the_unused_ones_or_a_fraction(value, tmp_path):
+    with pytest.raises(ProtofedError, match=r"^validate must be 'unused' or a fraction above 0"):
+        make_config(validate=value)
+    for fine in ("unused", 0.1):
+        config = make_config(validate=fine)
+        assert round_trip(config, tmp_path) == config
+    assert make_config().validate is None and "validate" not in make_config().toml()
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many", None, [1], 1.0])
 def test_clients_are_whole_numbers(value):
     with pytest.raises(ProtofedError):
@@ -282,16 +292,6 @@ def test_odd_domain_names_are_quoted(tmp_path, name):
     assert again.hash == config.hash
 
 
-# ---- the hash -----------------------------------------------------------------------------------
-
-
-def test_the_hash_is_stable_and_short():
-    assert make_config(**TINY).hash == make_config(**TINY).hash
-    assert re.fullmatch("[0-9a-f]{10}", make_config().hash)
-
-
-CHANGES = [
-    {"seed": 1}, {"rounds": 19}, {"epochs": 4}, {"batch": 31}, {"lr": 0.02}, {"momentum": 0.8},
 # ---- a paper's own protocol -------------------------------------------------------------------
 
 
@@ -325,6 +325,16 @@ def test_what_a_paper_does_otherwise(task, method, settings, expected):
     assert paper_differences(make_config(task, method, **settings)) == expected
 
 
+# ---- the hash -----------------------------------------------------------------------------------
+
+
+def test_the_hash_is_stable_and_short():
+    assert make_config(**TINY).hash == make_config(**TINY).hash
+    assert re.fullmatch("[0-9a-f]{10}", make_config().hash)
+
+
+CHANGES = [
+    {"seed": 1}, {"rounds": 19}, {"epochs": 4}, {"batch": 31}, {"lr": 0.02}, {"momentum": 0.8},
     {"weight_decay": 0.0}, {"model": "cnn2"}, {"width": 17}, {"norm": "group"},
     {"clients": 1}, {"clients": {"scan": 1}}, {"samples": 9}, {"samples": 0.5},
     {"participation": 0.5}, {"average": "uniform"},
@@ -345,6 +355,14 @@ def test_the_hash_changes_with_every_field_that_is_not_exempt():
     kept = {n for n in names if replace(config, **{n: "other"}).hash == config.hash}
     assert kept == {name for name, setting in SETTINGS.items() if not setting.numbers}
     assert not kept & {name for change in CHANGES for name in change}
+
+
+def test_a_setting_that_was_added_later_leaves_the_hashes_of_earlier_runs_alone():
+    assert make_config(seed=3).hash == "b408cef7a8"
+    office = {"rounds": 7, "leave_out": "dslr"}
+    assert make_config("office_caltech", FPL(tau=0.05), **office).hash == "a123e25885"
+    given = [None, "unused", 0.1, 0.2]
+    assert len({make_config(validate=v).hash for v in given}) == len(given)
 
 
 def test_the_hash_does_not_change_with_checkpoint_every():
@@ -402,7 +420,7 @@ def test_a_config_of_a_later_format_is_refused(tmp_path, format, fine):
 def test_every_setting_says_what_it_is(name):
     setting = SETTINGS[name]
     assert setting.help.endswith(".") and setting.panel
-    assert setting.kind in ("int", "float", "bool", "str", "table", "rounds")
+    assert setting.kind in ("int", "float", "bool", "str", "table", "rounds", "part")
     if setting.kind in ("int", "float"):
         assert "number" in setting.range
     if setting.default is not None:

@@ -361,6 +361,24 @@ def test_a_sweep_takes_what_is_there_and_draws_it(
     assert {s["hyper_parameters"]["upcr"] for s in summaries} == {0}
 
 
+@pytest.mark.usefixtures("no_drawing")
+def test_a_sweep_says_what_validation_chooses(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_nothing(monkeypatch)
+    over, settings = {"lr": [0.1, 0.2]}, {**SETTINGS, "validate": "unused"}
+    swept = [{"over": over, "rows": ["fedavg"]}]
+    study = adhoc("sweep", "", "glyphs", {"fedavg": ("fedavg", {})}, [0], settings, swept)
+    make_runs(study, Path("runs"), rising, validation=lambda run: 9 - run.config.lr)
+    args = ["sweep", *TINY, "--over", "lr=0.1,0.2", "--validate"]
+    done = protofed(*args, "unused")
+    assert (done.code, done.err) == (0, "")
+    assert "validation average" in done.out
+    assert "note: Chosen by validation accuracy: fedavg, lr=0.1." in " ".join(done.out.split())
+    done = protofed(*args, "0.2")
+    assert done.code == 2 and "too few images to validate on: 1 of domain 'scan', 2" in done.err
+
+
 def test_over_takes_hyper_parameters_and_settings(
     protofed: Protofed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,10 @@ def protocol_line(config: Config) -> str:
 
 
 def client_lines(federation: Federation) -> list[str]:
-    """The client-to-domain table, a line per domain, and a line for what a rule changed."""
+    """The client-to-domain table, a line per domain, and a line for what a rule changed.
+
+    Images of a domain that are held out for validation are not among its samples.
+    """
     table, unseen = federation.table(), federation.config.leave_out
     total = len(federation.task.classes)
     width = max(map(len, federation.task.domains))
@@ -58,6 +61,8 @@ def client_lines(federation: Federation) -> list[str]:
             text += f", {classes} of {total} classes"
             if len(federation.config.models) > 1:
                 text += ": " + ", ".join(f"{row['client']} {row['model']}" for row in own)
+            if domain in federation.validation:
+                text += f"; validated on {len(federation.validation[domain])} other images"
         else:
             left_out = "left out" if domain == unseen else "no clients"
             text = f"{left_out}: only tested on, with {len(federation.tests[domain])} images"
@@ -87,12 +92,12 @@ class RunProgress(Observer):
             f"{config.seed}: {len(federation.clients)} clients, "
             f"engine {federation.facts.engine}{resumed}"
         )
+        print_plain(self.console, f"  {protocol_line(config)}")
         skipped = [f"  skipped file: {name}" for name in federation.task.skipped]
         for line in client_lines(federation) + skipped:
             print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),
-        print_plain(self.console, f"  {protocol_line(config)}")
             BarColumn(bar_width=24),
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),

@@ -17,6 +17,7 @@ from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
 from protofed.federation.facts import discover
 from protofed.federation.model_fit import require_fit
+from protofed.federation.simulation import make_shares, rows_to_validate
 from protofed.observers.tensorboard import require_tensorboard
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import Pool, StoredRun
@@ -65,7 +66,6 @@ def prepare(
     return study.with_images({**study.images, **_folder_images(planned)}), list(work.values())
 
 
-def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
 def protocol_note(study: Study) -> str:
     """A warning if papers of the study's methods used another protocol than all of them here."""
     found: dict[str, str] = {}
@@ -83,6 +83,7 @@ def protocol_note(study: Study) -> str:
     )
 
 
+def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
     """Part ``part`` (from 1) of ``parts`` of the planned runs, sorted by their hashes."""
     hashes = sorted({run.config.hash for run in planned})
     mine = set(hashes[part - 1 :: parts])
@@ -103,6 +104,8 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
         facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
         require_fit(config.method, config.models, *sizes)
+        if config.validate is not None:
+            rows_to_validate(asked, task, make_shares(asked, task))
     except ProtofedError as error:
         raise type(error)(f"{run.name}: {error.message}", error.hint) from None
     folder = RunFolder(pool.path / facts.run_name(asked))
