@@ -101,6 +101,17 @@ def test_workers_and_loop_agree() -> None:
         assert all(other == first for other in others)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="lanes run on a GPU")
+def test_lanes_and_loop_agree() -> None:
+    for method in (FedAvg(), Local()):
+        loop, lanes = (
+            federation(method, validate=0.3, engine=e, device="cuda", precision="fp64").run_round()
+            for e in ("loop", "lanes")
+        )
+        for name, scores in loop["beside"].items():
+            assert lanes["beside"][name] == pytest.approx(scores, abs=100 / 26)  # one image
+
+
 def test_a_domain_without_clients_is_not_validated_on() -> None:
     for validate in ("unused", 0.5):
         for method in (FedAvg(), FedBN()):
