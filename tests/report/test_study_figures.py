@@ -125,7 +125,7 @@ def test_a_sweep_is_read_by_its_validation_accuracy(tmp_path: Path, over: dict[s
         assert panel.alt == (
             "Accuracy over tau: FPL is best on validation images with 50.0 % at tau = 0.02."
         )
-        assert "FPL, validation average" in [key.label for key in drawn.legend]
+        assert "validation" in [key.label for key in drawn.legend]
     else:
         test, chosen = drawn.panels
         assert "validation average" in chosen.title and "best at tau = 0.02" in chosen.alt

@@ -239,7 +239,8 @@ def _sweep_lines(
             if found and column == main:
                 series.append(("main", Key(f"{label}, {title}", *looks[label]), found))
             elif found and column == VALIDATION:
-                series.append(("validation", Key(f"{label}, {column}", color, "dotted"), found))
+                whose = f"{label}, " * (len(points) > 1)
+                series.append(("validation", Key(f"{whose}validation", color, "dotted"), found))
             elif found:
                 series.append(("other", Key(column, others[(i - 1) % len(others)]), found))
         paper = {x: row.paper[main] for x, row in enumerate(own) if main in row.paper}
