@@ -109,11 +109,9 @@ class Run(Observer):
         """Standard normal numbers of a training step."""
         return keys.normal(self._key(client, round, step, phase), draw, shape).double()
 
-    def draws(self, client: str, round: int, epoch: int, phase: int = 0) -> dict[str, Tensor]:
-        """What the method draws for an epoch: tensors with a row for each step."""
-        rng = keys.generator(self.setup.seed, round, client, phase, epoch, "draws")
-        drawn = self.setup.method.draws(rng, -(-self.samples[client] // self.batch))
-        return {name: torch.from_numpy(np.asarray(a)).double() for name, a in drawn.items()}
+    def generator(self, *key: int | str) -> np.random.Generator:
+        """The host's random numbers with this key: a round, a purpose, what lies between."""
+        return keys.generator(self.setup.seed, *key)
 
     def _key(self, client: str, round: int, step: int, phase: int) -> Tensor:
         return torch.tensor(keys.key(self.setup.seed, round, client, phase, step, "step"))
