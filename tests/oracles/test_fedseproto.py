@@ -141,21 +141,21 @@ def doubled(w: Model, name: str, x: Tensor) -> Tensor:
     """A transposed convolution: every pixel paints 4 × 4 pixels, 2 apart; 1 is cut off around."""
     weight, bias = w[f"{name}.weight"], w[f"{name}.bias"]
     images, _, height, width = x.shape
+    painted = torch.einsum("bchw,coij->ijbohw", x, weight)
     canvas = x.new_zeros(images, weight.shape[1], 2 * height + 2, 2 * width + 2)
     for i in range(4):
         for j in range(4):
-            painted = torch.einsum("bchw,co->bohw", x, weight[:, :, i, j])
-            canvas[:, :, i : i + 2 * height : 2, j : j + 2 * width : 2] += painted
+            canvas[:, :, i : i + 2 * height : 2, j : j + 2 * width : 2] += painted[i, j]
     return canvas[:, :, 1:-1, 1:-1] + bias[:, None, None]
 
 
 def kd(w: Model, z: Tensor, z_s: Tensor, z_d: Tensor, sign: str) -> Tensor:
     """(11); corrected, s_1 and s_2 change places."""
     total = torch.zeros((), dtype=z.dtype)
-    for z_i, z_s_i, z_d_i in zip(z, z_s, z_d, strict=True):
-        teacher = softmax(linear(w, "head", z_i)).detach()
-        s_1 = divergence(teacher, softmax(linear(w, "head", z_s_i)))
-        s_2 = divergence(teacher, softmax(linear(w, "head", z_d_i)))
+    every = [linear(w, "head", features) for features in (z.detach(), z_s, z_d)]
+    for from_z, from_z_s, from_z_d in zip(*every, strict=True):
+        s_1 = divergence(softmax(from_z), softmax(from_z_s))
+        s_2 = divergence(softmax(from_z), softmax(from_z_d))
         own = torch.exp(s_1 if sign == "printed" else s_2)
         total = total - torch.log(own / (torch.exp(s_1) + torch.exp(s_2)))
     return total / len(z)
