@@ -40,7 +40,8 @@ POWER = 1e-6
 State = Mapping[str, Any]
 Oracle = Iterator[State]
 
-SETTINGS = {**SMALL, "weight_decay": 0.01}  # enough to be noticed
+# A step size at which no loss diverges, and a weight decay that is large enough to be noticed.
+SETTINGS = {**SMALL, "lr": 0.01, "weight_decay": 0.01}
 WHERE = {
     "engine": os.environ.get("PROTOFED_ORACLE_ENGINE", "loop"),
     "device": os.environ.get("PROTOFED_ORACLE_DEVICE", "cpu"),
@@ -137,8 +138,7 @@ def _copied(state: Tree) -> Tree:
 
 def assert_agree(run: Run, oracle: Oracle) -> None:
     """Whether every number of every round is the oracle's."""
-    rounds = list(zip(run.states, oracle, strict=True))
-    for number, (found, expected) in enumerate(rounds):
+    for number, (found, expected) in enumerate(zip(run.states, oracle, strict=True)):
         for where, difference in _differences(found, expected).items():
             assert difference < TOLERANCE, f"round {number}, {where}: {difference:.1e}"
 

@@ -50,12 +50,8 @@ def convolution(x: Tensor, weight: Tensor) -> Tensor:
     images, channels, height, width = x.shape
     bordered = x.new_zeros(images, channels, height + 2, width + 2)
     bordered[:, :, 1:-1, 1:-1] = x
-    total = x.new_zeros(())
-    for i in range(3):
-        for j in range(3):
-            shifted = bordered[:, :, i : i + height, j : j + width]
-            total = total + torch.einsum("bchw,oc->bohw", shifted, weight[:, :, i, j])
-    return total
+    windows = bordered.unfold(2, 3, 1).unfold(3, 3, 1)  # [B, C, H, W, 3, 3]
+    return torch.einsum("bchwij,ocij->bohw", windows, weight)
 
 
 def batch_norm(θ: Model, name: str, x: Tensor, training: bool) -> Tensor:
@@ -135,7 +131,8 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum() / (torch.sqrt((a * a).sum()) * torch.sqrt((b * b).sum()))
+    """Of a vector [d] with another, or with each of several [n, d]."""
+    return (a * b).sum(-1) / (torch.sqrt((a * a).sum(-1)) * torch.sqrt((b * b).sum(-1)))
 
 
 # ---- prototypes ----------------------------------------------------------------------------------
