@@ -26,6 +26,7 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.config import make_config
+from protofed.data.augment import normalized
 from protofed.federation.batches import ClientBatches
 from protofed.federation.simulation import Clients, Federation, Observer, initial_network
 from protofed.tree import Tree
@@ -67,12 +68,18 @@ class Run(Observer):
         self.samples = {n: len(b.parts["train"]) for n, b in self._batches.items()}
         self.participants: list[list[str]] = []
         """The clients of each round."""
+        self.accuracy: list[dict[str, float]] = []
+        """The accuracy on each domain after each round, in percent."""
+        self.tests = {
+            name: (normalized(d.test.x, task.augment, torch.float64), d.test.y)
+            for name, d in task.domains.items()
+        }
         self.states: list[State] = []
         self._sent: dict[str, Tree] = {}
         for _ in range(self.rounds):
             self.participants.append(federation.server.sample())
             self._sent = {}
-            federation.run_round([self])
+            self.accuracy.append(federation.run_round([self])["accuracy"])
             self.states.append(
                 {
                     "server": _copied(federation.server.state),

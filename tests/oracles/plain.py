@@ -6,6 +6,8 @@ require a gradient, and BatchNorm's buffers, which do not.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -87,20 +89,28 @@ def linear(θ: Model, name: str, x: Tensor) -> Tensor:
 
 
 class SGD:
-    """g ← ∇L + λθ;  v ← ρv + g;  θ ← θ − ηv.  An entry that L does not depend on stays."""
+    """g ← ∇L + λθ;  v ← ρv + g;  θ ← θ − ηv.  An entry that L does not depend on stays.
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
+    A ∇L that is longer than ``clip`` is cut to that length.
+    """
+
+    def __init__(
+        self, lr: float, momentum: float, weight_decay: float, clip: float = math.inf
+    ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.clip = clip
         self.velocity: dict[str, Tensor] = {}
 
     def step(self, θ: Model, loss: Tensor) -> None:
         names = [name for name, t in θ.items() if t.requires_grad]
         gradients = torch.autograd.grad(loss, [θ[n] for n in names], allow_unused=True)
+        length = torch.sqrt(sum((g**2).sum() for g in gradients if g is not None))
+        cut = min(1.0, self.clip / (length + 1e-6))  # 1e-6: as in PyTorch
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 continue
             old = θ[name].detach()
-            g = gradient + self.weight_decay * old
+            g = cut * gradient + self.weight_decay * old
             v = self.momentum * self.velocity[name] + g if name in self.velocity else g
             self.velocity[name] = v
             θ[name] = (old - self.lr * v).requires_grad_()
