@@ -26,8 +26,10 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.config import make_config
+from protofed.data import Images
 from protofed.data.augment import normalized
 from protofed.federation.batches import ClientBatches
+from protofed.federation.setup import ClientData
 from protofed.federation.simulation import Clients, Federation, Observer, initial_network
 from protofed.tree import Tree
 from tests.golden.cases import SMALL, tiny_task
@@ -104,6 +106,24 @@ class Run(Observer):
         """All images and labels of a client, not augmented."""
         x, y = zip(*self._batches[client].clean(part), strict=True)
         return torch.cat(x), torch.cat(y)
+
+    def public_images(self, round: int) -> Tensor:
+        """The public images of a round."""
+        x, _ = zip(*self._public(round).clean("train"), strict=True)
+        return torch.cat(x)
+
+    def public_epoch(
+        self, client: str, round: int, epoch: int, batch: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """An epoch's public images and which of the round's they are, batch by batch."""
+        key = (self.setup.seed, round, client, 0, epoch)
+        return [(b.x, b.rows) for b in self._public(round).epoch(key, batch)]
+
+    def _public(self, round: int) -> ClientBatches:
+        assert self.setup.public is not None
+        drawn = self.setup.public.draw(round)
+        images = Images(drawn.x.cpu(), drawn.y.cpu())
+        return ClientBatches(self.setup, ClientData("", "", images, public=True))
 
     def uniform(
         self, client: str, round: int, step: int, draw: int, *shape: int, phase: int = 0

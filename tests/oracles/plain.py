@@ -116,6 +116,30 @@ class SGD:
             θ[name] = (old - self.lr * v).requires_grad_()
 
 
+class Adam:
+    """g ← ∇L + λθ;  m, v ← running means of g, g²;  θ ← θ − η m̂/(√v̂ + 1e-8), without bias."""
+
+    def __init__(self, lr: float, weight_decay: float) -> None:
+        self.lr, self.weight_decay = lr, weight_decay
+        self.steps = 0
+        self.m: dict[str, Tensor] = {}
+        self.v: dict[str, Tensor] = {}
+
+    def step(self, θ: Model, loss: Tensor) -> None:
+        self.steps += 1
+        names = [name for name, t in θ.items() if t.requires_grad]
+        gradients = torch.autograd.grad(loss, [θ[n] for n in names])
+        for name, gradient in zip(names, gradients, strict=True):
+            old = θ[name].detach()
+            g = gradient + self.weight_decay * old
+            none = torch.zeros_like(g)
+            self.m[name] = 0.9 * self.m.get(name, none) + 0.1 * g
+            self.v[name] = 0.999 * self.v.get(name, none) + 0.001 * g**2
+            m = self.m[name] / (1 - 0.9**self.steps)
+            v = self.v[name] / (1 - 0.999**self.steps)
+            θ[name] = (old - self.lr * m / (torch.sqrt(v) + 1e-8)).requires_grad_()
+
+
 def average(models: list[Model], weights: list[float]) -> Model:
     """The weighted mean of every entry; of BatchNorm's counters the largest."""
     mean = {}
