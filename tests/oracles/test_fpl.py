@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import MANY, SHORT, SOME, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import (
     SGD,
     Rows,
@@ -108,12 +108,6 @@ PUBLISHED: dict[str, Any] = {
     "proto_pass": "last_epoch",
 }
 PRINTED = {**PUBLISHED, "finch_level": "first", "upcr_reduction": "sum", "proto_pass": "post"}
-
-SHORT = {"rounds": 2, "epochs": 1}
-# FINCH's first and last partition can differ only if a class has eight owners or more; here they do
-MANY = {**SHORT, "clients": {"north": 6, "south": 6, "west": 5}, "samples": 7, "seed": 23}
-SOME = {**SHORT, "rounds": 3, "participation": 0.5, "dirichlet": 0.3}
-"""In some rounds nobody has a certain class."""
 
 
 def check(options: dict[str, Any], **settings: Any) -> None:
