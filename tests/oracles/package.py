@@ -46,6 +46,7 @@ Oracle = Iterator[State]
 # A step size at which no loss diverges, and a weight decay that is large enough to be noticed.
 SETTINGS = {**SMALL, "lr": 0.01, "weight_decay": 0.01}
 SHORT = {"rounds": 2, "epochs": 1}
+HALF = {"rounds": 4, "epochs": 1, "participation": 0.5}
 # FINCH's first and last partition differ, which takes eight owners of a class or more.
 MANY = {**SHORT, "clients": {"north": 6, "south": 6, "west": 5}, "samples": 7, "seed": 23}
 # In some rounds nobody has a certain class.

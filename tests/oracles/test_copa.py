@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.package import Oracle, Run, State, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, State, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, Model, average, copy, cross_entropy, encode, linear
 
 HEAD = ("head.weight", "head.bias")
@@ -69,9 +69,6 @@ def ensemble(f: Model, heads: Model, x: Tensor) -> Tensor:
     return total
 
 
-HALF = {"participation": 0.5, "rounds": 4, "epochs": 1}
-
-
 @pytest.mark.parametrize("settings", [{}, HALF], ids=["all", "half"])
 def test_agrees(settings: dict[str, float]) -> None:
     found = run("copa", {}, **settings)
@@ -93,5 +90,5 @@ def accuracy(run: Run, state: State, heads: int = 4) -> dict[str, float]:
 
 @pytest.mark.parametrize("wrong", ["its own head twice", "mean over the heads", "plain mean"])
 def test_a_wrong_oracle_is_noticed(wrong: str) -> None:
-    found = run("copa", {}, rounds=2, epochs=1)
+    found = run("copa", {}, **SHORT)
     assert_differ(found, copa(found, wrong))

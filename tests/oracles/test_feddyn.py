@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, average, copy, cross_entropy, network
 from tests.oracles.test_fedavg import fedavg
 
@@ -46,8 +46,6 @@ def feddyn(run: Run, alpha: float, clip: float, sign: int = 1, everyone: int = 4
 CORRECT: dict[str, Any] = {"alpha": 0.01, "clip": 10.0, "variant": "correct"}
 STRONG: dict[str, Any] = {"alpha": 0.5, "clip": 1.0, "variant": "correct"}
 """Everything is noticed, the clipping too."""
-SHORT = {"rounds": 2, "epochs": 1}
-HALF = {"participation": 0.5, "rounds": 4, "epochs": 1}
 
 
 @pytest.mark.parametrize("settings", [{}, HALF], ids=["all", "half"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, Model, class_means, copy, cross_entropy, encode, linear
 
 HEADER = ("head.weight", "head.bias")
@@ -64,7 +64,6 @@ OPTIONS: dict[str, Any] = {
     "proto_pass": "post",
 }
 OTHER = {"eta": 0.1, "header_epochs": 2, "header_batch": 4, "proto_pass": "last_epoch"}
-HALF = {"participation": 0.5, "rounds": 4, "epochs": 1}
 
 
 @pytest.mark.parametrize(
@@ -87,5 +86,5 @@ def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     ids=repr,
 )
 def test_a_wrong_oracle_is_noticed(wrong: dict[str, Any]) -> None:
-    found = run("fedgh", OPTIONS, rounds=2, epochs=1)
+    found = run("fedgh", OPTIONS, **SHORT)
     assert_differ(found, fedgh(found, **{**OPTIONS, **wrong}))

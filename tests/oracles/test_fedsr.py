@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from protofed import keys
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, Model, average, copy, cross_entropy, encode, linear, mean
 
 
@@ -87,8 +87,6 @@ def accuracy(run: Run, t: int, θ: Model, z_samples: int) -> dict[str, float]:
 
 OPTIONS: dict[str, Any] = {"c1": 0.01, "c2": 0.001, "z_samples": 20}
 STRONG: dict[str, Any] = {"c1": 0.1, "c2": 0.01, "z_samples": 20}
-SHORT = {"rounds": 2, "epochs": 1}
-HALF = {"participation": 0.5, "rounds": 4, "epochs": 1}
 
 
 def test_agrees() -> None:

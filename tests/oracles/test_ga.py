@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, Model, average, copy, cross_entropy, network
 
 
@@ -79,7 +79,6 @@ def numbers(of: Mapping[str, Any], clients: list[str]) -> Tensor:
 
 LOSS: dict[str, Any] = {"s0": 0.2, "metric": "loss", "holdout": 0.3}
 ACCURACY: dict[str, Any] = {"s0": 1.0, "metric": "accuracy", "holdout": 0.4}
-HALF = {"participation": 0.5, "rounds": 5, "epochs": 1}
 
 
 def test_agrees_with_losses() -> None:
@@ -97,7 +96,7 @@ def test_agrees_with_accuracies_of_half_of_the_clients() -> None:
 
 def test_agrees_with_fedprox() -> None:
     options = {**LOSS, "mu": 0.5}
-    found = run("fedga", options, rounds=2, epochs=1)
+    found = run("fedga", options, **SHORT)
     assert_agree(found, ga(found, **options))
     assert_differ(found, ga(found, **{**options, "mu": 0.4}))
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles import package
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ
+from tests.oracles.package import MANY, SHORT, SOME, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import (
     SGD,
     Model,
@@ -202,9 +201,9 @@ def apa(h: Tensor, y: Tensor, p: dict[int, Tensor], reduction: str, detach: bool
 
 # ---- tests ---------------------------------------------------------------------------------------
 
+PRINTED = {**PUBLISHED, "proto_pass": "post", "apa_reduction": "sum", "lambda_intra": 0.02}
+
 ABLATIONS: dict[str, dict[str, Any]] = {
-    "published": {},
-    "as printed": {"proto_pass": "post", "apa_reduction": "sum", "lambda_intra": 0.02},
     "w/o APA, averaging, EMA as in the text": {
         "lambda_intra": 0.0,
         "inter": "average",
@@ -241,30 +240,27 @@ ALONE: list[dict[str, Any]] = [
 ]
 
 
-SHORT = {"rounds": 2, "epochs": 1}
-"""Enough to notice what is wrong."""
+def check(options: dict[str, Any], **settings: Any) -> None:
+    found = run("i2pfl", options, **settings)
+    assert_agree(found, i2pfl(found, **options))
 
 
-def run(options: dict[str, Any], **settings: Any) -> Run:
-    return package.run("i2pfl", {**PUBLISHED, **options}, **settings)
+@pytest.mark.parametrize("options", [PUBLISHED, PRINTED], ids=["published", "printed"])
+@pytest.mark.parametrize("settings", [{}, SOME], ids=["", "some"])
+def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
+    check(options, **settings)
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
-def test_agrees(name: str) -> None:
-    found, options = run(ABLATIONS[name]), {**PUBLISHED, **ABLATIONS[name]}
-    assert_agree(found, i2pfl(found, **options))
+def test_agrees_in_the_ablations(name: str) -> None:
+    check({**PUBLISHED, **ABLATIONS[name]}, **SHORT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ALONE, ids=repr)
 def test_agrees_with_each_switch_alone(options: dict[str, Any]) -> None:
-    assert_agree(run(options), i2pfl(run(options), **{**PUBLISHED, **options}))
-
-
-def test_a_class_that_is_absent_keeps_its_prototype() -> None:
-    found = run({"ema": "as_text"}, participation=0.25, rounds=4)
-    assert len({*map(tuple, found.participants)}) > 1
-    assert_agree(found, i2pfl(found, **{**PUBLISHED, "ema": "as_text"}))
+    check({**PUBLISHED, **options})
+    check({**PRINTED, **options}, **SOME)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +285,8 @@ def test_a_class_that_is_absent_keeps_its_prototype() -> None:
     ids=repr,
 )
 def test_a_wrong_reading_is_noticed(wrong: dict[str, Any]) -> None:
-    short = run({}, **SHORT)
-    assert_differ(short, i2pfl(short, **{**PUBLISHED, **wrong}))
+    found = run("i2pfl", PUBLISHED, **SHORT)
+    assert_differ(found, i2pfl(found, **{**PUBLISHED, **wrong}))
 
 
 @pytest.mark.parametrize(
@@ -305,5 +301,14 @@ def test_a_wrong_reading_is_noticed(wrong: dict[str, Any]) -> None:
 )
 def test_a_wrong_part_is_noticed(part: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), part, wrong(globals()[part]))
-    short = run({}, **SHORT)
-    assert_differ(short, i2pfl(short, **PUBLISHED))
+    found = run("i2pfl", PUBLISHED, **SHORT)
+    assert_differ(found, i2pfl(found, **PUBLISHED))
+
+
+def test_a_wrong_level_of_finch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {**PUBLISHED, "inter": "cluster"}
+    found = run("i2pfl", options, **MANY)
+    assert_agree(found, i2pfl(found, **options))
+    right = cluster_means
+    monkeypatch.setitem(globals(), "cluster_means", lambda rows, _: right(rows, "first"))
+    assert_differ(found, i2pfl(found, **options))

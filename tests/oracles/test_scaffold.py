@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, average, copy, cross_entropy, network
 
 
@@ -47,8 +47,6 @@ def scaffold(run: Run, eta_g: float, rho: float, sign: int = 1, everyone: int = 
 
 PAPER: dict[str, Any] = {"eta_g": 1.0, "rho": 0.0}
 OTHER: dict[str, Any] = {"eta_g": 0.7, "rho": 0.9}
-SHORT = {"rounds": 2, "epochs": 1}
-HALF = {"participation": 0.5, "rounds": 4, "epochs": 1}
 
 
 @pytest.mark.parametrize("settings", [{}, HALF], ids=["all", "half"])

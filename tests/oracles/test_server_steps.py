@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
 from tests.oracles.plain import SGD, Model, average, copy, cross_entropy, network
 
 Locals = dict[str, tuple[Model, int]]
@@ -135,8 +135,6 @@ def private(run: Run, keeps: Callable[[str], bool]) -> Oracle:
 
 # ---- tests ---------------------------------------------------------------------------------------
 
-HALF = {"participation": 0.5, "rounds": 4, "epochs": 1}
-SHORT = {"rounds": 2, "epochs": 1}
 ADAM: dict[str, Any] = {"eta_g": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3}
 
 
