@@ -71,6 +71,11 @@ class Run(Observer):
         self.classes, self.features = len(task.classes), federation.sizes.features
         self.clients = list(federation.clients)
         self.initial = initial_network(config, task).state_dict()
+        self.initials = {
+            name: initial_network(config, task, model).state_dict()
+            for name, model in federation.models.items()
+        }
+        """Every client's initial network, where they differ."""
         data = Clients(task, federation.shares, torch.device("cpu"), federation.models)
         self._batches = {name: ClientBatches(self.setup, data[name]) for name in self.clients}
         self.samples = {n: len(b.parts["train"]) for n, b in self._batches.items()}

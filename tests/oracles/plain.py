@@ -1,7 +1,7 @@
 """Arithmetic for the oracles, written to be obviously right; it uses nothing of the package.
 
-A model θ is a dict of named tensors, as the package's ``cnn2`` names them: parameters, which
-require a gradient, and BatchNorm's buffers, which do not.
+A model θ is a dict of named tensors, as the package's ``cnn2`` and ``cnn3`` name them: parameters,
+which require a gradient, and BatchNorm's buffers, which do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def copy(θ: Model) -> Model:
 
 
 def network(θ: Model, x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Features [B, d] and logits [B, K]: two convolutions with BatchNorm and pooling, two layers.
+    """Features [B, d] and logits [B, K]: convolutions with BatchNorm and pooling, two layers.
 
     In training BatchNorm normalizes by the batch and moves the buffers in θ, otherwise it
     normalizes by them.
@@ -39,12 +39,14 @@ def network(θ: Model, x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
 
 
 def encode(θ: Model, x: Tensor, training: bool) -> Tensor:
-    for conv, norm in ((0, 1), (4, 5)):
-        x = convolution(x, θ[f"encoder.{conv}.weight"])
-        x = batch_norm(θ, f"encoder.{norm}", x, training)
+    layer = 0
+    while f"encoder.{layer}.weight" in θ:  # after them comes a layer without weights
+        x = convolution(x, θ[f"encoder.{layer}.weight"])
+        x = batch_norm(θ, f"encoder.{layer + 1}", x, training)
         x = relu(max_pool(x))
+        layer += 4
     x = x.reshape(len(x), -1)
-    return relu(linear(θ, "encoder.9", x))
+    return relu(linear(θ, f"encoder.{layer + 1}", x))
 
 
 def convolution(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ HEADER = ("head.weight", "head.bias")
 
 def fedgh(run: Run, eta: float, header_epochs: int, header_batch: int, proto_pass: str) -> Oracle:
     header = {n: run.initial[n] for n in HEADER}
-    own = {m: {n: t for n, t in run.initial.items() if n not in HEADER} for m in run.clients}
+    own = {m: {n: t for n, t in θ.items() if n not in HEADER} for m, θ in run.initials.items()}
     for t in range(run.rounds):
         C = {}
         for m in run.participants[t]:
@@ -67,7 +67,9 @@ OTHER = {"eta": 0.1, "header_epochs": 2, "header_batch": 4, "proto_pass": "last_
 
 
 @pytest.mark.parametrize(
-    ("options", "settings"), [(OPTIONS, {}), (OTHER, HALF)], ids=["default", "other, half"]
+    ("options", "settings"),
+    [(OPTIONS, {}), (OTHER, HALF), (OTHER, {**SHORT, "model": "cnn3,cnn2"})],
+    ids=["default", "other, half", "different models"],
 )
 def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     found = run("fedgh", options, **settings)

@@ -14,7 +14,7 @@ from tests.oracles.plain import SGD, Adam, copy, cross_entropy, mean, network
 def fedmd(
     run: Run, warm_up: int, digest_epochs: int, digest_batch: int, digest_lr: float, **_: Any
 ) -> Oracle:
-    own = dict.fromkeys(run.clients, run.initial)
+    own = dict(run.initials)
     consensus = torch.empty(0)
     for t in range(run.rounds):
         logits = {}
@@ -60,9 +60,11 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("options", [OPTIONS, OTHER], ids=["default", "other"])
-def test_agrees(options: dict[str, Any]) -> None:
-    found = run("fedmd", options)
+@pytest.mark.parametrize(
+    ("options", "model"), [(OPTIONS, "cnn3,cnn2"), (OTHER, "cnn2")], ids=["default", "other"]
+)
+def test_agrees(options: dict[str, Any], model: str) -> None:
+    found = run("fedmd", options, model=model)
     assert_agree(found, fedmd(found, **options))
 
 

@@ -40,7 +40,7 @@ def fedmlp(run: Run, lambda1: float, lambda2: float, tau: float, proto_pass: str
                     for z_i, k in zip(z, y.tolist(), strict=True):
                         if C[k]:
                             near = ((z_i - C[k][0]) ** 2).mean()
-                            s = torch.stack([torch.exp(cosine(z_i, S_j[0]) / tau) for S_j in S])
+                            s = torch.exp(cosine(z_i, torch.stack([S_j[0] for S_j in S])) / tau)
                             contrast = -torch.log(s[group[k]] / s.sum())
                             loss = loss + (lambda1 * near + lambda2 * contrast) / len(y)
                     sgd.step(θ_m, loss)

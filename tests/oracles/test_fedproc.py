@@ -59,8 +59,8 @@ def fedproc(run: Run, tau: float, warmup: bool, proto_pass: str) -> Oracle:
 def L_gpc(z: Tensor, k: int, C: Rows, τ: float) -> Tensor | float:
     if not C[k]:
         return 0.0
-    every = sum(torch.exp(cosine(z, C_j[0]) / τ) for C_j in C if C_j)
-    return -torch.log(torch.exp(cosine(z, C[k][0]) / τ) / every)
+    every = torch.exp(cosine(z, torch.stack([C_j[0] for C_j in C if C_j])) / τ)
+    return -torch.log(torch.exp(cosine(z, C[k][0]) / τ) / every.sum())
 
 
 PUBLISHED: dict[str, Any] = {"tau": 1.0, "warmup": False, "proto_pass": "last_epoch"}

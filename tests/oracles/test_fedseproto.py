@@ -50,7 +50,9 @@ def fedseproto(
 ) -> Oracle:
     travels = ("encoder.", "semantic.", "head.") if share != "prototypes" else ()
     w = {n: t for n, t in run.initial.items() if n.startswith(travels)}
-    own = {m: {n: t for n, t in run.initial.items() if n not in w} for m in run.clients}
+    own = {
+        n: {name: t for name, t in run.initials[n].items() if name not in w} for n in run.clients
+    }
     c_g: Rows = [[] for _ in range(run.classes)]
     first = min(max(1, round(first_phase * run.epochs)), run.epochs - 1)
     for t in range(run.rounds):
@@ -186,7 +188,7 @@ PRINTED = {**PUBLISHED, "kd_sign": "printed", "proto_reduction": "sum", "lam": 0
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "w/o KD, moments, last epoch": {"alpha": 0.0, "kl": "moments", "proto_pass": "last_epoch"},
-    "w/o MI and Proto, prototypes alone": {"beta": 0.0, "lam": 0.0, "share": "prototypes"},
+    "w/o MI and Proto": {"beta": 0.0, "lam": 0.0},
 }
 
 ALONE: list[dict[str, Any]] = [
@@ -225,6 +227,11 @@ def test_agrees_as_printed_where_some_are_missing() -> None:
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_agrees_in_the_ablations(name: str) -> None:
     check({**PUBLISHED, **ABLATIONS[name]}, **SHORT)
+
+
+def test_agrees_with_different_models() -> None:
+    options = {**PUBLISHED, "share": "prototypes"}
+    check(options, **SHORT, model="cnn3,cnn2")
 
 
 @pytest.mark.slow

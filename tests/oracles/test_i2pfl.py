@@ -156,8 +156,8 @@ def gpcl(h: Tensor, y: Tensor, G: Rows, τ: float) -> Tensor:
     total = torch.zeros((), dtype=h.dtype)
     for h_i, k in zip(h, y, strict=True):
         if G[k]:
-            all_ = sum(torch.exp(cosine(h_i, g[0]) / τ) for g in G if g)
-            total = total - torch.log(torch.exp(cosine(h_i, G[k][0]) / τ) / all_)
+            every = torch.exp(cosine(h_i, torch.stack([g[0] for g in G if g])) / τ)
+            total = total - torch.log(torch.exp(cosine(h_i, G[k][0]) / τ) / every.sum())
     return total / len(y)
 
 
@@ -296,7 +296,7 @@ def test_a_wrong_reading_is_noticed(wrong: dict[str, Any]) -> None:
         ("gpcl", lambda right: lambda *given: -right(*given)),
         ("apa", lambda right: lambda *given: -right(*given)),
         ("partners", lambda right: lambda y, u: right(y, -u)),
-        ("cosine", lambda right: lambda a, b: (a * b).sum()),
+        ("cosine", lambda right: lambda a, b: (a * b).sum(-1)),
     ],
 )
 def test_a_wrong_part_is_noticed(part: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:

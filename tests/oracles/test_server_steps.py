@@ -120,7 +120,7 @@ def gradients(steps: int, ρ: float) -> float:
 def private(run: Run, keeps: Callable[[str], bool]) -> Oracle:
     """FedAvg of the entries that a client does not keep: FedBN and, with none left, Local."""
     θ = {n: t for n, t in run.initial.items() if not keeps(n)}
-    own = {m: {n: t for n, t in run.initial.items() if keeps(n)} for m in run.clients}
+    own = {m: {n: t for n, t in start.items() if keeps(n)} for m, start in run.initials.items()}
     for t in range(run.rounds):
         local = trained(run, t, {m: θ | own[m] for m in own}, run.momentum)
         sent = {m: {n: θ_m[n] for n in θ} for m, (θ_m, _) in local.items()}
@@ -180,6 +180,6 @@ def test_fedbn() -> None:
 
 
 def test_local() -> None:
-    found = run("local", {}, **SHORT)
+    found = run("local", {}, **SHORT, model="cnn3,cnn2")
     assert_agree(found, private(found, lambda n: True))
     assert_differ(found, private(found, lambda n: "encoder" in n))
