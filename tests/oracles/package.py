@@ -156,13 +156,16 @@ class Run(Observer):
         return torch.tensor(keys.key(self.setup.seed, round, client, phase, step, "step"))
 
 
+KEPT = 4  # tens of megabytes each
 _RUNS: dict[str, Run] = {}
 
 
 def run(method: str, options: Mapping[str, Any] | None = None, **settings: Any) -> Run:
-    """The package's run with these options; made once for all tests."""
+    """The package's run with these options; the latest are kept for tests that share them."""
     name = repr((method, options, settings))
     if name not in _RUNS:
+        if len(_RUNS) == KEPT:
+            del _RUNS[next(iter(_RUNS))]
         _RUNS[name] = Run(method, options or {}, settings)
     return _RUNS[name]
 

@@ -80,8 +80,15 @@ OTHER = {"alpha": 1.0, "tau": 0.2, "lam": 10.0}
 LARGE = {**SHORT, "samples": {"north": 24, "south": 48, "west": 36}, "batch": 12, "seed": 24}
 
 
-@pytest.mark.parametrize("options", [DEFAULT, OTHER], ids=["default", "other"])
-@pytest.mark.parametrize("settings", [{}, LARGE, MANY, SOME], ids=["", "large", "many", "some"])
+CASES = {
+    "default": (DEFAULT, {}),
+    "large": (DEFAULT, LARGE),
+    "many": (DEFAULT, MANY),
+    "other": (OTHER, SOME),
+}
+
+
+@pytest.mark.parametrize(("options", "settings"), CASES.values(), ids=CASES)
 def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     found = run("fedplvm", options, **settings)
     assert_agree(found, fedplvm(found, **options))

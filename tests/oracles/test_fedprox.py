@@ -32,10 +32,9 @@ def fedprox(run: Run, mu: float) -> Oracle:
         }
 
 
-@pytest.mark.parametrize("mu", [1e-4, 0.3])
-def test_agrees(mu: float) -> None:
-    found = run("fedprox", {"mu": mu})
-    assert_agree(found, fedprox(found, mu))
+def test_agrees() -> None:
+    found = run("fedprox", {"mu": 0.3})
+    assert_agree(found, fedprox(found, 0.3))
 
 
 @pytest.mark.parametrize("mu", [0.31, -0.3])

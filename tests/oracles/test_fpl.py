@@ -115,10 +115,23 @@ def check(options: dict[str, Any], **settings: Any) -> None:
     assert_agree(found, fpl(found, **options))
 
 
-@pytest.mark.parametrize("options", [PUBLISHED, PRINTED], ids=["published", "printed"])
-@pytest.mark.parametrize("settings", [{}, MANY, SOME], ids=["", "many", "some"])
+CASES = {
+    "published": (PUBLISHED, {}),
+    "published, many clients": (PUBLISHED, MANY),
+    "printed": (PRINTED, {}),
+    "printed, many clients": (PRINTED, MANY),
+    "published, classes without owners": (PUBLISHED, SOME),
+}
+
+
+@pytest.mark.parametrize(("options", "settings"), CASES.values(), ids=CASES)
 def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     check(options, **settings)
+
+
+def test_in_some_round_nobody_has_a_certain_class() -> None:
+    rounds = run("fpl", PUBLISHED, **SOME).states
+    assert any(not mask.any() for mask in rounds[1]["server"]["cluster"]["mask"])
 
 
 ABLATIONS = {
