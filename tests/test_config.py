@@ -8,7 +8,15 @@ from dataclasses import fields, replace
 
 import pytest
 
-from protofed.config import AUTO, PROTOCOLS, SETTINGS, Config, make_config, read_config
+from protofed.config import (
+    AUTO,
+    PROTOCOLS,
+    SETTINGS,
+    Config,
+    make_config,
+    merged_config,
+    read_config,
+)
 from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.methods import FPL, FedAvg, FedProto
@@ -60,6 +68,17 @@ def test_a_file_wins_over_the_protocol_and_the_typed_over_the_file(tmp_path):
     assert config.lr == 0.3
     assert config.method == FPL(tau=0.1)
     assert config.batch == PROTOCOLS["glyphs"].batch
+
+
+def test_a_typed_reading_wins_over_the_switches_of_a_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(make_config("glyphs", "fpl", {"tau": 0.5}).toml(), "utf-8")  # has them all
+    made = merged_config(path, None, None, {"reading": "printed", "proto_pass": "last_epoch"}, {})
+    assert made.method == FPL(0.5, finch_level="first", upcr_reduction="sum")
+    path.write_text('method = {name = "fpl", reading = "printed"}', "utf-8")
+    assert merged_config(path, None, None, {"upcr_reduction": "mean"}, {}).method == FPL(
+        finch_level="first", proto_pass="post"
+    )
 
 
 def test_a_method_as_a_plain_word_and_without_one(tmp_path):

@@ -24,8 +24,8 @@ from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
-from protofed.method import Method
-from protofed.methods import create, fingerprint, reference
+from protofed.method import READING, Method
+from protofed.methods import create, fingerprint, method_class, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
 from protofed.toml import toml_text
@@ -513,8 +513,10 @@ def merged_config(
         found.pop("options", None)  # the file's hyper-parameters belong to its own method
     given = {"task": task, "method": method, **settings}
     found |= {name: value for name, value in given.items() if value is not None}
-    merged = {**found.pop("options", {}), **(options or {})}
-    return make_config(**{"task": "glyphs", **found}, options=merged)
+    old, new = found.pop("options", {}), options or {}
+    if old and READING in new:  # a run's config has every switch that a reading sets
+        old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
+    return make_config(**{"task": "glyphs", **found}, options={**old, **new})
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from protofed.federation.simulation import Federation, Observer
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedSeProto
+from protofed.methods.fedseproto import distillation
 from protofed.models import Network, build
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
@@ -102,9 +103,8 @@ def divergences(net, x, teacher=None):
 
 def eq11(net, x, sign, teacher=None):
     s1, s2 = divergences(net, x, teacher)
-    s2 = np.minimum(s2, 50)
     if sign == "corrected":
-        s1, s2 = -s1, -s2
+        s1, s2 = -s1, -np.minimum(s2, 50)
     pairs = zip(s1, s2, strict=True)
     return np.mean([-math.log(math.exp(a) / (math.exp(a) + math.exp(b))) for a, b in pairs])
 
@@ -242,14 +242,30 @@ def test_minimizing_the_corrected_kd_lowers_s1_and_raises_s2(sign):
     assert (s1 > 0.01, s2 < -0.01) == (sign == "printed",) * 2
 
 
-def test_s2_is_cut_at_50():
+def test_s2_is_cut_at_50_where_it_is_raised():
     for s2, cut in ((40, 40), (60, 50), (500, 50)):
-        net = bent(0, s2)
-        value = kd_of(net, kd_sign="printed")
-        assert value.item() == pytest.approx(cut, rel=1e-9)  # softplus(s2)
+        net = bent(100, s2)
+        value = kd_of(net)
+        assert value.item() == pytest.approx(100 - cut, rel=1e-9)  # softplus(s1 − s2)
         value.backward()
         assert bool(net.domain.bias.grad.any()) == (s2 < 50)  # beyond, nothing pushes it away
     assert kd_of(bent(500, 500)).item() == pytest.approx(450, rel=1e-9)  # s1 is not cut
+
+
+@pytest.mark.parametrize("s2", [40, 60, 500])
+def test_as_printed_s2_falls_from_wherever_it_is(s2):
+    net = bent(0, s2)
+    value = kd_of(net, kd_sign="printed")
+    assert value.item() == pytest.approx(s2, rel=1e-9)  # softplus(s2)
+    value.backward()
+    assert net.domain.bias.grad.tolist() == pytest.approx([0.5, -0.5])  # softmax − (½, ½)
+
+
+def test_the_printed_kd_of_a_domain_branch_that_is_far_away():
+    teacher = torch.tensor([[60.0, -60.0]])  # as probabilities: (1, 0)
+    domain = torch.tensor([[-40.0, 40.0]], requires_grad=True)
+    distillation(teacher, teacher, domain, "printed").backward()
+    assert domain.grad.tolist() == [pytest.approx([-1, 1])]
 
 
 @pytest.mark.parametrize("kind", ["unit", "moments"])
@@ -402,6 +418,24 @@ def test_the_teacher_is_held_constant():
     assert FedSeProto().detached_terms == ("kd",)
 
 
+@pytest.mark.parametrize("step", [0.1, 30.0])
+def test_decoder_step_scales_the_gradient_of_the_decoder_and_of_nothing_else(step):
+    plain, scaled = FedSeProto(), FedSeProto(decoder_step=step)
+    terms, grads = [], []
+    for method in (plain, scaled):
+        client, net, batch = scene(method)
+        terms.append({n: t.item() for n, t in method.loss(client, batch).items()})
+        client.begin_step(1)
+        grads.append(moved(net, torch.stack([*method.loss(client, batch).values()]).sum()))
+    assert terms[0] == terms[1]
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        factor = step if name.startswith("decoder.") else 1
+        assert grad.any()
+        assert torch.allclose(grads[1][name], factor * grad, rtol=1e-9, atol=1e-15), name
+    assert scaled.detached_terms == ("kd", "mi")  # its gradient is not that of its value
+
+
 # ---- the two phases -----------------------------------------------------------------------------
 
 
@@ -458,7 +492,7 @@ class Only(FedSeProto):
 def test_each_phase_really_trains_that_and_nothing_else(which):
     fed = federation()
     fed.run_round()  # with prototypes, and a semantic encoder that is no identity any more
-    _, before, after = trained(fed, Only(which=which, proto_pass="post"), round=1)
+    _, before, after = trained(fed, Only(which=which), round=1)
     assert before.keys() == after.keys()
     parameters = {n for n, _ in fed.engine.networks["cnn2"].named_parameters()}
     changed = {n for n in parameters if not torch.equal(before[n], after[n])}
@@ -500,7 +534,7 @@ def test_network_for_all_models_and_image_sizes(model, pixels):
     sizes = Sizes(4, backbone.features, pixels)
     net = FedSeProto().network(backbone, sizes).eval()
     out = net(x)
-    assert net.decode(out).shape == x.shape
+    assert net.decoder(torch.cat([out.feature, out.domain], 1)).shape == x.shape
     # the semantic encoder begins as the identity: at first this is the backbone itself
     assert torch.equal(net.semantic.weight, torch.eye(backbone.features))
     assert not net.semantic.bias.any()
@@ -714,7 +748,7 @@ def test_a_model_that_diverged_is_not_taken_for_one_that_needs_private_modules()
 
 
 def test_prototypes_are_of_the_semantic_features():
-    fed = federation(FedSeProto(proto_pass="post"))
+    fed = federation()
     fed.run_round()
     reply, _, after = trained(fed, round=1)
     site = next(iter(fed.clients.values()))
@@ -744,7 +778,7 @@ def test_prototypes_of_the_last_epoch_count_every_sample_once():
     for k in range(K):
         own = [z for z, c in zip(z_s, Y, strict=True) if c == k]
         assert np.allclose(message["prototypes"]["mean"][k], np.mean(own, 0), rtol=1e-10)
-    reply, *_ = trained(federation(epochs=5))
+    reply, *_ = trained(federation(FedSeProto(proto_pass="last_epoch"), epochs=5))
     assert int(reply.message["prototypes"]["count"].sum()) == 22
 
 
@@ -785,6 +819,7 @@ def test_a_run_with_missing_classes_and_one_client():
         {"alpha": -1},
         {"beta": -0.1},
         {"lam": -1},
+        {"decoder_step": 0},
         {"first_phase": 0},
         {"first_phase": 1.5},
         {"kd_sign": "wrong"},

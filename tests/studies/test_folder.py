@@ -19,6 +19,7 @@ from tests.studies.made_runs import (
 )
 
 from protofed.errors import ProtofedError
+from protofed.federation.facts import NUMERICS
 from protofed.files import Damaged
 from protofed.studies.definition import FolderImages
 from protofed.studies.folder import StudyFolder, TaskTable, to_text
@@ -139,12 +140,13 @@ def test_a_table_says_in_which_facts_its_runs_differ(tmp_path: Path) -> None:
     settings = {k: v for k, v in TINY.items() if k != "device"}
     made = study(settings=settings, rows={"FedAvg": "fedavg"}, seeds=2)
     make_runs(made, tmp_path, skip={("FedAvg", 1)})
-    seed_1 = {"device": "cuda", "precision": "bf16", "numerics": 2, "digest": "f" * 64}
+    seed_1 = {"device": "cuda", "precision": "bf16", "numerics": 0, "digest": "f" * 64}
     make_runs(made, tmp_path, skip={("FedAvg", 0)}, **seed_1)
     table = table_of(StudyFolder.create(tmp_path / "s", made, tmp_path))
     assert table.rows[0].seeds == 2
     assert table.notes == (
-        "The runs of this table differ in the version of the arithmetic (numerics): 1 and 2.",
+        "The runs of this table differ in the version of the arithmetic (numerics): "
+        f"0 and {NUMERICS}.",
         "The runs of this table differ in device: cpu and cuda.",
         "The runs of this table differ in precision: bf16 and fp32.",
         "The runs of this table differ in images (digest): None and ffffffffffff.",
