@@ -57,7 +57,7 @@ def trained(header: Model, batch: list[tuple[Tensor, int]], η: float) -> Model:
     return header
 
 
-OPTIONS: dict[str, Any] = {
+DEFAULT: dict[str, Any] = {
     "eta": 0.01,
     "header_epochs": 10,
     "header_batch": 10,
@@ -68,12 +68,12 @@ OTHER = {"eta": 0.1, "header_epochs": 2, "header_batch": 4, "proto_pass": "last_
 
 @pytest.mark.parametrize(
     ("options", "settings"),
-    [(OPTIONS, {}), (OTHER, HALF), (OTHER, {**SHORT, "model": "cnn3,cnn2"})],
+    [({}, {}), (OTHER, HALF), (OTHER, {**SHORT, "model": "cnn3,cnn2"})],
     ids=["default", "other, half", "different models"],
 )
 def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     found = run("fedgh", options, **settings)
-    assert_agree(found, fedgh(found, **options))
+    assert_agree(found, fedgh(found, **{**DEFAULT, **options}))
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,5 @@ def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     ids=repr,
 )
 def test_a_wrong_oracle_is_noticed(wrong: dict[str, Any]) -> None:
-    found = run("fedgh", OPTIONS, **SHORT)
-    assert_differ(found, fedgh(found, **{**OPTIONS, **wrong}))
+    found = run("fedgh", DEFAULT, **SHORT)
+    assert_differ(found, fedgh(found, **{**DEFAULT, **wrong}))

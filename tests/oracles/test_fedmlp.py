@@ -71,7 +71,7 @@ def grouped(C: Rows) -> tuple[Rows, dict[int, int]]:
     return centers, {k: s for s, group in enumerate(groups) for k in group}
 
 
-OPTIONS: dict[str, Any] = {
+DEFAULT: dict[str, Any] = {
     "lambda1": 1.0,
     "lambda2": 1.0,
     "tau": 0.5,
@@ -83,8 +83,8 @@ TWO_GROUPS = {"epochs": 1}
 
 
 def test_agrees() -> None:
-    found = run("fedmlp", OPTIONS, **TWO_GROUPS)
-    states = [*fedmlp(found, **OPTIONS)]
+    found = run("fedmlp", {}, **TWO_GROUPS)
+    states = [*fedmlp(found, **DEFAULT)]
     assert len(states[1]["server"]["semantic"]) == 2
     assert_agree(found, iter(states))
 
@@ -96,5 +96,5 @@ def test_agrees_where_a_class_is_absent() -> None:
 
 @pytest.mark.parametrize("name", OTHER)
 def test_a_wrong_oracle_is_noticed(name: str) -> None:
-    found = run("fedmlp", OPTIONS, **TWO_GROUPS)
-    assert_differ(found, fedmlp(found, **{**OPTIONS, name: OTHER[name]}))
+    found = run("fedmlp", DEFAULT, **TWO_GROUPS)
+    assert_differ(found, fedmlp(found, **{**DEFAULT, name: OTHER[name]}))

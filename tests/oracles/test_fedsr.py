@@ -85,13 +85,13 @@ def accuracy(run: Run, t: int, θ: Model, z_samples: int) -> dict[str, float]:
     return found
 
 
-OPTIONS: dict[str, Any] = {"c1": 0.01, "c2": 0.001, "z_samples": 20}
+DEFAULT: dict[str, Any] = {"c1": 0.01, "c2": 0.001, "z_samples": 20}
 STRONG: dict[str, Any] = {"c1": 0.1, "c2": 0.01, "z_samples": 20}
 
 
 def test_agrees() -> None:
-    found = run("fedsr", OPTIONS)
-    states = [*fedsr(found, **OPTIONS)]
+    found = run("fedsr", {})
+    states = [*fedsr(found, **DEFAULT)]
     assert_agree(found, iter(states))
     models = [state["server"]["model"] for state in states]
     assert found.accuracy == [accuracy(found, t, θ, 20) for t, θ in enumerate(models)]
@@ -100,7 +100,7 @@ def test_agrees() -> None:
 
 @pytest.mark.parametrize(
     ("options", "settings"),
-    [(STRONG, HALF), ({**OPTIONS, "c1": 0.0}, SHORT), ({**OPTIONS, "c2": 0.0}, SHORT)],
+    [(STRONG, HALF), ({**DEFAULT, "c1": 0.0}, SHORT), ({**DEFAULT, "c2": 0.0}, SHORT)],
     ids=["strong, half", "w/o L2R", "w/o CMI"],
 )
 def test_agrees_in_other_forms(options: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -110,8 +110,8 @@ def test_agrees_in_other_forms(options: dict[str, Any], settings: dict[str, Any]
 
 @pytest.mark.parametrize("wrong", [{"c1": 0.02}, {"c2": 0.002}, {"c2": -0.001}], ids=repr)
 def test_a_wrong_weight_is_noticed(wrong: dict[str, Any]) -> None:
-    found = run("fedsr", OPTIONS, **SHORT)
-    assert_differ(found, fedsr(found, **{**OPTIONS, **wrong}))
+    found = run("fedsr", DEFAULT, **SHORT)
+    assert_differ(found, fedsr(found, **{**DEFAULT, **wrong}))
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_a_wrong_weight_is_noticed(wrong: dict[str, Any]) -> None:
 )
 def test_a_wrong_part_is_noticed(part: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), part, wrong(globals()[part]))
-    found = run("fedsr", OPTIONS, **SHORT)
-    assert_differ(found, fedsr(found, **OPTIONS))
+    found = run("fedsr", DEFAULT, **SHORT)
+    assert_differ(found, fedsr(found, **DEFAULT))

@@ -191,8 +191,13 @@ def prototypes_of(h_mixed: list[Tensor], y: Tensor, classes: int) -> dict[int, T
 
 
 def apa(h: Tensor, y: Tensor, p: dict[int, Tensor], reduction: str, detach: bool) -> Tensor:
-    """(9), over the samples."""
+    """(9), as printed over the classes' mean features, else over the samples."""
     total = torch.zeros((), dtype=h.dtype)
+    if reduction == "class_means":
+        for k, p_k in p.items():
+            h_k = mean([h_i for h_i, y_i in zip(h, y, strict=True) if y_i == k])
+            total = total + ((h_k - (p_k.detach() if detach else p_k)) ** 2).sum()
+        return total
     for h_i, k in zip(h, y.tolist(), strict=True):
         square = (h_i - (p[k].detach() if detach else p[k])) ** 2
         total = total + (square.mean() if reduction == "mean" else square.sum())
@@ -201,7 +206,14 @@ def apa(h: Tensor, y: Tensor, p: dict[int, Tensor], reduction: str, detach: bool
 
 # ---- tests ---------------------------------------------------------------------------------------
 
-PRINTED = {**PUBLISHED, "proto_pass": "post", "apa_reduction": "sum", "lambda_intra": 0.02}
+PRINTED = {
+    **PUBLISHED,
+    "apa_reduction": "class_means",
+    "detach": False,
+    "proto_pass": "post",
+}
+WEAK = {"lambda_intra": 0.02}
+"""Beside a sum over the dimensions: with 10, training diverges."""
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "w/o APA, averaging, EMA as in the text": {
@@ -234,7 +246,8 @@ ALONE: list[dict[str, Any]] = [
     {"mixup": "input"},
     {"mixup": "none"},
     {"gamma_max": True},
-    {"apa_reduction": "sum", "lambda_intra": 0.02},
+    {"apa_reduction": "sum", **WEAK},
+    {"apa_reduction": "class_means", **WEAK},
     {"detach": False, "lambda_intra": 1.0},
     {"proto_pass": "post"},
 ]
@@ -245,10 +258,15 @@ def check(options: dict[str, Any], **settings: Any) -> None:
     assert_agree(found, i2pfl(found, **options))
 
 
-@pytest.mark.parametrize("options", [PUBLISHED, PRINTED], ids=["published", "printed"])
-@pytest.mark.parametrize("settings", [{}, SOME], ids=["", "some"])
-def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
-    check(options, **settings)
+@pytest.mark.parametrize(
+    ("given", "switches"),
+    [({}, PUBLISHED), ({"reading": "printed", **WEAK}, {**PRINTED, **WEAK})],
+    ids=["published", "printed"],
+)
+@pytest.mark.parametrize("settings", [{}, SOME], ids=["all", "some"])
+def test_agrees(given: dict[str, Any], switches: dict[str, Any], settings: dict[str, Any]) -> None:
+    found = run("i2pfl", given, **settings)
+    assert_agree(found, i2pfl(found, **switches))
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
@@ -260,7 +278,7 @@ def test_agrees_in_the_ablations(name: str) -> None:
 @pytest.mark.parametrize("options", ALONE, ids=repr)
 def test_agrees_with_each_switch_alone(options: dict[str, Any]) -> None:
     check({**PUBLISHED, **options})
-    check({**PRINTED, **options}, **SOME)
+    check({**PRINTED, **WEAK, **options}, **SOME)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +297,7 @@ def test_agrees_with_each_switch_alone(options: dict[str, Any]) -> None:
         {"mixup": "none"},
         {"gamma_max": True},
         {"apa_reduction": "sum"},
+        {"apa_reduction": "class_means"},
         {"detach": False},
         {"proto_pass": "post"},
     ],
