@@ -81,7 +81,7 @@ def fedseproto(
                         loss = loss + alpha * kd(w_n, z, z_s, z_d, kd_sign)
                     if beta:
                         loss = loss + beta * mi(w_n, x, z_s, z_d, kl)
-                        # the decoder alone gets more, or less, of the same gradient
+                    if beta and decoder_step != 1:  # the decoder alone gets more of it, or less
                         again = reconstruction(w_n, x, z_s.detach(), z_d.detach())
                         loss = loss + (decoder_step - 1) * beta * again
                     if lam:
