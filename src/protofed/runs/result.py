@@ -57,6 +57,12 @@ class Result:
         return last_mean(self.rounds)
 
     @property
+    def validation(self) -> dict[str, float]:
+        """As ``accuracy``, on the images to choose by; empty if ``validate`` asked for none."""
+        there = "validation" in self.rounds[-1].get("beside", ())
+        return last_mean(self.rounds, "validation") if there else {}
+
+    @property
     def lean(self) -> bool:
         """Whether this was read without its model."""
         return self.stored is None
