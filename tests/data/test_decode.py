@@ -155,4 +155,4 @@ def test_all_threads_together_stay_below_the_limit(
     monkeypatch.setattr(module, "_CHUNK", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
     assert rows([Sample("x", 0, read, size=4000) for _ in range(40)], 2500) == {}
-    assert most == {"pixels": 2400, "bytes": 20_000}
+    assert 1200 <= most["pixels"] <= 2500 and 4000 <= most["bytes"] <= 8 * 2500

@@ -55,6 +55,9 @@ class Budget:
 
     @contextlib.contextmanager
     def hold(self, amount: int) -> Iterator[None]:
+        if not amount:
+            yield
+            return
         with self._changed:
             self._changed.wait_for(lambda: amount <= self._left)
             self._left -= amount

@@ -147,8 +147,9 @@ def test_names_that_are_probably_mistakes_are_warned_of(tmp_path: Path, pictures
             "classes with images in one domain only: 'Dog' (a)",
         ]
     (root / "b").rename(root / "C")
-    with pytest.warns(UserWarning, match="the domains 'C' and 'c' differ only in case"):
+    with pytest.warns(UserWarning) as told:
         load_task(f"folder:{root}")
+    assert "the domains 'C' and 'c' differ only in case" in str(told[1].message)
 
 
 def test_classes_of_a_single_domain_are_in_order(tmp_path: Path, pictures: Any) -> None:
