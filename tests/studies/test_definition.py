@@ -114,7 +114,7 @@ def test_files(tmp_path: Path) -> None:
 def test_every_built_in_study_is_read_and_written_back(name: str) -> None:
     made = load(name)
     content = tomllib.loads(made.toml())
-    assert content.pop("format") == 1
+    assert content.pop("format") == 2
     again = parse(content, "other")
     assert again.name == name
     assert repr(again.lines) == repr(made.lines)

@@ -247,7 +247,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             method, network, setup.sizes, [site.name], rounds=config.rounds, seed=config.seed
         )
         mine = server.initial_client(network.state_dict())
-    states.keep_only(request.accepted, request.kept)
+    states.keep_only(request.accepted, *request.kept)
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )
