@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.cli.options import HELP
-from protofed.cli.output import console, say, status
+from protofed.cli.output import say, status, wide_console
 from protofed.errors import ProtofedError
 
 runs_app = typer.Typer(
@@ -35,7 +35,9 @@ def verify(
     from protofed.runs.pool import PACKED, read_packed
     from protofed.studies.folder import StudyFolder
 
-    table = Table("run", "file", "damage", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    for column in ("run", "file", "damage"):
+        table.add_column(column, overflow="fold")
     checked = running = unsealed = 0
     with status() as tell:
         for folder in folders:
@@ -61,7 +63,7 @@ def verify(
                 except ProtofedError as error:
                     table.add_row(escape(str(file.parent)), PACKED, escape(error.message))
     if table.row_count:
-        console.print(table, soft_wrap=True)
+        wide_console().print(table)
     if running:
         say(f"{running} runs are under way and were left out")
     if unsealed:

@@ -165,8 +165,7 @@ class RunFolder:
                         f"{checkpoint.round}",
                         stacklevel=4,
                     )
-                    with writing(self.path):
-                        (self.path / PREVIOUS).replace(self.path / CHECKPOINT)
+                    write_atomic(self.path / CHECKPOINT, (self.path / PREVIOUS).read_bytes())
                 if checkpoint.round < config.rounds:
                     self._remove(SUMMARY, MODEL)
             self.save_config(config)
@@ -359,7 +358,7 @@ class RunFolder:
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint: with this one write the clients' states that it names count.
 
-        The last one becomes the one before. Killed in between, that is there alone.
+        The last one becomes the one before.
         """
         metadata = {
             "round": checkpoint.round,
@@ -369,9 +368,17 @@ class RunFolder:
             "pending": checkpoint.pending,
             **checkpoint.extra,
         }
-        last = self.path / CHECKPOINT
-        with writing(last), suppress(FileNotFoundError):
-            last.replace(self.path / PREVIOUS)
+        last, link = self.path / CHECKPOINT, self.path / f".{PREVIOUS}.tmp"
+        with writing(self.path / PREVIOUS):
+            if last.is_file():
+                link.unlink(missing_ok=True)
+                try:  # a second name, so that at no moment there is no checkpoint
+                    os.link(last, link)
+                except OSError:  # a file system that has no links
+                    last.replace(self.path / PREVIOUS)
+                else:
+                    link.replace(self.path / PREVIOUS)
+                    link.unlink(missing_ok=True)  # if it was there by that name already
         tree.save(checkpoint.state, last, metadata)
 
     def copy_progress(self, other: RunFolder) -> None:
@@ -464,15 +471,16 @@ class RunFolder:
 
     def settings(self) -> dict[str, Any]:
         """The complete settings, as ``make_config`` takes them."""
+        if not self.exists:
+            raise Damaged(self.config_file, "it is missing")
+        head, _, text = self.config_file.read_text("utf-8", errors="replace").partition("\n")
+        if head.startswith(_CHECKSUM) and head != f"{_CHECKSUM}{checksum(text)}":
+            raise Damaged(self.config_file, "its content does not match its checksum")
         found = read_config(self.config_file)
+        if not head.startswith(_CHECKSUM) and tomllib.loads(f"{head}\n{text}").get("format", 1) > 1:
+            raise Damaged(self.config_file, "its checksum is missing")
         if missing := [name for name in REQUIRED_SETTINGS if name not in found]:
             raise Damaged(self.config_file, f"it lacks {', '.join(missing)}")
-        head, _, text = self.config_file.read_text("utf-8").partition("\n")
-        if head.startswith(_CHECKSUM):
-            if head != f"{_CHECKSUM}{checksum(text)}":
-                raise Damaged(self.config_file, "its content does not match its checksum")
-        elif tomllib.loads(f"{head}\n{text}").get("format", 1) > 1:
-            raise Damaged(self.config_file, "its checksum is missing")
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -569,11 +577,11 @@ class RunFolder:
         for path in sorted(self.path.rglob("*.safetensors")):
             read(path.name, tree.load, path)
         for file in (CHECKPOINT, PREVIOUS):
-            read(file, self._generation, file)
+            read(ROUNDS, self._generation, file)
         if self.is_finished():
             read(SUMMARY, self.summary)
             read(MODEL, self.model)
-            if not self.has_checkpoint:
+            if not (self.path / CHECKPOINT).is_file():
                 found[CHECKPOINT] = "it is missing"
             if not found and self.facts().get("run", "") not in ("", self.summary()["hash"]):
                 found[SUMMARY] = f"it is not of the run that {FACTS} names"
