@@ -18,6 +18,7 @@ from tests.studies.made_runs import make_runs, study
 from protofed.federation.simulation import Federation
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import PACKED, Pool, write_packed
+from protofed.studies.folder import StudyFolder
 
 Protofed = Callable[..., Done]
 
@@ -38,8 +39,7 @@ def test_verify_runs_pools_and_studies(pool: Path, tmp_path: Path) -> None:
     assert "1 runs verified, 0 files damaged" in succeed("runs", "verify", run)
     copy = Path(shutil.copytree(pool, tmp_path / "runs"))
     (victim,) = copy.iterdir()
-    (copy / "it").mkdir()
-    (copy / "it" / "study.toml").write_text('format = 2\ntitle = "x"\npool = ".."\n[rows.a]\n')
+    StudyFolder.create(copy / "it", study(), copy)
     for name in ("model.safetensors", "rounds.jsonl"):
         content = (victim / name).read_bytes()
         (victim / name).write_bytes(flipped(content, 8 * len(content) - 80))

@@ -1,9 +1,9 @@
 """Power is lost at any moment: what was not synced is gone, and what was promised is there.
 
-``Disk`` watches ``os.fsync`` and keeps what a disk would still have: the content of a file as of its
-last sync, and the names in a folder as of that folder's last sync. Between two syncs a real disk
-may have written any of the rest, so every state is tried with no name changed since, with all of
-them changed, and with some.
+``Disk`` watches ``os.fsync`` and keeps what a disk would still have: the content of a file as of
+its last sync, and the names in a folder as of that folder's last sync. Between two syncs a real
+disk may have written any of the rest, so every state is tried with no name changed since, with all
+of them changed, and with some.
 """
 
 from __future__ import annotations
