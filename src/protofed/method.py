@@ -327,11 +327,10 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        hooks = [n for n, m in vars(Method).items() if isinstance(m, FunctionType | property)]
         for name in vars(cls).keys() - cls.__annotations__.keys():
             if name.startswith("_") or any(hasattr(base, name) for base in cls.__bases__):
                 continue
-            if near := difflib.get_close_matches(name, hooks, n=1, cutoff=0.75):
+            if near := difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.75):
                 raise ProtofedError(
                     f"{cls.__name__}.{name} is not a hook of a method: did you mean {near[0]}?",
                     f"a helper of your own that is meant to be called so: _{name}",
@@ -387,6 +386,15 @@ class Method:
         """The same method with every loss weight at 0."""
         return self.with_options(**{name: 0.0 for name, h in self.hypers().items() if h.weight})
 
+
+HOOKS = tuple(
+    name
+    for name, member in vars(Method).items()
+    if isinstance(member, FunctionType | property)
+    and not name.startswith("_")
+    and name not in ("options", "with_options", "without_weights")
+)
+"""The names that a subclass may override."""
 
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
 _LIMITS = {"above": operator.gt, "least": operator.ge, "most": operator.le}

@@ -65,6 +65,16 @@ def test_methods_check(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> N
     assert "file.py:Class" in err
 
 
+def test_methods_check_says_a_fault_once_and_where(protofed: Protofed) -> None:
+    Path("mine.py").write_text(MINE.replace("self.scale *", "self.scale * self.scales *"))
+    code, out, err = protofed("methods", "check", "mine.py:Mine")
+    assert code == 2
+    (line,) = (line for line in out.splitlines() if line.startswith("✗"))
+    at = 1 + MINE.partition("self.scale *")[0].count("\n")
+    assert line.startswith(f"✗ gradients: mine.py:{at}: AttributeError: ")
+    assert re.search(r"\d+ of \d+ checks failed for mine.py:Mine \(1 fault, each shown once\)", err)
+
+
 def test_tasks(protofed: Protofed) -> None:
     code, out, _ = protofed("tasks")
     assert code == 0

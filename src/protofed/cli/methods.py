@@ -82,12 +82,17 @@ def _show(name: str, task: str) -> None:
 
 def _check(target: str) -> None:
     from protofed.methods import method_class
-    from protofed.testing import run_checks
+    from protofed.testing import CheckResult, run_checks
 
-    verdicts = run_checks(method_class(target), lambda v: console.print(v.line(), highlight=False))
+    def show(verdict: CheckResult) -> None:
+        console.print(escape(verdict.line()), highlight=False, soft_wrap=True)
+
+    verdicts = run_checks(method_class(target), show)
     failed = [v for v in verdicts if v.failed]
     if failed:
-        raise ProtofedError(f"{len(failed)} of {len(verdicts)} checks failed for {target}")
+        faults = sum(not v.same_as for v in failed)
+        hint = f"{faults} fault{'s' * (faults > 1)}, each shown once" * (faults < len(failed))
+        raise ProtofedError(f"{len(failed)} of {len(verdicts)} checks failed for {target}", hint)
     skipped = sum(v.status == "skipped" for v in verdicts)
     apart = f" ({skipped} do{'es' * (skipped == 1)} not apply)" if skipped else ""
     passed = len(verdicts) - skipped
