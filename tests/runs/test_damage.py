@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import flipped
@@ -20,6 +21,7 @@ from protofed.methods import FedBN
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
 from protofed.runs.run import run
+from protofed.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -148,14 +150,25 @@ def test_both_generations_damaged_is_an_error_and_nothing_is_touched(cut: Path) 
     assert {path: path.read_bytes() for path in files(cut)} == before
 
 
-def test_the_good_generation_is_never_replaced_by_the_damaged_one(whole: Result, cut: Path) -> None:
-    """Killed right after it resumed from the older one: that one is still there."""
+def test_the_good_generation_is_never_replaced_by_the_damaged_one(
+    whole: Result, cut: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it writes its next checkpoint: the one it resumed from is still there."""
     (cut / NEWEST).write_bytes(b"damaged")
+    save = tree.save
+
+    def die(content: Tree, path: Path, *metadata: Any) -> None:
+        if path.name == NEWEST:
+            raise KeyboardInterrupt
+        save(content, path, *metadata)
+
     with (
+        monkeypatch.context() as patch,
         pytest.warns(UserWarning, match="damaged"),
-        RunFolder(cut).open(CONFIG, whole.summary["hash"], resume=True) as checkpoint,
+        pytest.raises(KeyboardInterrupt),
     ):
-        assert checkpoint is not None and checkpoint.round == 2
+        patch.setattr(tree, "save", die)
+        run(TASK, config=CONFIG, out=cut, resume=True)
     assert same(whole, run(TASK, config=CONFIG, out=cut, resume=True))
 
 
