@@ -36,7 +36,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_verify_runs_pools_and_studies(pool: Path, tmp_path: Path) -> None:
     (run,) = pool.iterdir()
-    assert "1 runs verified, 0 files damaged" in succeed("runs", "verify", run)
+    assert "runs verified: 1; damaged files: 0" in succeed("runs", "verify", run)
     copy = Path(shutil.copytree(pool, tmp_path / "runs"))
     (victim,) = copy.iterdir()
     StudyFolder.create(copy / "it", study(), copy)
@@ -47,21 +47,30 @@ def test_verify_runs_pools_and_studies(pool: Path, tmp_path: Path) -> None:
     for folder in (victim, copy, copy / "it"):
         done = call("runs", "verify", run, folder)
         assert (done.code, done.err) == (1, ""), folder
-        assert "2 runs verified, 3 files damaged" in done.out
+        assert "runs verified: 2; damaged files: 3" in done.out
         for name in ("model.safetensors", "rounds.jsonl", "config.toml"):
             (line,) = [line for line in done.out.splitlines() if name in line]
             assert victim.name in line
 
 
-def test_verify_packed_runs_and_those_without_checksums(tmp_path: Path) -> None:
+def test_verify_packed_runs(tmp_path: Path) -> None:
     make_runs(study(), tmp_path / "runs")
     packed = tmp_path / "packed" / PACKED
     write_packed(packed, [run.line() for run in Pool(tmp_path / "runs").runs])
-    assert "4 runs verified, 0 files damaged" in succeed("runs", "verify", packed.parent)
+    assert "runs verified: 4; damaged files: 0" in succeed("runs", "verify", packed.parent)
     content = packed.read_bytes()
     packed.write_bytes(flipped(content, 4 * len(content)))
     done = call("runs", "verify", packed.parent)
     assert done.code == 1 and PACKED in done.out
+
+
+def test_verify_says_how_many_runs_carry_no_checksums(pool: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(pool, tmp_path / "runs"))
+    (run,) = copy.iterdir()
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text("format = 1\n" + text.partition("format = 2\n")[2])
+    assert "whose files carry no checksums: 1" in succeed("runs", "verify", copy)
+    assert "no checksums" not in succeed("runs", "verify", pool)
 
 
 def test_verify_of_nothing_and_of_a_run_under_way(pool: Path, tmp_path: Path) -> None:
@@ -70,7 +79,7 @@ def test_verify_of_nothing_and_of_a_run_under_way(pool: Path, tmp_path: Path) ->
     (run,) = pool.iterdir()
     with RunFolder(run)._locked():
         done = call("runs", "verify", run)
-    assert done.code == 0 and "1 runs are under way" in done.out
+    assert done.code == 0 and "runs under way, left out: 1" in done.out
 
 
 # ---- damage is said wherever a run is read -------------------------------------------------------

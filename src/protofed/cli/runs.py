@@ -65,8 +65,8 @@ def verify(
     if table.row_count:
         wide_console().print(table)
     if running:
-        say(f"{running} runs are under way and were left out")
+        say(f"runs under way, left out: {running}")
     if unsealed:
-        say(f"{unsealed} runs are of an earlier version, whose files carry no checksums")
-    say(f"{checked} runs verified, {table.row_count} files damaged")
+        say(f"runs of an earlier version, whose files carry no checksums: {unsealed}")
+    say(f"runs verified: {checked}; damaged files: {table.row_count}")
     raise typer.Exit(1 if table.row_count else 0)
