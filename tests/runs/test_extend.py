@@ -110,9 +110,14 @@ def test_in_the_pool_it_is_a_new_run_and_the_old_one_stays(
     shorter = shorter_run(tmp_path, asked, facts)
     assert shorter is not None and len(shorter.records()) == 2
     before = digests(shorter.path)
+    shorter.client_states.chmod(0o700)
+    for path in shorter.client_states.iterdir():
+        path.chmod(0o600)
     new = RunFolder(tmp_path / facts.run_name(asked))
     new.copy_progress(shorter)
     assert not new.is_finished()
+    modes = {path.stat().st_mode & 0o777 for path in new.client_states.iterdir()}
+    assert (new.client_states.stat().st_mode & 0o777, modes) == (0o700, {0o600})
     assert same(run(TASK, config=asked), run(TASK, config=asked, out=new.path, resume=True))
     assert digests(shorter.path) == before
     assert shorter_run(tmp_path, dataclasses.replace(asked, rounds=1), facts) is None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.runs.diary import QUICK, TASK, At, Diary, ctrl_c, numbers, same
 
+from protofed import tree
 from protofed.config import Config, make_config
 from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
@@ -275,6 +276,17 @@ def test_fewer_records_than_the_checkpoint(cut: Path, digests: Digests) -> None:
     with pytest.raises(ProtofedError, match=r"rounds\.jsonl' is damaged: it has 1 rounds of 2"):
         run(TASK, config=CONFIG, out=cut, resume=True)
     assert digests(cut) == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"round": "2"}, {"clients": ["a"]}, {"clients": {"a": "../x"}}, {"pending": 1}]
+)
+def test_a_checkpoint_that_is_made_up(cut: Path, change: dict[str, Any]) -> None:
+    path = cut / "checkpoint.safetensors"
+    state, metadata = tree.load(path)
+    tree.save(state, path, {**metadata, **change})
+    with pytest.raises(ProtofedError, match="its metadata is not that of a checkpoint"):
+        RunFolder(cut).checkpoint()
 
 
 def test_missing_client_state_is_named(cut: Path) -> None:

@@ -69,7 +69,7 @@ class Ledger:
         """What to resume from after a complete round; the bytes are counted until it is written."""
         extra = {"accepted": dict(accepted), "samples": self.samples, "wire": self.wire}
         rounds = self.config.rounds
-        return Checkpoint(self.spec.hash, round, state, {}, pending, rounds, extra)
+        return Checkpoint(self.spec.hash, round, state, {}, pending, extra, rounds)
 
     def checkpoint(self, done: Checkpoint) -> None:
         self.folder.save_checkpoint(done)

@@ -96,10 +96,10 @@ class Checkpoint:
     """The file in ``clients/`` that has each client's private state."""
     pending: Record | None = None
     """In a deployment: the last round's record, whose accuracy comes with the next replies."""
-    rounds: int = 0
-    """How many rounds the run was asked for; 0 if that was not written down."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What only a deployment has to remember; a simulation's is empty."""
+    rounds: int = 0
+    """How many rounds the run was asked for; 0 if that was not written down."""
 
     @property
     def records(self) -> int:
@@ -382,14 +382,19 @@ class RunFolder:
         tree.save(checkpoint.state, last, metadata)
 
     def copy_progress(self, other: RunFolder) -> None:
-        """Make this folder a copy of another run's as if that had not been finished."""
-        folders = [sorted((other.path / name).glob("*")) for name in FOLDERS]
-        first, last = (CONFIG, FACTS, CLIENTS, ROUNDS), (PREVIOUS, CHECKPOINT)
-        paths = [other.path / name for name in first]
-        paths += [*(path for paths in folders for path in paths)]
-        for path in [*paths, *(other.path / name for name in last)]:
-            if path.is_file():
-                write_atomic(self.path / path.relative_to(other.path), path.read_bytes())
+        """Make this folder a copy of another run's as if that had not been finished.
+
+        Private files stay private: modes are copied, those of folders before anything is in them.
+        """
+        first = [other.path / name for name in (CONFIG, FACTS, CLIENTS, ROUNDS)]
+        inner = [path for name in FOLDERS for path in sorted((other.path / name).glob("*"))]
+        last = [other.path / name for name in (PREVIOUS, CHECKPOINT)]
+        for path in filter(Path.is_file, (*first, *inner, *last)):
+            target = self.path / path.relative_to(other.path)
+            make_folder(target.parent)
+            shutil.copymode(path.parent, target.parent)
+            write_atomic(target, path.read_bytes())
+            shutil.copymode(path, target)
 
     def save_artifact(
         self, kind: str, round: int, content: Tree, metadata: Mapping[str, Any]
@@ -512,7 +517,11 @@ class RunFolder:
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
         pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
-        return Checkpoint(hash, round, state, clients, pending, rounds, extra)
+        kinds = ((hash, str), (round, int), (rounds, int), (clients, dict), (pending, dict | None))
+        right = all(isinstance(value, kind) for value, kind in kinds)
+        if not right or not all(isinstance(f, str) and Path(f).name == f for f in clients.values()):
+            raise Damaged(path, "its metadata is not that of a checkpoint")
+        return Checkpoint(hash, round, state, clients, pending, extra, rounds)
 
     def older_checkpoint(self) -> Checkpoint | None:
         """The checkpoint before the last one, if it is there and whole."""
