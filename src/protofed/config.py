@@ -608,10 +608,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-READING = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
+READ_SETTINGS = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
 """The settings that say how files of images are read."""
 
-TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READING)
+TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READ_SETTINGS)
 """The settings that ``load_task`` takes."""
 
 

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -240,6 +240,20 @@ class Method:
         from the finite difference, and the checks do not compare the two.
         """
         return ()
+
+    @property
+    def uses_rounds(self) -> bool:
+        """Whether a round depends on how many there are in all: such a run cannot be extended.
+
+        By default, whether a function of the class reads ``client.progress`` or ``server.rounds``.
+        """
+        own = [f for cls in type(self).__mro__ for f in vars(cls).values()]
+        todo: list[Any] = [f.__code__ for f in own if isinstance(f, FunctionType)]
+        for code in todo:
+            if {"progress", "rounds"} & {*code.co_names}:
+                return True
+            todo += [c for c in code.co_consts if isinstance(c, CodeType)]  # lambdas and the like
+        return False
 
     # ---- cold hooks ----------------------------------------------------------------------------
 

@@ -131,6 +131,6 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path, text: bytes | None) -> N
 
 
 def test_a_packed_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / PACKED).write_bytes(gzip.compress(b'{"format": 2, "name": "x", "facts": {}}\n'))
+    (tmp_path / PACKED).write_bytes(gzip.compress(b'{"format": 3, "name": "x", "facts": {}}\n'))
     with pytest.raises(ProtofedError, match="newer version"):
         _ = Pool(tmp_path).runs

@@ -100,7 +100,7 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("title = ")
     with pytest.raises(ProtofedError, match="not valid TOML"):
         load(str(tmp_path / "bad.toml"))
-    (tmp_path / "new.toml").write_text("format = 2\n")
+    (tmp_path / "new.toml").write_text("format = 3\n")
     with pytest.raises(ProtofedError, match="newer version"):
         load(str(tmp_path / "new.toml"))
     # some editors begin a file with a mark
@@ -114,7 +114,7 @@ def test_files(tmp_path: Path) -> None:
 def test_every_built_in_study_is_read_and_written_back(name: str) -> None:
     made = load(name)
     content = tomllib.loads(made.toml())
-    assert content.pop("format") == 1
+    assert content.pop("format") == 2
     again = parse(content, "other")
     assert again.name == name
     assert repr(again.lines) == repr(made.lines)

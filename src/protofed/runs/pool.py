@@ -13,13 +13,16 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from protofed.config import AUTO, Config, make_config
 from protofed.errors import ProtofedError
-from protofed.files import FORMAT, Damaged, check_format, write_atomic
+from protofed.federation.facts import Facts
+from protofed.files import Damaged, sealed, unsealed, write_atomic
 from protofed.runs.folder import RunFolder, plain_settings
 from protofed.runs.records import Records
 from protofed.runs.result import Result, load_run
@@ -100,7 +103,6 @@ class StoredRun:
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
         parts = {
-            "format": FORMAT,
             "name": self.name,
             # without where the images lay
             "config": {k: v for k, v in self.config.items() if k != "data"},
@@ -109,7 +111,7 @@ class StoredRun:
             "rounds": self.records,
             "analysis": analysis or self.analysis,
         }
-        return json.dumps(parts, ensure_ascii=False, separators=(",", ":")) + "\n"
+        return json.dumps(sealed(parts), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 class Pool:
@@ -118,6 +120,8 @@ class Pool:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.packed = (path / PACKED).is_file()
+        self.damaged: list[str] = []
+        """What is wrong with the runs that had to be left out, once ``runs`` is read."""
 
     @cached_property
     def runs(self) -> list[StoredRun]:
@@ -127,8 +131,10 @@ class Pool:
         found: list[StoredRun] = []
         for file in sorted(self.path.glob("*/facts.json")):
             folder = RunFolder(file.parent)
-            with suppress(ProtofedError):  # damaged: `protofed run` says so when it is run again
+            try:
                 found.append(StoredRun(file.parent.name, folder.facts(), folder))
+            except ProtofedError as error:
+                self.damaged.append(error.message)
         return found
 
     @cached_property
@@ -161,16 +167,28 @@ class Pool:
         ]
 
 
+def shorter_run(pool: Path, config: Config, facts: Facts) -> RunFolder | None:
+    """The longest finished run of the pool that is the config's, but for fewer rounds."""
+    kind = facts.run_name(config).removesuffix(facts.run_hash(config))
+    found: dict[int, RunFolder] = {}
+    for path in pool.glob(f"{escape(kind)}*"):
+        with suppress(Damaged):
+            rounds = len(RunFolder(path).records()) if RunFolder(path).is_finished() else 0
+            if rounds and path.name == facts.run_name(replace(config, rounds=rounds)):
+                found[rounds] = RunFolder(path)
+    shorter = [rounds for rounds in found if rounds < config.rounds]
+    return found[max(shorter)] if shorter else None
+
+
 def read_packed(file: Path) -> list[StoredRun]:
     found = []
     try:
         for text in gzip.decompress(file.read_bytes()).decode().splitlines():
-            line = json.loads(text)
-            check_format(file, line.get("format"))
+            line = unsealed(file, json.loads(text))
             found.append(StoredRun(line["name"], line["facts"], line=line))
     except (OSError, EOFError, zlib.error) as error:  # not a whole gzip file
         raise Damaged(file, str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not lines of runs
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # not lines of runs
         raise Damaged(file, str(error)) from None
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.errors import ProtofedError
-from protofed.files import Damaged
+from protofed.files import Damaged, sealed, unsealed
 
 LAST = 5
 """The papers' metric is the mean over this many last rounds, never the best round on test data."""
@@ -132,14 +132,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def to_line(record: Record) -> str:
-    """A record as a line of ``rounds.jsonl``."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    """A record as a line of ``rounds.jsonl``, with its checksum."""
+    return json.dumps(sealed(record), ensure_ascii=False) + "\n"
 
 
-def read_records(path: Path) -> Records:
-    """The complete lines of a ``rounds.jsonl``; a last line that a crash cut off is ignored.
+def read_records(path: Path, count: int | None = None) -> Records:
+    """The first ``count`` lines of a ``rounds.jsonl``, or all that are complete.
 
-    If there is only a ``rounds.jsonl.gz``, as in a packed study, that is read.
+    A last line that a crash cut off is ignored. If there is only a ``rounds.jsonl.gz``, as in an
+    old packed study, that is read.
     """
     packed = path.with_name(f"{path.name}.gz")
     try:
@@ -151,14 +152,18 @@ def read_records(path: Path) -> Records:
         raise Damaged(packed, str(error)) from None
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
-    lines = content.split(b"\n")[:-1]  # what follows the last newline is not a complete line
-    try:
-        found = Records(json.loads(entry) for entry in lines)
-    except ValueError as error:
-        raise Damaged(path, str(error)) from None
-    for number, record in enumerate(found, start=1):
-        if not isinstance(record, dict) or not {"round", "accuracy", "average"} <= record.keys():
-            raise Damaged(path, f"line {number} is not the record of a round")
+    lines = content.split(b"\n")[:-1][:count]  # what follows the last newline is not a whole line
+    found = Records()
+    for number, line in enumerate(lines):
+        try:
+            record = unsealed(path, json.loads(line))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Damaged(path, f"line {number + 1}: {error}") from None
+        if not {"accuracy", "average"} <= record.keys() or record.get("round") != number:
+            raise Damaged(path, f"line {number + 1} is not the record of round {number + 1}")
+        found.append(record)
+    if len(found) < (count or 0):
+        raise Damaged(path, f"it has {len(found)} rounds of {count}")
     return found
 
 

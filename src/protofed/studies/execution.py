@@ -163,7 +163,7 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
                 for job in left:
                     if job.state == "running":
                         job.refresh()
-                        _poll(job, Path(scratch))
+                        _poll(job, Path(scratch), console)
                 if console.is_terminal:
                     live.update(display(jobs, began, at_once, console))
                 else:
@@ -237,17 +237,20 @@ def _errors(job: Job, scratch: Path) -> Path:
     return scratch / f"{job.folder.path.name}.err"
 
 
-def _poll(job: Job, scratch: Path) -> None:
+def _poll(job: Job, scratch: Path, console: Console) -> None:
     assert job.process is not None
     code = job.process.poll()
     if code is None:
         return
+    text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
+    for line in text.splitlines():
+        if line.startswith("warning: "):
+            print_plain(console, f"{job.name}: {line}")
     if code == 0:
         job.state = "done"
     elif code == Busy.exit_code:
         job.state = "waiting"
     else:
-        text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
         last = text.splitlines()[-1] if text else f"exit code {code}"
         job.state, job.message = "failed", last.removeprefix("error: ")
 

@@ -139,7 +139,8 @@ class StudyFolder:
         ]
         caption = tables.describe(every) if every else "No run is there yet."
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
-        notes = (*notes, *self._mixed(task.name), *self._choices(rows))
+        left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
+        notes = (*notes, *self._mixed(task.name), *self._choices(rows), *left_out)
         return TaskTable(task.name, shown, rows, base or "FedAvg", caption, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
