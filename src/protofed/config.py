@@ -25,7 +25,7 @@ from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import Method
-from protofed.methods import create, fingerprint, reference
+from protofed.methods import create, fingerprint, is_file, known_class, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
 from protofed.toml import toml_text
@@ -507,8 +507,17 @@ def merged_config(
     options: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> Config:
-    """A config from a TOML file, if any, over which all that is given wins."""
+    """A config from a TOML file, if any, over which all that is given wins.
+
+    A file of code is executed if ``method`` names it, or if code is trusted.
+    """
     found = read_config(Path(file)) if file is not None else {}
+    named = str(found.get("method"))
+    if method is None and is_file(named) and known_class(named) is None:
+        raise ProtofedError(
+            f"'{file}' names code as its method: {named}",
+            f"if you trust it: --trust-code, or --method {named}",
+        )
     if method is not None and method != found.get("method"):
         found.pop("options", None)  # the file's hyper-parameters belong to its own method
     given = {"task": task, "method": method, **settings}

@@ -43,6 +43,7 @@ from protofed.files import (
     write_json,
     writing,
 )
+from protofed.methods import RecordedMethod, known_class
 from protofed.runs.records import Record, Records, read_records, to_line
 from protofed.tree import Slot, Tree
 
@@ -444,12 +445,16 @@ def find_runs(root: Path) -> list[RunFolder]:
     return [RunFolder(path.parent) for path in sorted(root.rglob(CONFIG))]
 
 
-def stored_config(settings: Mapping[str, Any]) -> Config:
-    """The config of a run, from the settings in its folder.
+def stored_config(settings: Mapping[str, Any], method: str) -> Config:
+    """The config of a run, from the settings in its folder; ``method`` is its method's name.
 
-    Its task may be one that a program made, which cannot be described by its name.
+    No code is executed for it. Its task may be one that a program made, which cannot be described
+    by its name.
     """
-    name = settings["task"]
+    settings, name = dict(settings), settings["task"]
+    if known_class(settings["method"]) is None:
+        options = settings.pop("options", {})
+        settings["method"] = RecordedMethod(method, settings["method"], options)
     if name in TASKS or name.startswith(FOLDER):
         return make_config(**settings)
     split, clients, samples = (settings.get(key) for key in ("test_split", "clients", "samples"))

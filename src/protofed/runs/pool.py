@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config, make_config
+from protofed.config import AUTO, Config
 from protofed.errors import ProtofedError
 from protofed.files import FORMAT, Damaged, check_format, write_atomic
-from protofed.runs.folder import RunFolder, plain_settings
+from protofed.runs.folder import RunFolder, plain_settings, stored_config
 from protofed.runs.records import Records
 from protofed.runs.result import Result, load_run
 
@@ -68,7 +68,7 @@ class StoredRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The run's config as plain data, as ``make_config`` takes it."""
+        """The run's config as plain data, as ``stored_config`` takes it."""
         return self._line["config"] if self.folder is None else self.folder.settings()
 
     @cached_property
@@ -93,7 +93,7 @@ class StoredRun:
         """The run as a result without its model."""
         if self.folder is not None:
             return load_run(self.folder.path, model=False)
-        config, facts = make_config(**self.config), self.facts
+        config, facts = stored_config(self.config, self.summary["method"]), self.facts
         return Result(
             config, self.records, {}, self.summary, lean=True, facts=facts, analysis=self.analysis
         )

@@ -21,7 +21,8 @@ from protofed.config import SETTINGS as RUN_SETTINGS
 from protofed.config import require_known, short_hash
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
-from protofed.methods import METHODS, method_class
+from protofed.method import Method
+from protofed.methods import METHODS, RecordedMethod, fingerprint, is_file, known_class
 from protofed.toml import toml_text
 
 KINDS = ("table", "curves", "bars", "sweep", "tsne")
@@ -37,6 +38,18 @@ _NOT_HASHED = {
 
 
 @dataclass(frozen=True)
+class MethodFile:
+    """What a study that ran with a method of a file knows of it: tables are made without its code.
+
+    ``source`` is the ``fingerprint`` of its code, ``defaults`` its hyper-parameters by task.
+    """
+
+    name: str
+    source: str
+    defaults: Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Row:
     """A method with its hyper-parameters, under the name it has in the table."""
 
@@ -44,17 +57,39 @@ class Row:
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    file: MethodFile | None = None
 
     @property
     def missing(self) -> str:
-        """What this version lacks to run it; empty if nothing."""
-        if self.method in METHODS or ".py" in self.method:
+        """What is missing to run it, or to find its runs; empty if nothing."""
+        if known_class(self.method) or self.file is not None:
             return ""
+        if is_file(self.method):
+            return f"needs code, {self.method}, which only --trust-code executes"
         return f"needs method {self.method}, which this version does not have"
+
+    def make(self, task: str = "") -> Method:
+        """The row's method with its hyper-parameters; the others have the task's defaults."""
+        if cls := known_class(self.method):
+            return cls.create(self.options, task)
+        assert self.file is not None, self.missing
+        defaults = self.file.defaults.get(task, {})
+        own = {  # 1 and 1.0 are the same run
+            n: float(v) if type(v) is int and isinstance(defaults.get(n), float) else v
+            for n, v in self.options.items()
+        }
+        return RecordedMethod(self.file.name, self.method, defaults | own, self.file.source)
+
+    @property
+    def hypers(self) -> tuple[str, ...]:
+        """The names of its method's hyper-parameters, where they are known."""
+        if cls := known_class(self.method):
+            return tuple(cls.hypers())
+        return tuple(n for d in self.file.defaults.values() for n in d) if self.file else ()
 
     def with_value(self, name: str, value: Any) -> Row:
         """The row with a hyper-parameter of its method, or else a setting, at that value."""
-        hypers = () if self.missing else method_class(self.method).hypers()
+        hypers = self.hypers
         if name in hypers or (self.missing and name not in SETTINGS):
             return replace(self, options={**self.options, name: value})
         if name not in SETTINGS:
@@ -66,7 +101,7 @@ class Row:
     def check(self) -> None:
         """An error if the method of this version does not take its hyper-parameters."""
         if not self.missing:
-            method_class(self.method).create(self.options)
+            self.make()
 
 
 @dataclass(frozen=True)
@@ -141,6 +176,8 @@ class Study:
     override: Mapping[str, Any]
     images: Mapping[str, FolderImages]
     """By task, for those that are folders and have been run."""
+    methods: Mapping[str, MethodFile]
+    """By reference, for those that are in files and have been run."""
     raw: Mapping[str, Any]
 
     @cached_property
@@ -174,7 +211,7 @@ class Study:
     def toml(self) -> str:
         """The study as TOML, with all that was changed on the command line."""
         whole = {"format": FORMAT, "name": self.name, **self.raw}
-        return toml_text(whole, nested=("printed", "images"))
+        return toml_text(whole, nested=("printed", "images", "methods"))
 
     def overridden(
         self,
@@ -208,6 +245,19 @@ class Study:
         }
         return replace(self, images=images, raw={**self.raw, "images": plain})
 
+    def with_methods(self, tasks: Collection[str]) -> Study:
+        """The study with what its tables need of the methods that are in files."""
+        found = dict(self.methods)
+        for row in self.rows.values():
+            cls = known_class(row.method)
+            if cls is not None and row.method not in METHODS:
+                defaults = {task: cls.create({}, task).options() for task in tasks}
+                found[row.method] = MethodFile(cls.name, fingerprint(row.make()), defaults)
+        if not found:
+            return self
+        plain = {name: vars(file) for name, file in found.items()}
+        return replace(self, methods=found, raw={**self.raw, "methods": plain})
+
     @property
     def is_changed(self) -> bool:
         """Whether settings or hyper-parameters were changed on the command line."""
@@ -216,7 +266,7 @@ class Study:
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
-        aside = ("seeds", "title", "notes", "paper", "name", "pool", "images")
+        aside = ("seeds", "title", "notes", "paper", "name", "pool", "images", "methods")
         asked = {k: v for k, v in self.raw.items() if k not in aside}
         asked["settings"] = _hashed(asked.get("settings", {}))
         override = dict(asked.pop("override", {}))
@@ -242,7 +292,7 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "tsne", "override", "pool", "images", "like",
+    "sweep", "printed", "baseline", "tsne", "override", "pool", "images", "methods", "like",
 )  # fmt: skip
 
 
@@ -332,7 +382,8 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     if "protocol" in raw:
         shared = {"protocol": _text(raw, "protocol"), **shared}
     tasks = {n: _task(n, t) for n, t in _table(raw, "tasks").items()}
-    rows = {label: _row(label, r) for label, r in _table(raw, "rows").items()}
+    methods = {name: _method_file(name, m) for name, m in _table(raw, "methods").items()}
+    rows = {label: _row(label, r, methods) for label, r in _table(raw, "rows").items()}
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
@@ -370,6 +421,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         tsne=tsne,
         override=override,
         images={task: _images(task, found) for task, found in _table(raw, "images").items()},
+        methods=methods,
         raw=raw,
     )
     counts = Counter(line.label for line in study.lines)
@@ -404,13 +456,25 @@ def _images(task: str, raw: Any) -> FolderImages:
     return FolderImages(tuple(_list(raw, "domains", str)), tuple(_list(raw, "digests", str)))
 
 
-def _row(label: str, raw: Any) -> Row:
+def _method_file(name: str, raw: Any) -> MethodFile:
+    if not isinstance(raw, Mapping):
+        raise ProtofedError(f"[methods.{name}] must be a table")
+    require_known(f"key in [methods.{name}]", raw, ("name", "source", "defaults"))
+    every = _table(raw, "defaults")
+    return MethodFile(
+        _text(raw, "name"), _text(raw, "source"), {task: _table(every, task) for task in every}
+    )
+
+
+def _row(label: str, raw: Any, methods: Mapping[str, MethodFile]) -> Row:
     if isinstance(raw, str):
         raw = {"method": raw}
     if not isinstance(raw, Mapping) or not isinstance(raw.get("method"), str):
         raise ProtofedError(f"row {label} names no method", f'write "{label}" = "fedavg"')
     require_known(f"key of row {label}", raw, ("method", "options", "settings"))
-    row = Row(label, raw["method"], _table(raw, "options"), _table(raw, "settings"))
+    method = raw["method"]
+    file = methods.get(method)
+    row = Row(label, method, _table(raw, "options"), _table(raw, "settings"), file)
     require_known(f"setting of row {label}", row.settings, SETTINGS)
     row.check()
     return row

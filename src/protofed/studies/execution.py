@@ -222,6 +222,7 @@ def _start(job: Job, scratch: Path, at_once: int) -> None:
     if job.config.workers is None:  # runs side by side share the cores
         command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
     command += ["--tensorboard"] * job.tensorboard
+    command += ["--trust-code"]  # whose config this process has made: it has loaded the method
     job.refresh()
     job.started, job.before = time.perf_counter(), len(job.records)
     with _errors(job, scratch).open("wb") as file:

@@ -87,6 +87,7 @@ class StudyFolder:
                 )
             study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
             study = study.with_images({**there.images, **study.images})
+        study = study.with_methods([task.task for task in study_tasks(study)])
         study = replace(study, raw={**study.raw, "pool": os.path.relpath(pool, path)})
         write_atomic(path / "study.toml", study.toml())
         return cls(path, study, Pool(pool))
