@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.commands import MINE, TINY, call, succeed
+from tests.studies.in_process import run_in_process
 
 from protofed import analysis, load_run, methods
 from protofed.config import make_config
@@ -15,8 +17,6 @@ from protofed.report.collect import collect
 from protofed.report.group_analysis import analyze
 from protofed.runs import run
 from protofed.studies.folder import StudyFolder
-from tests.cli.commands import MINE, TINY, call, succeed
-from tests.studies.in_process import run_in_process
 
 MARKED = "from pathlib import Path\nPath('EXECUTED').touch()\n" + MINE
 MARKER = Path("EXECUTED")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import os
 import pkgutil
 import sys
 from collections.abc import Mapping
@@ -80,7 +79,7 @@ def known_class(name: str) -> type[Method] | None:
     """
     if _trusted and is_file(name):
         return _from_file(name)
-    return METHODS.get(name) or _LOADED.get(os.path.abspath(name))
+    return METHODS.get(name) or _LOADED.get(str(Path(name).absolute()))
 
 
 def method_class(name: str) -> type[Method]:
@@ -160,7 +159,7 @@ def _from_file(name: str) -> type[Method]:
         cls.name = wanted.lower()
     if cls.name in METHODS:  # a file's FPL is not the package's
         cls.name = f"{cls.name}-{file.stem}"
-    _LOADED[os.path.abspath(name)] = cls
+    _LOADED[str(Path(name).absolute())] = cls
     return cls
 
 
@@ -200,7 +199,8 @@ def _withheld(method: RecordedMethod) -> NoReturn:
     )
 
 
+_kept = {*vars(RecordedMethod), "for_mixed_models"}  # a method is recorded as it ran
 for _name, _hook in vars(Method).items():
-    if isinstance(_hook, FunctionType | property) and _name not in vars(RecordedMethod):
-        if not _name.startswith("_") and _name != "for_mixed_models":  # it was recorded as it ran
-            setattr(RecordedMethod, _name, property(_withheld))
+    _is_hook = isinstance(_hook, FunctionType | property) and not _name.startswith("_")
+    if _is_hook and _name not in _kept:
+        setattr(RecordedMethod, _name, property(_withheld))
