@@ -39,7 +39,8 @@ def test_runs_in_other_precision_or_of_other_images_are_not_compared(tmp_path: P
     make_runs(study(seeds=1, rows={"FPL": "fpl"}), tmp_path, digest="others")
     make_runs(study(seeds=1, rows={"MOON": "moon"}), tmp_path, numerics=2)
     titles = [group.title for group in collect([tmp_path]).groups]
-    assert sorted(titles) == ["glyphs · numerics 1", "glyphs · numerics 1", "glyphs · numerics 2"]
+    others = "glyphs · numerics 1 · images others"
+    assert sorted(titles) == ["glyphs · numerics 1", others, "glyphs · numerics 2"]
 
 
 def test_a_study_says_what_is_compared(tmp_path: Path) -> None:

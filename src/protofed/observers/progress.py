@@ -14,10 +14,12 @@ from protofed.runs.result import Result
 
 
 def accuracies(record: Record, unseen: str | None = None) -> str:
-    """``scan 84.0  print 41.5 ... average 44.5``; with a domain left out, that one first."""
-    every = {**record["accuracy"], "average": record["average"]}
-    every = {**shown(every, unseen), **beside(record)}
-    return "  ".join(f"{d} {a:.1f}" for d, a in every.items())
+    """A round in one line: ``scan 84.0  print 41.5 ... average 44.5``.
+
+    An ``unseen`` domain comes first. Further accuracies of the method, if any, come last.
+    """
+    of_method = shown({**record["accuracy"], "average": record["average"]}, unseen)
+    return "  ".join(f"{name} {a:.1f}" for name, a in {**of_method, **beside(record)}.items())
 
 
 def print_plain(console: Console, line: str) -> None:
@@ -34,7 +36,7 @@ def duration(seconds: float) -> str:
 
 
 def client_lines(federation: Federation) -> list[str]:
-    """The client-to-domain table, a line per domain, and a line for what a rule changed."""
+    """A line for each domain with its clients, then the notes on clients (leftover, repair)."""
     table, unseen = federation.table(), federation.config.leave_out
     total = len(federation.task.classes)
     width = max(map(len, federation.task.domains))
@@ -49,8 +51,8 @@ def client_lines(federation: Federation) -> list[str]:
             if len(federation.config.models) > 1:
                 text += ": " + ", ".join(f"{row['client']} {row['model']}" for row in own)
         else:
-            left_out = "left out" if domain == unseen else "no clients"
-            text = f"{left_out}: only tested on, with {len(federation.tests[domain])} images"
+            reason = "left out" if domain == unseen else "no clients"
+            text = f"{reason}: only tested on, with {len(federation.tests[domain])} images"
         lines.append(f"  {domain:<{width}}  {text}")
     return lines + [f"  {row['client']} {row['note']}" for row in table if "note" in row]
 
@@ -69,8 +71,9 @@ class RunProgress(Observer):
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         config = federation.config
-        self.rounds, self.first, self.unseen = config.rounds, len(records), config.leave_out
-        self.began = time.perf_counter()
+        self.rounds, self.unseen = config.rounds, config.leave_out
+        self.earlier_rounds = len(records)
+        self.started = time.perf_counter()
         resumed = f", resumed after round {len(records)}" if records else ""
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
@@ -91,33 +94,34 @@ class RunProgress(Observer):
             disable=not self.live,
             transient=True,
         )
-        self.task = self.bar.add_task(
-            "", total=config.rounds, completed=self.first, round=self.first, state="", left=""
+        done = self.earlier_rounds
+        self.bar_task = self.bar.add_task(
+            "", total=config.rounds, completed=done, round=done, state="", left=""
         )
-        self.shown = accuracies(records[-1], self.unseen) if records else ""
+        self.latest = accuracies(records[-1], self.unseen) if records else ""
         self.bar.start()
 
     def client(self, round: int, done: int, total: int) -> None:
         self.bar.update(
-            self.task,
+            self.bar_task,
             completed=round + done / (total + 1),
             round=round + 1,
-            state=f"client {done}/{total}  {self.shown}",
+            state=f"client {done}/{total}  {self.latest}",
         )
 
     def tested(self, round: int, done: int, total: int) -> None:
-        """Say how far the tests are; one model alone is soon done."""
+        """Show how many models have been tested, if there are several."""
         if total > 1:
-            self.bar.update(self.task, state=f"tested {done}/{total}  {self.shown}")
+            self.bar.update(self.bar_task, state=f"tested {done}/{total}  {self.latest}")
 
     def round(self, record: Record) -> None:
         done = record["round"] + 1
-        spent = time.perf_counter() - self.began
-        left = spent / (done - self.first) * (self.rounds - done)
-        self.shown = accuracies(record, self.unseen)
-        self.bar.update(self.task, completed=done, left=f"{duration(left)} left", state=self.shown)
+        spent = time.perf_counter() - self.started
+        left = f"{duration(spent / (done - self.earlier_rounds) * (self.rounds - done))} left"
+        self.latest = accuracies(record, self.unseen)
+        self.bar.update(self.bar_task, completed=done, left=left, state=self.latest)
         if not self.live:
-            text = f"round {done}/{self.rounds}  {self.shown}  {duration(left)} left"
+            text = f"round {done}/{self.rounds}  {self.latest}  {left}"
             print_plain(self.console, text)
         if done == self.rounds:
             self.bar.stop()

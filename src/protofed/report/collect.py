@@ -1,7 +1,7 @@
-"""Finished runs from folders, in groups whose numbers may be compared.
+"""Collects finished runs from folders into groups whose numbers may be compared.
 
-A study says itself what is compared: its tasks are groups, its rows are labels, and its table has
-the paper's numbers. Other runs are grouped by their settings.
+A study defines what is compared: each of its tasks is a group, its rows are the labels, and its
+table has the paper's numbers. Other runs are grouped by their settings.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from protofed.studies.history import RunHistory
 from protofed.studies.tables import BASELINE, TableRow, rows
 
 _MAY_DIFFER = ("method", "seed", "clients")
-"""Settings in which the runs of a group may differ; a seed may draw its clients."""
-_PASS = "pass folders of runs, comparisons or studies"
+"""Settings in which the runs of a group may differ; ``clients``, since a seed may draw them."""
+_HINT = "pass folders of runs, comparisons or studies"
 Progress = Callable[[str], None]
+"""Shows a text while runs are read."""
 
 
 @dataclass(frozen=True)
 class Group:
     """Runs that may be compared; the ``method`` in each run's summary is its label.
 
-    The runs of a study have that ``study``, and the ``table`` of their task. Runs that left out
-    different domains are groups of their own that share the table of all of them.
+    If the runs belong to a study, ``study`` and ``table`` are the study and the table of their
+    task. A study that leaves out several domains in turn has a group for each of them, and all
+    these groups have the same table.
     """
 
     title: str
@@ -42,6 +44,7 @@ class Group:
     study: Study | None = None
     table: TaskTable | None = None
     unseen: str | None = None
+    """The domain left out, if it is one of several in the study; otherwise None."""
 
     @property
     def methods(self) -> dict[str, list[Result]]:
@@ -90,24 +93,24 @@ def collect(paths: Sequence[Path], progress: Progress = lambda text: None) -> Re
     skipped: list[tuple[Path, str]] = []
     for path in paths:
         if not path.is_dir():
-            raise ProtofedError(f"'{path}' is not a folder", _PASS)
+            raise ProtofedError(f"'{path}' is not a folder", _HINT)
     files = (file for path in paths for file in sorted(path.rglob("study.toml")))
     studies = list(dict.fromkeys(file.parent for file in files))
-    used: set[Path] = set()
+    in_studies: set[Path] = set()
     for folder in studies:
-        found, runs = _of_study(StudyFolder.open(folder), len(studies) > 1, progress)
+        found, runs = _study_groups(StudyFolder.open(folder), len(studies) > 1, progress)
         groups += found
-        used |= runs
-    loose: dict[str, Result] = {}
+        in_studies |= runs
+    others: dict[str, Result] = {}
     for run in {run.path: run for path in paths for run in find_runs(path)}.values():
-        if run.path.resolve() not in used and (result := _load(run, skipped, progress)):
-            loose.setdefault(result.summary["hash"], result)  # the same run twice is one run
-    if loose:
-        groups += _groups(list(loose.values()))
+        if run.path.resolve() not in in_studies and (result := _load(run, skipped, progress)):
+            others.setdefault(result.summary["hash"], result)  # copies of a run count once
+    if others:
+        groups += _groups_by_settings(list(others.values()))
     if not groups:
         where = ", ".join(f"'{p}'" for p in paths)
         why = f"; '{skipped[0][0]}': {skipped[0][1]}" if skipped else ""
-        raise ProtofedError(f"no finished run in {where}{why}", _PASS)
+        raise ProtofedError(f"no finished run in {where}{why}", _HINT)
     return ReportInput(tuple(groups), tuple(skipped))
 
 
@@ -127,11 +130,16 @@ def _load(run: RunFolder, skipped: list[tuple[Path, str]], progress: Progress) -
 # ---- a study's runs ------------------------------------------------------------------------------
 
 
-def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list[Group], set[Path]]:
-    """A group for each task, or for each domain that was left out; and the runs' folders."""
+def _study_groups(
+    folder: StudyFolder, name_study: bool, progress: Progress
+) -> tuple[list[Group], set[Path]]:
+    """A group for each task, or for each domain that was left out; and the runs' folders.
+
+    With ``name_study``, the groups' titles contain the study's.
+    """
     tables = {table.task: table for table in folder.tables()}
     found: dict[str, dict[str | None, list[Result]]] = {}
-    used: set[Path] = set()
+    run_folders: set[Path] = set()
     for planned, stored in folder.runs.items():
         by_unseen = found.setdefault(planned.task, {})
         if stored is None:
@@ -141,44 +149,48 @@ def _of_study(folder: StudyFolder, many: bool, progress: Progress) -> tuple[list
         named = replace(run, summary={**run.summary, "method": planned.line.label})
         by_unseen.setdefault(planned.unseen, []).append(named)
         if stored.folder is not None:
-            used.add(stored.folder.path.resolve())
+            run_folders.add(stored.folder.path.resolve())
     groups = []
     for task, by_unseen in found.items():
-        title = f"{folder.study.title}: {task}" if many else task
+        task_title = f"{folder.study.title}: {task}" if name_study else task
         several = len({p.unseen for p in folder.runs if p.task == task}) > 1
         for unseen, runs in by_unseen.items():
             part = unseen if several else None
-            own = f"{title}, {part} left out" if part else title
-            groups.append(Group(own, tuple(runs), folder.study, tables[task], part))
-    return groups, used
+            title = f"{task_title}, {part} left out" if part else task_title
+            groups.append(Group(title, tuple(runs), folder.study, tables[task], part))
+    return groups, run_folders
 
 
 # ---- other runs ---------------------------------------------------------------------------------
 
 
-def _groups(results: list[Result]) -> list[Group]:
+def _groups_by_settings(results: list[Result]) -> list[Group]:
+    """Groups titled by their task and the settings in which they differ from others of it."""
     found: dict[str, list[Result]] = {}
     for result in results:
         found.setdefault(_text(_values(result)), []).append(result)
     settings = [_values(runs[0]) for runs in found.values()]
-    differing = [k for k in settings[0] if len({_text(s[k]) for s in settings}) > 1]
     groups = []
     for runs, values in zip(found.values(), settings, strict=True):
-        other = [k for k in differing if k not in ("task", "digest", "samples", "image_size")]
-        more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in other if values[k] is not None]
+        peers = [other for other in settings if other["task"] == values["task"]]
+        differing = [k for k in values if len({_text(other[k]) for other in peers}) > 1]
+        named = [k for k in differing if values[k] is not None]
+        more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in named]
         groups.append(Group(" · ".join([str(values["task"]), *more]), tuple(_labeled(runs))))
     return groups
 
 
 def _values(result: Result) -> dict[str, Any]:
-    """The settings and facts that runs share which may be compared."""
+    """The settings and facts that must be the same for runs to be compared."""
     names = [f.name for f in fields(result.config) if changes_numbers(f.name)]
     settings = {n: getattr(result.config, n) for n in names if n not in _MAY_DIFFER}
-    return settings | {n: result.facts.get(n) for n in ("precision", "numerics", "digest")}
+    facts = {n: result.facts.get(n) for n in ("precision", "numerics")}
+    digest = result.facts.get("digest")
+    return settings | facts | {"images": digest[:8] if digest else None}
 
 
 def _labeled(runs: Iterable[Result]) -> list[Result]:
-    """The runs with labels that name the hyper-parameters in which runs of a method differ.
+    """The runs with labels: the method, and the hyper-parameters in which its runs differ.
 
     FedAvg comes first, then the others by name and by the values of their hyper-parameters.
     """
@@ -204,10 +216,11 @@ def _labeled(runs: Iterable[Result]) -> list[Result]:
 def _order(run: Result) -> tuple[Any, ...]:
     method = run.config.method
     values = method.options().values()
-    # numbers before words, which cannot be compared with them
+    # numbers before words: Python cannot compare the two
     options = tuple((0, v) if isinstance(v, (int, float)) else (1, str(v)) for v in values)
     return method.name != BASELINE, method.name, options
 
 
 def _text(value: Any) -> str:
+    """A value as text for titles and labels, and as a key for values that cannot be hashed."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)

@@ -28,22 +28,22 @@ TONES = (
     Tone("#CC79A7", "#c2649a", "#dd8fbd"),  # purple
     Tone("#D55E00", "#d55e00", "#f4814a"),  # vermilion
     Tone("#56B4E9", "#3ba3dc", "#7cc8f2"),  # sky blue
-    Tone("#8C8C00", "#84840a", "#bcbc4a"),  # olive, for the original's yellow, which white swallows
+    Tone("#8C8C00", "#84840a", "#bcbc4a"),  # olive: the original's yellow is too pale on white
     Tone("#111111", "#24272b", "#e6e7e9"),  # black
     Tone("#777777", "#70757c", "#a0a7b0"),  # gray
 )
-"""Okabe and Ito's palette, which color-blind readers can tell apart, and a neutral gray."""
+"""Okabe and Ito's palette, which color-blind readers can distinguish, and a neutral gray."""
 BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, OLIVE, _, GRAY = (tone.paper for tone in TONES)
 COLORS = tuple(tone.paper for tone in TONES[:-1])
-"""For anything but methods: domains, clusters, columns."""
+"""For anything but methods (domains, clusters, columns): all but gray."""
 HUES = COLORS[:-1]
-"""For methods; FedAvg alone is gray."""
+"""For methods: neither black nor gray, which is FedAvg's."""
 
 CLASS_COLORS = (
     "#4e79a7", "#f28e2b", "#e15759", "#2f9e94", "#59a14f",
     "#d4a717", "#b07aa1", "#ff7f93", "#9c755f", "#8a8f98",
 )  # fmt: skip
-"""For classes: ten that differ on a light and on a dark page."""
+"""For classes: ten colors that are easy to distinguish on a light and on a dark page."""
 
 STYLES: dict[str, tuple[float, ...]] = {
     "solid": (),
@@ -53,7 +53,7 @@ STYLES: dict[str, tuple[float, ...]] = {
     "long": (9, 2),
     "dashdotdot": (5, 1.4, 1, 1.4, 1, 1.4),
 }
-"""Line styles: lengths of dashes and gaps in units of the line's width."""
+"""Line styles: alternating lengths of dashes and gaps, in units of the line's width."""
 
 
 class Look(NamedTuple):
@@ -76,12 +76,16 @@ _CHOSEN = {
     "fedopt": Look(GREEN, "dashed"),
     "fedplvm": Look(PURPLE, "dashed"),
 }
-"""Methods that share the papers' tables, so that their curves differ in color where they can."""
+"""Looks of methods that share the papers' tables: their colors differ as far as possible."""
 
 
 @cache
 def method_look(method: str) -> Look:
-    """The look of a method; one without a chosen look draws it from its name's hash."""
+    """The look of a method: a chosen one, or one that follows from the hash of its name.
+
+    Built-in methods come first, so that a user's own method never changes their looks. Once all
+    looks are taken, methods share them.
+    """
     free = [Look(*pair) for pair in product(HUES, STYLES) if pair not in _CHOSEN.values()]
     looks = dict(_CHOSEN)
     for name in (*sorted(METHODS), method):
@@ -98,6 +102,7 @@ def looks_of(items: Iterable[RunHistory | TableRow]) -> dict[str, Look]:
     there are line styles left.
     """
     looks: dict[str, Look] = {}
+    # methods before variants, and built-in ones first: they get the looks that are theirs
     for item in sorted(items, key=lambda item: (item.variant, item.method not in METHODS)):
         if item.label in looks:
             continue

@@ -1,4 +1,4 @@
-"""What the runs of a group are: facts in short, clients, configuration."""
+"""What the report says about the runs of a group: key facts, clients, runs, settings."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from protofed.runs.records import SELECTION
 from protofed.runs.result import Result
 from protofed.studies.tables import TESTED, WEIGHTS, client_sizes
 
-MANY = 12
-"""More clients than this are folded; more methods than this are not named one by one."""
+MAX_OPEN_CLIENTS = 12
+"""A longer table of clients is folded."""
+MAX_NAMED_METHODS = 12
+"""With more methods than this, those that differ are not named one by one."""
 
 
 def facts(group: Group) -> dict[str, str]:
-    """What the numbers are, in short."""
+    """The conditions behind the numbers, as a list of names and texts."""
     config, summary = group.results[0].config, group.results[0].summary
     return {
         "Numbers": f"test accuracy in %, {SELECTION}; never the best round on test data",
         "Data": f"{config.task}: {summary.get('data', '')}",
-        "Clients × samples": _client_sizes(group),
+        "Clients × samples": _sizes_of_group(group),
         "Seeds": ", ".join(map(str, group.seeds)),
         "Training": _common(group, _training),
         "Model": _common(group, _model),
@@ -50,22 +52,22 @@ def _weights(run: Result) -> str:
     return WEIGHTS.get(rule, rule)
 
 
-def _client_sizes(group: Group) -> str:
+def _sizes_of_group(group: Group) -> str:
     by_seed: dict[int, set[str]] = {}
     for run in group.results:
-        by_seed.setdefault(run.config.seed, set()).add(_sizes(run))
+        by_seed.setdefault(run.config.seed, set()).add(_sizes_of_run(run))
     if len(set.union(*by_seed.values())) > 1 and all(len(texts) == 1 for texts in by_seed.values()):
-        return "drawn by each seed"
-    return _common(group, _sizes)
+        return "differ between seeds: each seed draws its own"
+    return _common(group, _sizes_of_run)
 
 
-def _sizes(run: Result) -> str:
+def _sizes_of_run(run: Result) -> str:
     split = run.summary["split"]
     return client_sizes(split["clients"], split["samples"])
 
 
 def _common(group: Group, describe: Callable[[Result], str]) -> str:
-    """One text for all runs, or which methods differ."""
+    """The text that describes all runs, or the most frequent one and which methods differ."""
     found: dict[str, list[str]] = {}
     for method, runs in group.methods.items():
         for text in dict.fromkeys(map(describe, runs)):
@@ -73,7 +75,7 @@ def _common(group: Group, describe: Callable[[Result], str]) -> str:
     most, *others = sorted(found, key=lambda text: -len(found[text]))
     if not others:
         return most
-    if len(group.methods) > MANY and len(others) > 2:
+    if len(group.methods) > MAX_NAMED_METHODS and len(others) > 2:
         return "differs between the methods: see the table and the configuration"
     named = "; ".join(f"{', '.join(found[text])}: {text}" for text in others)
     if 2 * len(found[most]) > len(group.methods):
@@ -99,7 +101,7 @@ def clients(group: Group) -> dict[str, Any] | None:
         "table": PageTable(header, rows, (0, 1, 4), "narrow"),
         "seed": first.config.seed,
         "unseen": first.config.leave_out,
-        "summary": f"{len(found)} clients: {each}" if len(found) > MANY else "",
+        "summary": f"{len(found)} clients: {each}" if len(found) > MAX_OPEN_CLIENTS else "",
     }
 
 
@@ -121,7 +123,7 @@ def run_table(group: Group) -> PageTable:
 
 
 def settings(group: Group) -> dict[str, str]:
-    """The settings that all labels share, and those of each label, as TOML."""
+    """As TOML: the settings that all labels share, and those in which each label differs."""
     configs = {label: _sections(runs[0].config.toml()) for label, runs in group.methods.items()}
     every = list(configs.values())
     shared = {
@@ -139,6 +141,7 @@ def settings(group: Group) -> dict[str, str]:
 
 
 def _sections(toml: str) -> dict[str, list[str]]:
+    """The lines under each ``[section]``; those before the first one are under an empty name."""
     found: dict[str, list[str]] = {"": []}
     for line in toml.splitlines():
         if line.startswith("["):
