@@ -21,7 +21,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from protofed import tree
 from protofed.config import Config, changes_numbers, make_config, read_config, short_task
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError
+from protofed.federation.facts import FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
     Damaged,
@@ -45,6 +45,9 @@ from protofed.files import (
 )
 from protofed.methods import RecordedMethod, known_class
 from protofed.runs.records import Record, Records, read_records, to_line
+from protofed.runs.summary import SUMMARY_SHAPE
+from protofed.shape import require_shape
+from protofed.toml import parse_toml
 from protofed.tree import Slot, Tree
 
 CONFIG = "config.toml"
@@ -67,7 +70,6 @@ ARTIFACTS = ("prototypes", "snapshots")
 FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
-REQUIRED_SUMMARY = ("hash", "method", "accuracy", "bytes_up", "bytes_down", "seconds")
 BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
 
@@ -159,7 +161,7 @@ class RunFolder:
         try:
             text = self.config_file.read_text("utf-8")
             found, asked = _numeric_settings(text), _numeric_settings(config.toml())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        except (OSError, ValueError):
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
         del asked["format"]
@@ -387,7 +389,7 @@ class RunFolder:
     def facts(self) -> dict[str, Any]:
         """What was found when the run started; empty where none were written down."""
         path = self.path / FACTS
-        return read_json(path) if path.is_file() else {}
+        return require_shape(path, read_json(path), FACTS_SHAPE) if path.is_file() else {}
 
     def records(self) -> Records:
         """The rounds that are complete by now; a finished run has at least one."""
@@ -399,7 +401,8 @@ class RunFolder:
         return found
 
     def summary(self) -> dict[str, Any]:
-        return read_json(self.path / SUMMARY, REQUIRED_SUMMARY)
+        path = self.path / SUMMARY
+        return require_shape(path, read_json(path), SUMMARY_SHAPE)
 
     def checkpoint(self) -> Checkpoint | None:
         path = self.path / CHECKPOINT
@@ -476,7 +479,7 @@ def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> d
 
 def _numeric_settings(toml: str) -> dict[str, Any]:
     """The settings of a configuration's text that can change a number, by dotted name."""
-    found = tomllib.loads(toml)
+    found = parse_toml(toml)
     found["task"] = short_task(str(found.get("task")))
     flat: dict[str, Any] = {}
     for name, value in found.items():

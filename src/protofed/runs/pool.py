@@ -17,17 +17,29 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config
+from protofed.config import AUTO, Config, check_settings
 from protofed.errors import ProtofedError
+from protofed.federation.facts import FACTS_SHAPE
 from protofed.files import FORMAT, Damaged, check_format, write_atomic
 from protofed.runs.folder import RunFolder, plain_settings, stored_config
-from protofed.runs.records import Records
+from protofed.runs.records import RECORD, Records, require_records
 from protofed.runs.result import Result, load_run
+from protofed.runs.summary import SUMMARY_SHAPE
+from protofed.shape import require_shape
 
 PACKED = "runs.jsonl.gz"
 """The file in which a study keeps its runs: a line for each, with config, facts and rounds."""
 KIND = ("numerics", "device", "precision", "digest", "public_digest")
 """The facts that the runs of one table should share."""
+
+PACKED_SHAPE = {
+    "name": str,
+    "config": {**dict.fromkeys(("task", "method", "protocol"), str), "seed": int, "options?": {}},
+    "facts": FACTS_SHAPE,
+    "summary": SUMMARY_SHAPE,
+    "rounds": [RECORD],
+}
+"""A line of a packed study."""
 
 
 class StoredRun:
@@ -167,10 +179,13 @@ def read_packed(file: Path) -> list[StoredRun]:
         for text in gzip.decompress(file.read_bytes()).decode().splitlines():
             line = json.loads(text)
             check_format(file, line.get("format"))
+            require_shape(file, line, PACKED_SHAPE)
+            require_records(file, line["rounds"])
+            check_settings(line["config"])
             found.append(StoredRun(line["name"], line["facts"], line=line))
     except (OSError, EOFError, zlib.error) as error:  # not a whole gzip file
         raise Damaged(file, str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not lines of runs
+    except (ValueError, AttributeError, RecursionError) as error:  # not lines of runs
         raise Damaged(file, str(error)) from None
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from protofed.errors import ProtofedError
 from protofed.files import Damaged
+from protofed.shape import misfit
 
 LAST = 5
 """The papers' metric is the mean over this many last rounds, never the best round on test data."""
@@ -29,6 +30,18 @@ Names without an entry are shown as they are.
 """
 
 Record = dict[str, Any]
+
+RECORD = {
+    "round": int,
+    "accuracy": {str: float},
+    "average": float,
+    "beside?": {str: {str: float}},
+    "loss?": {str: float},
+    "bytes_up?": int,
+    "bytes_down?": int,
+    "seconds?": {str: float},
+}
+"""The shape of a record."""
 
 
 class Records(list[Record]):
@@ -143,12 +156,20 @@ def read_records(path: Path) -> Records:
     lines = content.split(b"\n")[:-1]  # what follows the last newline is not a complete line
     try:
         found = Records(json.loads(entry) for entry in lines)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(path, str(error)) from None
-    for number, record in enumerate(found, start=1):
-        if not isinstance(record, dict) or not {"round", "accuracy", "average"} <= record.keys():
-            raise Damaged(path, f"line {number} is not the record of a round")
+    require_records(path, found)
     return found
+
+
+def require_records(path: Path, records: Any) -> None:
+    """An error where these are not the records of one run, line by line."""
+    for number, record in enumerate(records, start=1):
+        if wrong := misfit(record, RECORD):
+            raise Damaged(path, f"line {number} is not the record of a round: {wrong}")
+        for name in ("accuracy", "beside"):
+            if record.get(name, {}).keys() != records[0].get(name, {}).keys():
+                raise Damaged(path, f"line {number} does not have the {name} of the first")
 
 
 def without_times(records: Iterable[Record]) -> list[Record]:

@@ -7,7 +7,7 @@ work the same way, and ``compare`` and ``sweep`` write one. Unknown keys are err
 from __future__ import annotations
 
 import json
-import tomllib
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,13 +17,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from protofed.config import MOST_SEEDS, require_known, short_hash
 from protofed.config import SETTINGS as RUN_SETTINGS
-from protofed.config import require_known, short_hash
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import Method
 from protofed.methods import METHODS, RecordedMethod, fingerprint, is_file, known_class
-from protofed.toml import toml_text
+from protofed.toml import parse_toml, toml_text
+
+MOST_LINES = 10**4
+"""Of a sweep: a table with more of them would help nobody."""
 
 KINDS = ("table", "curves", "bars", "sweep", "tsne")
 
@@ -327,8 +330,8 @@ def load(name: str) -> Study:
     else:
         raise unknown("study", name, builtin())
     try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        raw = parse_toml(text)
+    except ValueError as error:
         raise ProtofedError(f"study '{name}' is not valid TOML: {error}") from None
     check_format(path, raw.pop("format", None))
     return parse(_completed(raw, where), where)
@@ -506,6 +509,9 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
                 raise ProtofedError(f"the values of {name} must be a list", f"{name} = [1, 2]")
             for value in values:  # said now, not after an hour of runs
                 rows[label].with_value(name, value).check()
+    points = math.prod(len(values) for values in over.values())
+    if points > MOST_LINES:
+        raise ProtofedError(f"a sweep has {points:g} points, more than {MOST_LINES}")
     once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
     return Sweep(once, labels)
 
@@ -543,15 +549,13 @@ def _printed(
     return columns, found
 
 
-MOST_SEEDS = 10_000
-
-
 def _seeds(value: Any) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_SEEDS:
         return tuple(range(value))
-    if isinstance(value, list) and value and all(type(s) is int and s >= 0 for s in value):
+    listed = isinstance(value, list) and 0 < len(value) <= MOST_SEEDS
+    if listed and all(type(s) is int and s >= 0 for s in value):
         return tuple(dict.fromkeys(value))
-    raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r}")
+    raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r:.100}")
 
 
 def _table(raw: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -302,7 +302,7 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
     took: dict[str, list[float]] = {}
     for job in jobs:
         for record in job.records:
-            took.setdefault(job.config.task, []).append(sum(record["seconds"].values()))
+            took.setdefault(job.config.task, []).append(sum(record.get("seconds", {}).values()))
     if not took:
         return None
     mean = {task: sum(s) / len(s) for task, s in took.items()}
