@@ -286,6 +286,15 @@ class Config:
         most=10**3,
         numbers=False,
     )
+    max_memory_gb: float | None = setting(
+        "float",
+        ENGINE,
+        "Gigabytes that the run may take, of the GPU or of the machine; a run that is estimated to "
+        "take more does not start. Default: what is free.",
+        above=0,
+        most=10**6,
+        numbers=False,
+    )
     checkpoint_every: int = setting(
         "int", OUTPUT, "Rounds between checkpoints.", 5, least=1, most=10**6, numbers=False
     )
@@ -470,6 +479,7 @@ def make_config(
     made = _method(method, options, info.name)
     given = {k: v for k, v in given.items() if v is not None}
     require_known("setting", given, SETTINGS)
+    given = check_settings(given)
     base = protocol(given.get("protocol"), info.name)
     values: dict[str, Any] = {
         **{name: s.default for name, s in SETTINGS.items()},
@@ -488,7 +498,6 @@ def make_config(
             raise ProtofedError(f"{info.name} has one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
-    values["model"] = checked_models(values["model"])
     if len(model_names(values["model"])) > 1:
         made = made.for_mixed_models()
     if values["leave_out"] == EACH and (info.domains is None or EACH not in info.domains):
@@ -502,7 +511,10 @@ def make_config(
 
 def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings among these, each as its own type, or an error that says what is allowed."""
-    return {name: SETTINGS[name].check(name, v) for name, v in given.items() if name in SETTINGS}
+    checked = {name: SETTINGS[name].check(name, v) for name, v in given.items() if name in SETTINGS}
+    if checked.get("model") is not None:
+        checked["model"] = checked_models(checked["model"])
+    return checked
 
 
 def _method(method: str | Method, options: Mapping[str, Any] | None, task: str) -> Method:
@@ -629,7 +641,7 @@ def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:
         r in ("last", "all") if isinstance(r, str) else is_whole(r) and r >= 1 for r in named
     ):
         raise ProtofedError(
-            f'keep_rounds must be rounds from 1 on, "last", "all" or "none", got {value!r}'
+            f'keep_rounds must be rounds from 1 on, "last", "all" or "none", got {value!r:.100}'
         )
     return tuple(named)
 

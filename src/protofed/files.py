@@ -69,7 +69,7 @@ def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
-    except ValueError as error:  # also bytes that are not text
+    except (ValueError, RecursionError) as error:  # also bytes that are not text
         raise Damaged(path, str(error)) from None
     if not isinstance(found, dict):
         raise Damaged(path, f"it holds {type(found).__name__}, not an object")

@@ -1,7 +1,8 @@
 """Whether plain data that was read, from JSON or TOML, is what it should be.
 
-A shape is a type (``float`` is any number), a list of one shape, a table of shapes by name, of
-which those whose name ends with ``?`` may be absent, or ``{str: shape}``, a table of any names.
+A shape is a type (``float`` is any number, ``object`` anything but null), a list of one shape, a
+table of shapes by name, of which those whose name ends with ``?`` may be absent, or
+``{str: shape}``, a table of any names.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def misfit(found: Any, shape: Shape, name: str = "") -> str:
         if not isinstance(found, list):
             return f"{name or 'it'} is not a list"
         parts = ((f"{name}[{i}]", value, shape[0]) for i, value in enumerate(found))
+    elif shape is object:
+        return "" if found is not None else f"{name or 'it'} is null"
     else:
         right = isinstance(found, (int, float) if shape is float else shape)
         if isinstance(found, int):

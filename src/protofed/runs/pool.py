@@ -34,7 +34,12 @@ KIND = ("numerics", "device", "precision", "digest", "public_digest")
 
 PACKED_SHAPE = {
     "name": str,
-    "config": {**dict.fromkeys(("task", "method", "protocol"), str), "seed": int, "options?": {}},
+    "config": {
+        **dict.fromkeys(("task", "method", "protocol"), str),
+        **dict.fromkeys(("seed", "rounds"), int),
+        "model": object,
+        "options?": {},
+    },
     "facts": FACTS_SHAPE,
     "summary": SUMMARY_SHAPE,
     "rounds": [RECORD],
@@ -180,6 +185,8 @@ def read_packed(file: Path) -> list[StoredRun]:
             line = json.loads(text)
             check_format(file, line.get("format"))
             require_shape(file, line, PACKED_SHAPE)
+            if not line["rounds"]:
+                raise ValueError(f"{line['name']} has no rounds")
             require_records(file, line["rounds"])
             check_settings(line["config"])
             found.append(StoredRun(line["name"], line["facts"], line=line))

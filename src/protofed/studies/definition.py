@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from protofed.config import MOST_SEEDS, require_known, short_hash
+from protofed.config import MOST_SEEDS, check_settings, require_known, short_hash
 from protofed.config import SETTINGS as RUN_SETTINGS
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
@@ -380,8 +380,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     require_known("key", raw, _KEYS)
     kind = _text(raw, "kind", "table")
     require_known("kind", [kind], KINDS)
-    shared = _table(raw, "settings")
-    require_known("setting", shared, SETTINGS)
+    shared = _settings("setting", _table(raw, "settings"))
     if "protocol" in raw:
         shared = {"protocol": _text(raw, "protocol"), **shared}
     tasks = {n: _task(n, t) for n, t in _table(raw, "tasks").items()}
@@ -398,7 +397,8 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     require_known("key in [override]", override, ("on", "settings", "options"))
     if "on" in override:
         _text(override, "on")
-    require_known("setting", _table(override, "settings"), SETTINGS)
+    _settings("setting", _table(override, "settings"))
+    _text(raw, "pool", "..")
     rows = _with_options(rows, _table(override, "options"))
     sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
     tsne = _table(raw, "tsne")
@@ -406,7 +406,9 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     _list(tsne, "domains", str)
     kept = tsne.get("rounds", [])
     if not isinstance(kept, list) or not all(type(r) is int and r > 0 for r in kept):
-        raise ProtofedError(f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r}")
+        raise ProtofedError(
+            f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r:.100}"
+        )
     study = Study(
         name=name,
         title=_text(raw, "title", name),
@@ -448,7 +450,7 @@ def _task(name: str, raw: Any) -> StudyTask:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"task {name} must be a table", f"write {name} = {{}}")
     settings = {k: v for k, v in raw.items() if k not in ("task", "notes")}
-    require_known(f"setting of task {name}", settings, SETTINGS)
+    _settings(f"setting of task {name}", settings)
     return StudyTask(name, _text(raw, "task", name), settings, tuple(_list(raw, "notes", str)))
 
 
@@ -478,7 +480,7 @@ def _row(label: str, raw: Any, methods: Mapping[str, MethodFile]) -> Row:
     method = raw["method"]
     file = methods.get(method)
     row = Row(label, method, _table(raw, "options"), _table(raw, "settings"), file)
-    require_known(f"setting of row {label}", row.settings, SETTINGS)
+    _settings(f"setting of row {label}", row.settings)
     row.check()
     return row
 
@@ -541,10 +543,12 @@ def _printed(
         else:
             raise ProtofedError(
                 f"{label} in [printed.{task}] must be {len(columns)} numbers ({', '.join(columns)})"
-                f" or the average alone, got {entry!r}"
+                f" or the average alone, got {entry!r:.100}"
             )
         if not (std is None or _number(std)):
-            raise ProtofedError(f"std of {label} in [printed.{task}] must be a number, got {std!r}")
+            raise ProtofedError(
+                f"std of {label} in [printed.{task}] must be a number, got {std!r:.100}"
+            )
         found[label] = Printed(values, None if std is None else float(std))
     return columns, found
 
@@ -558,10 +562,16 @@ def _seeds(value: Any) -> tuple[int, ...]:
     raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r:.100}")
 
 
+def _settings(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    require_known(what, given, SETTINGS)
+    check_settings(given)
+    return dict(given)
+
+
 def _table(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = raw.get(key, {})
     if not isinstance(value, Mapping):
-        raise ProtofedError(f"{key} must be a table, got {value!r}")
+        raise ProtofedError(f"{key} must be a table, got {value!r:.100}")
     return dict(value)
 
 
@@ -569,14 +579,14 @@ def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     value = raw.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, kind) for v in value):
         of = "texts" if kind is str else "tables"
-        raise ProtofedError(f"{key} must be a list of {of}, got {value!r}")
+        raise ProtofedError(f"{key} must be a list of {of}, got {value!r:.100}")
     return value
 
 
 def _text(raw: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = raw.get(key, default)
     if not isinstance(value, str):
-        raise ProtofedError(f"{key} must be a text, got {value!r}")
+        raise ProtofedError(f"{key} must be a text, got {value!r:.100}")
     return value
 
 

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from protofed.config import Config
 from protofed.errors import Busy, ProtofedError
+from protofed.federation.memory import Memory
 from protofed.observers.progress import accuracies, duration, print_plain
 from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
@@ -62,6 +63,8 @@ class Job:
     overwrite: bool = False
     """Run it again although it is finished: it has not kept what is asked for."""
     gpu: bool = False
+    memory: Memory | None = None
+    """What it takes with one worker, if it is to be done."""
 
     def is_complete(self) -> bool:
         """Whether the run is finished and has kept the models of all rounds asked for."""
@@ -111,14 +114,17 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
 
 
 def default_jobs(jobs: Sequence[Job]) -> int:
-    """Runs at a time: one for each core; on a GPU two, if there is room for a second.
+    """Runs at a time: one for each core, as far as memory allows; on a GPU two, if there is room.
 
     A run alone leaves a GPU idle while it reads images, records its first epochs and writes files.
     Each run has a process, and so a CUDA context, of its own.
     """
     cores = os.cpu_count() or 1
     if not any(job.gpu for job in jobs):
-        return cores
+        needs = [job.memory for job in jobs if job.memory is not None]
+        largest = max((need.total for need in needs), default=0)
+        free = min((need.free for need in needs if need.free is not None), default=0)
+        return max(1, min(cores, free // largest)) if free and largest else cores
     import torch
 
     free, _ = torch.cuda.mem_get_info()

@@ -229,7 +229,7 @@ def _joined(runs: Mapping[str, Measure]) -> Measure:
     accuracy = {domain: run.accuracy[domain] for domain, run in runs.items()}
     # the clients of all domains, of which each run was without one's
     every = {d: max(run.settings["clients"].get(d, 0) for run in runs.values()) for d in runs}
-    tested = {domain: run.summary["tested"][domain] for domain, run in runs.items()}
+    tested = {d: run.summary.get("tested", {}).get(d, 0) for d, run in runs.items()}
     return Measure(
         first.seed,
         {**accuracy, AVERAGE: fmean(accuracy.values())},

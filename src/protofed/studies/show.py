@@ -89,7 +89,6 @@ def lines(folder: Path) -> list[str]:
         for client in summary.get("clients", []):
             per.setdefault(client["domain"], []).append(client["samples"])
         held = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
-        text.append(
-            f"[dim]clients × samples: {escape(held)}; engine {escape(summary.get('engine', '?'))}[/dim]"
-        )
+        engine = escape(summary.get("engine", "?"))
+        text.append(f"[dim]clients × samples: {escape(held)}; engine {engine}[/dim]")
     return text
