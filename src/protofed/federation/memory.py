@@ -142,7 +142,12 @@ def _measured(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
     with torch.random.fork_rng(devices=[]):
         thin = build(model, classes, SMALL, THIN, config.norm)
     kept: list[Tensor] = []
-    with one_thread(), saved_tensors_hooks(lambda t: kept.append(t), lambda _: None):
+
+    def keep(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with one_thread(), saved_tensors_hooks(keep, lambda saved: saved):
         thin(torch.zeros(2, 3, SMALL, SMALL))
     own = {t.data_ptr() for t in thin.state_dict().values()}
     each = {t.data_ptr(): t.numel() for t in kept if t.data_ptr() not in own}
