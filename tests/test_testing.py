@@ -1,6 +1,8 @@
 """The checks for methods: they pass the package's own and catch broken ones, in words."""
 
+import inspect
 import math
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,11 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from protofed.config import make_config
+from protofed.federation.simulation import Federation
 from protofed.method import Method, Slots, hyper
 from protofed.methods import METHODS, FedAvg, FedProto
 from protofed.runs.run import run
 from protofed.testing import CHECKS, check, run_checks
-from protofed.testing.checks import TINY, tiny_task
+from protofed.testing.checks import SHORT, TINY, tiny_task
+
+HERE = min(__file__, os.path.relpath(__file__), key=len)
 
 
 @dataclass(frozen=True)
@@ -70,13 +76,60 @@ def test_check_raises_with_all_findings_and_takes_objects():
 
     told = []
     results = run_checks(Nameless(), told.append)
-    assert told == results
+    assert [r.check for r in results] == list(CHECKS)
+    assert told == [r for r in results if not r.same_as]
     with pytest.raises(AssertionError) as error:
         check(Nameless())
     text = str(error.value)
-    assert "✗ declared: it has no name" in text
-    assert "✗ missing class: ValueError: no luck" in text
-    assert len(text.splitlines()) == len(CHECKS)
+    assert text.splitlines() == [r.line() for r in told]
+    class_line = inspect.getsourcelines(Nameless)[1]
+    assert f"✗ declared: {HERE}:{class_line}: it has no name" in text
+    # a fault is said once, with its line; the other checks that it fails refer to the first
+    assert f"✗ gradients: {HERE}:{class_line + 5}: ValueError: no luck" in text
+    assert text.count("no luck") == 1
+    assert {r.same_as for r in results if r.failed} == {"", "gradients"}
+
+
+def test_other_faults_of_a_line_and_the_same_fault_elsewhere_are_told():
+    @dataclass(frozen=True)
+    class Several(Base):
+        name: ClassVar[str] = ""
+
+        def aggregate(self, server, mean, updates):
+            raise (KeyError if len(updates) == 1 else ValueError)(len(updates))
+
+    faults = [r for r in run_checks(Several) if r.failed and not r.same_as]
+    assert [r.check for r in faults] == ["declared", "gradients", "one client"]
+    assert [r.detail for r in faults[1:]] == ["ValueError: 4", "KeyError: 1"]
+
+
+def test_a_finding_names_the_file_and_the_line():
+    """The line that raises, else the hook, else the class."""
+
+    @dataclass(frozen=True)
+    class Odd(FedProto):
+        name: ClassVar[str] = "odd"
+
+        def loss(self, client, batch):
+            z, logits = client.forward(batch.x)
+            proto = float("nan") * z.mean() if client.received["prototypes"]["mask"].max() else 0
+            return {"ce": F.cross_entropy(logits, batch.y), "proto": z.mean() * 0 + proto}
+
+        def upload(self, client):
+            return {"note": {"x": torch.ones(1)}}, {}
+
+        def aggregate(self, server, mean, updates):
+            return {**server.state, "model": mean}
+
+    def place(source):
+        return f"{HERE}:{inspect.getsourcelines(source)[1]}"
+
+    assert (
+        result_of(Odd, "capture-safety").place
+        == f"{HERE}:{inspect.getsourcelines(Odd.loss)[1] + 2}"
+    )
+    assert result_of(Odd, "serialization").place == place(Odd.upload)
+    assert result_of(Silent, "declared").place == place(Silent)
 
 
 def test_a_method_that_cannot_be_built_is_a_finding():
@@ -91,11 +144,12 @@ def test_a_method_that_cannot_be_built_is_a_finding():
 # ---- declared -----------------------------------------------------------------------------------
 
 
-def test_a_hyper_parameter_without_meaning():
-    @dataclass(frozen=True)
-    class Silent(Base):
-        strength: float = 1.0
+@dataclass(frozen=True)
+class Silent(Base):
+    strength: float = 1.0
 
+
+def test_a_hyper_parameter_without_meaning():
     fails(result_of(Silent, "declared"), "strength", "no meaning", "hyper(")
 
 
@@ -105,6 +159,49 @@ def test_a_hyper_parameter_with_the_name_of_a_setting():
         epochs: int = hyper(1, "E", "epochs of its own")
 
     fails(result_of(Clashing, "declared"), "epochs", "name of a setting")
+
+
+def test_a_hyper_parameter_that_nothing_reads():
+    @dataclass(frozen=True)
+    class Idle(Base):
+        forgotten_weight: float = hyper(1.0, "w", "a weight")
+
+    fails(result_of(Idle, "declared"), "forgotten_weight is never read")
+
+
+def test_a_hook_that_does_not_exist():
+    @dataclass(frozen=True)
+    class Function(Base):
+        def compute_objective(self, client, batch):
+            return {}
+
+    result = result_of(Function, "declared")
+    fails(
+        result, "unknown hook 'compute_objective' (valid: aggregate,", "call it _compute_objective"
+    )
+    assert result.place == f"{HERE}:{inspect.getsourcelines(Function)[1] + 2}"
+
+    @dataclass(frozen=True)
+    class Constant(Base):
+        evaluate: ClassVar[str] = "everyone"
+
+    fails(result_of(Constant, "declared"), "unknown hook 'evaluate' (did you mean evaluates?)")
+
+    @dataclass(frozen=True)
+    class Helper(Base):
+        def _compute_objective(self, client, batch):
+            return {}
+
+    assert not result_of(Helper, "declared").failed
+
+
+def test_a_hook_that_must_be_a_property():
+    @dataclass(frozen=True)
+    class Function(Base):
+        def weighting(self):
+            return "uniform"
+
+    fails(result_of(Function, "declared"), "weighting must be a property: write @property")
 
 
 # ---- gradients ----------------------------------------------------------------------------------
@@ -207,8 +304,56 @@ def test_a_missing_class_that_gives_nan():
             table = {"mean": sums / owners[:, None], "mask": (owners > 0).float()}
             return {"model": mean, "prototypes": table}
 
-    fails(result_of(Dividing, "missing class"), "left-0, round 2", "nan")
+    fails(result_of(Dividing, "missing class"), "mean of slot prototypes in the server's state")
     assert not result_of(Dividing, "one client").failed  # it is the class, not the clients
+
+
+def test_a_class_that_is_missing_from_a_round_alone():
+    @dataclass(frozen=True)
+    class Fading(FedProto):
+        name: ClassVar[str] = "fading"
+
+        def aggregate(self, server, mean, updates):
+            sums = sum(u["prototypes"]["mean"] for u in updates)
+            owners = sum((u["prototypes"]["count"] > 0).float() for u in updates)
+            known = (owners > 0) | (server.state["prototypes"]["mask"] > 0)
+            means = torch.where(known[:, None], sums / owners[:, None], 0)
+            return {"model": mean, "prototypes": {"mean": means, "mask": known.float()}}
+
+    assert not result_of(Fading, "missing class").failed  # a class that nobody ever had is masked
+    fails(result_of(Fading, "participation"), "mean of slot prototypes", "not finite")
+
+    @dataclass(frozen=True)
+    class Trusting(Fading):
+        """Its prototypes are finite, its loss is not."""
+
+        def aggregate(self, server, mean, updates):
+            state = super().aggregate(server, mean, updates)
+            return {
+                **state,
+                "prototypes": {n: t.nan_to_num(0) for n, t in state["prototypes"].items()},
+            }
+
+        def loss(self, client, batch):
+            z, logits = client.forward(batch.x)
+            C = client.received["prototypes"]
+            lengths = torch.where(C["mask"] > 0, C["mean"].norm(dim=1), 1)[batch.y]
+            return {"ce": F.cross_entropy(logits, batch.y), "proto": (z / lengths[:, None]).mean()}
+
+    result = result_of(Trusting, "participation")
+    fails(result, "loss term", "'proto' is")
+    assert result.place == f"{HERE}:{inspect.getsourcelines(Trusting.loss)[1]}"
+
+
+def test_participation_leaves_a_known_class_out_of_a_round():
+    task = tiny_task()
+    config = make_config(task, FedAvg(), **SHORT, participation=0.5, seed=1)
+    federation = Federation(config, task)
+    domains = []
+    for _ in range(3):
+        domains.append([name.partition("-")[0] for name in federation.server.sample()])
+        federation.server.finish()
+    assert domains == [["left", "left"], ["right", "right"], ["left", "right"]]
 
 
 def test_a_missing_class_that_raises():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+import traceback
+from collections.abc import Container, Iterable
 
 
 class ProtofedError(Exception):
@@ -43,3 +45,14 @@ def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
     near = difflib.get_close_matches(str(given)[:100], names, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
     return ProtofedError(f"unknown {what} '{given!s:.100}'", hint)
+
+
+def raised_at(error: BaseException, files: Container[str]) -> str:
+    """Where in these files an error comes from, as ``file:line``; empty if from elsewhere."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
+    return place(frames[-1].filename, frames[-1].lineno) if frames else ""
+
+
+def place(file: str, line: int | None) -> str:
+    """``file:line``, with the shorter of the file's absolute and relative path."""
+    return f"{min(file, os.path.relpath(file), key=len)}:{line}"

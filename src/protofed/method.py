@@ -147,7 +147,8 @@ class Hyper:
 
     ``weight`` marks the factor of a loss term: with all of its weights at 0, a method must equal
     FedAvg bit for bit (``protofed methods check`` tests it). ``per_task`` holds defaults that the
-    paper gives for particular tasks.
+    paper gives for particular tasks. ``printed`` is the value of ``reading=printed``, the paper's
+    equations and algorithm to the letter; None: that of the default, ``reading=published``.
     """
 
     symbol: str
@@ -158,6 +159,11 @@ class Hyper:
     choices: tuple[str, ...] | None = None
     weight: bool = False
     per_task: Mapping[str, Any] = field(default_factory=dict)
+    printed: Any = None
+
+
+READING, READINGS = "reading", ("published", "printed")
+"""What stands for several hyper-parameters when a method is made, and its values."""
 
 
 def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits: Any) -> Any:
@@ -179,6 +185,8 @@ class Method:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     """Authors, venue and year."""
+    protocol: ClassVar[str | Mapping[str, Any]] = ""
+    """What its paper trains with: a protocol's name, or settings (batch, epochs, ...)."""
 
     # ---- what the system does on the method's behalf -------------------------------------------
 
@@ -313,11 +321,10 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        hooks = [n for n, m in vars(Method).items() if isinstance(m, FunctionType | property)]
         for name in vars(cls).keys() - cls.__annotations__.keys():
             if name.startswith("_") or any(hasattr(base, name) for base in cls.__bases__):
                 continue
-            if near := difflib.get_close_matches(name, hooks, n=1, cutoff=0.75):
+            if near := difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.75):
                 raise ProtofedError(
                     f"{cls.__name__}.{name} is not a hook of a method: did you mean {near[0]}?",
                     f"a helper of your own that is meant to be called so: _{name}",
@@ -332,9 +339,22 @@ class Method:
         return {f.name: f.metadata.get("hyper", Hyper("", "")) for f in fields(cls)}
 
     @classmethod
-    def defaults(cls, task: str = "") -> dict[str, Any]:
+    def switches(cls) -> dict[str, Any]:
+        """The hyper-parameters that ``reading=printed`` sets; none: there is one reading."""
+        return {name: h.printed for name, h in cls.hypers().items() if h.printed is not None}
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """All that ``create`` takes: the hyper-parameters, and ``reading`` if there are two."""
+        return (*cls.hypers(), *([READING] if cls.switches() else []))
+
+    @classmethod
+    def defaults(cls, task: str = "", reading: str = READINGS[0]) -> dict[str, Any]:
+        if reading not in READINGS:
+            raise unknown(f"{READING} of {cls.name}", reading, READINGS)
         hypers = cls.hypers()
-        return {f.name: hypers[f.name].per_task.get(task, f.default) for f in fields(cls)}
+        found = {f.name: hypers[f.name].per_task.get(task, f.default) for f in fields(cls)}
+        return found | cls.switches() if reading == "printed" else found
 
     @classmethod
     def require_plain_hypers(cls) -> None:
@@ -351,15 +371,20 @@ class Method:
 
     @classmethod
     def create(cls, options: Mapping[str, Any], task: str = "") -> Self:
-        """The method with these hyper-parameters; the others have the task's defaults."""
+        """The method with these hyper-parameters; the others have the task's defaults.
+
+        ``reading`` among the options chooses between the defaults and is not kept.
+        """
         cls.require_plain_hypers()
         for name in options:
             if not cls.hypers():
                 none = f"method '{cls.name}' has no hyper-parameter '{name}'"
                 raise ProtofedError(none, "it has none at all")
-            if name not in cls.hypers():
-                raise unknown(f"hyper-parameter of {cls.name}", name, cls.hypers())
-        return cls(**{**cls.defaults(task), **options})
+            if name not in cls.option_names():
+                raise unknown(f"hyper-parameter of {cls.name}", name, cls.option_names())
+        given = dict(options)
+        reading = given.pop(READING, READINGS[0]) if cls.switches() else READINGS[0]
+        return cls(**{**cls.defaults(task, reading), **given})
 
     def options(self) -> dict[str, Any]:
         """All hyper-parameters with their values."""
@@ -373,6 +398,15 @@ class Method:
         """The same method with every loss weight at 0."""
         return self.with_options(**{name: 0.0 for name, h in self.hypers().items() if h.weight})
 
+
+HOOKS = tuple(
+    name
+    for name, member in vars(Method).items()
+    if isinstance(member, FunctionType | property)
+    and not name.startswith("_")
+    and name not in ("options", "with_options", "without_weights")
+)
+"""The names that a subclass may override."""
 
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
 _LIMITS = {"above": operator.gt, "least": operator.ge, "most": operator.le}
@@ -687,10 +721,10 @@ def share_hyper() -> Any:
     return hyper("auto", "", meaning, choices=("auto", "model", "prototypes"))
 
 
-def proto_pass_hyper(features: str) -> Any:
+def proto_pass_hyper(features: str, default: str = "last_epoch", **limits: Any) -> Any:
     """The hyper-parameter ``proto_pass``; ``features`` names the equation it is about."""
     meaning = f"{features}: during the last training epoch, or in a clean pass afterwards"
-    return hyper("last_epoch", "", meaning, choices=("last_epoch", "post"))
+    return hyper(default, "", meaning, choices=("last_epoch", "post"), **limits)
 
 
 def upload_class_means(client: Client) -> Tree:

@@ -27,6 +27,10 @@ def test_methods_shows_one(protofed: Protofed) -> None:
     assert code == 0
     for part in ("CVPR 2023", "tau", "τ", "0.02", "finch_level", "first | last", "Deviations"):
         assert part in out
+    assert re.search(r"finch_level +last +first", out)  # published, printed
+    assert "--set reading=printed" in out
+    out = protofed("methods", "fedprox").out
+    assert "default" in out and "printed" not in out
     assert "no hyper-parameters" in protofed("methods", "fedavg").out
     assert "on digits" in protofed("methods", "fpl", "--task", "digits").out
     for given, words in (
@@ -63,6 +67,16 @@ def test_methods_check(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> N
     code, _, err = protofed("methods", "check")
     assert code == 2
     assert "file.py:Class" in err
+
+
+def test_methods_check_says_a_fault_once_and_where(protofed: Protofed) -> None:
+    Path("mine.py").write_text(MINE.replace("self.scale *", "self.scale * self.scales *"))
+    code, out, err = protofed("methods", "check", "mine.py:Mine")
+    assert code == 2
+    (line,) = (line for line in out.splitlines() if line.startswith("✗"))
+    at = 1 + MINE.partition("self.scale *")[0].count("\n")
+    assert line.startswith(f"✗ gradients: mine.py:{at}: AttributeError: ")
+    assert re.search(r"\d+ of \d+ checks failed for mine.py:Mine \(1 fault, each shown once\)", err)
 
 
 def test_tasks(protofed: Protofed) -> None:

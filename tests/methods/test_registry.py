@@ -111,7 +111,7 @@ def test_a_class_that_is_not_there(mine):
     [
         ("def broken(:\n", "SyntaxError"),
         ("import not_a_module_at_all\n", "not_a_module_at_all"),
-        ("1 / 0\n", "ZeroDivisionError"),
+        ("\n1 / 0\n", "broken.py:2' cannot be imported: ZeroDivisionError"),
     ],
 )
 def test_a_file_that_cannot_be_imported(tmp_path, text, words):
@@ -197,5 +197,7 @@ def test_the_config_of_a_file_method_survives_toml(mine, tmp_path):
 
 def test_a_misspelled_hook_in_a_file_is_told_as_such(mine):
     mine.write_text(FILE + "    def agregate(self):\n        pass\n")
-    with pytest.raises(ProtofedError, match=r"mine\.py.*Mine\.agregate.*did you mean aggregate"):
+    with pytest.raises(
+        ProtofedError, match=r"mine\.py:\d+: Mine\.agregate.*did you mean aggregate"
+    ):
         method_class(f"{mine}:Mine")

@@ -22,7 +22,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.public_images import public_digest
 from protofed.version import __version__
 
-NUMERICS = 1
+NUMERICS = 2
 """Raised whenever the golden values, or the rounding of lanes, change.
 
 Numbers of runs with different values are not comparable to the last digit.

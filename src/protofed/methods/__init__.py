@@ -23,7 +23,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from protofed import keys
-from protofed.errors import ProtofedError, unknown
+from protofed.errors import ProtofedError, raised_at, unknown
 from protofed.method import Method
 
 
@@ -143,9 +143,10 @@ def _from_file(name: str) -> type[Method]:
             spec.loader.exec_module(module)
         except Exception as error:
             del sys.modules[module_name]
+            at = raised_at(error, [str(module.__file__)]) or path
             if isinstance(error, ProtofedError):
-                raise ProtofedError(f"'{path}': {error.message}", error.hint) from error
-            raise ProtofedError(f"'{path}' cannot be imported: {error!r}") from error
+                raise ProtofedError(f"{at}: {error.message}", error.hint) from error
+            raise ProtofedError(f"'{at}' cannot be imported: {error!r}") from error
     found = {n: c for n, c in vars(module).items() if isinstance(c, type)}
     classes = {n: c for n, c in found.items() if issubclass(c, Method)}
     if wanted not in classes:

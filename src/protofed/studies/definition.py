@@ -84,21 +84,19 @@ class Row:
         return RecordedMethod(self.file.name, self.method, defaults | own, self.file.source)
 
     @property
-    def hypers(self) -> tuple[str, ...]:
+    def option_names(self) -> tuple[str, ...]:
         """The names of its method's hyper-parameters, where they are known."""
         if cls := known_class(self.method):
-            return tuple(cls.hypers())
+            return tuple(cls.option_names())
         return tuple(n for d in self.file.defaults.values() for n in d) if self.file else ()
 
     def with_value(self, name: str, value: Any) -> Row:
         """The row with a hyper-parameter of its method, or else a setting, at that value."""
-        hypers = self.hypers
-        if name in hypers or (self.missing and name not in SETTINGS):
+        own = self.option_names
+        if name in own or (self.missing and name not in SETTINGS):
             return replace(self, options={**self.options, name: value})
         if name not in SETTINGS:
-            raise unknown(
-                f"hyper-parameter of {self.method}, or setting,", name, (*hypers, *SETTINGS)
-            )
+            raise unknown(f"hyper-parameter of {self.method}, or setting,", name, (*own, *SETTINGS))
         return replace(self, settings={**self.settings, name: value})
 
     def check(self) -> None:
@@ -238,6 +236,11 @@ class Study:
 
     def with_seeds(self, seeds: Sequence[int]) -> Study:
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
+
+    def with_note(self, note: str) -> Study:
+        """The study with a further note, if there is one."""
+        notes = (*self.notes, *filter(None, [note]))
+        return replace(self, notes=notes, raw={**self.raw, "notes": list(notes)})
 
     def with_images(self, images: Mapping[str, FolderImages]) -> Study:
         if not images:

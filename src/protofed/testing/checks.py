@@ -1,19 +1,22 @@
 """Checks for any method: ``protofed.testing.check(MyMethod)``.
 
 The same checks test the methods of this package. They run tiny federations (a few images of 8×8
-pixels) in seconds and say in words what is wrong: a term without a gradient, a loss that looks at
-a tensor's value, state that does not survive a restart.
+pixels) in seconds and say in words what is wrong and where: a term without a gradient, a loss that
+looks at a tensor's value, state that does not survive a restart.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
+import inspect
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from protofed import tree
 from protofed.config import Config, make_config
 from protofed.data.task import Augment, Domain, Images, Task
-from protofed.errors import ProtofedError
+from protofed.errors import Diverged, ProtofedError, place, raised_at, unknown
 from protofed.federation.client_round import train_client
 from protofed.federation.cpu import one_thread
 from protofed.federation.model_fit import require_fit
-from protofed.federation.simulation import Federation, Observer
+from protofed.federation.simulation import Federation, Observer, Record
 from protofed.keys import generator
-from protofed.method import Method
+from protofed.method import HOOKS, Method
 from protofed.methods.fedavg import FedAvg
 from protofed.runs.records import without_times
 from protofed.runs.result import Result
@@ -98,6 +101,10 @@ class CheckResult:
     check: str
     status: str
     detail: str = ""
+    place: str = ""
+    """``file:line`` of the method, for a fault."""
+    same_as: str = ""
+    """The earlier check that found the same fault."""
 
     @property
     def failed(self) -> bool:
@@ -105,16 +112,20 @@ class CheckResult:
 
     def line(self) -> str:
         mark = {"passed": "✓", "failed": "✗", "skipped": "–"}[self.status]
-        return f"{mark} {self.check}" + (f": {self.detail}" if self.detail else "")
+        return ": ".join(filter(None, (f"{mark} {self.check}", self.place, self.detail)))
 
 
 class _Failed(AssertionError):
-    """What a check found, in words."""
+    """What a check found, in words, and the function of the method that it is about."""
+
+    def __init__(self, finding: str, about: object = None) -> None:
+        super().__init__(finding)
+        self.about = about
 
 
-def _require(holds: object, finding: str) -> None:
+def _require(holds: object, finding: str, about: object = None) -> None:
     if not holds:
-        raise _Failed(finding)
+        raise _Failed(finding, about)
 
 
 class _NotApplicable(Exception):
@@ -141,7 +152,7 @@ def check(method: type[Method] | Method) -> list[CheckResult]:
     """Run all checks; raises ``AssertionError`` with all findings if any check fails."""
     results = run_checks(method)
     if any(r.failed for r in results):
-        raise AssertionError("\n".join(r.line() for r in results))
+        raise AssertionError("\n".join(r.line() for r in results if not r.same_as))
     return results
 
 
@@ -150,8 +161,12 @@ def run_checks(
     report: Callable[[CheckResult], object] = lambda _: None,
     only: Sequence[str] | None = None,
 ) -> list[CheckResult]:
-    """Run all checks, or those named, and return their results, reporting each as it comes."""
+    """Run all checks, or those named, and return their results.
+
+    Each is reported as it comes, unless it has failed for the same fault as one before.
+    """
     results: list[CheckResult] = []
+    faults: dict[tuple[str, str], str] = {}
     subject: _Subject | None = None
     for title, function in CHECKS.items():
         if only is not None and title not in only:
@@ -163,13 +178,46 @@ def run_checks(
                 result = CheckResult(title, "passed", function(subject) or "")
         except _NotApplicable as reason:
             result = CheckResult(title, "skipped", str(reason))
-        except _Failed as finding:
-            result = CheckResult(title, "failed", str(finding))
         except Exception as error:  # whatever the method raises is a finding
-            result = CheckResult(title, "failed", f"{type(error).__name__}: {error}")
+            cls = method if isinstance(method, type) else type(method)
+            result, fault = _finding(title, error, cls)
+            result = replace(result, same_as=faults.get(fault, ""))
+            faults.setdefault(fault, title)
         results.append(result)
-        report(result)
+        if not result.same_as:
+            report(result)
     return results
+
+
+def _finding(
+    title: str, error: Exception, cls: type[Method]
+) -> tuple[CheckResult, tuple[str, str]]:
+    """What a check found and where, and what tells this fault from others."""
+    kind, about = type(error).__name__, getattr(error, "about", None)
+    if isinstance(error, Diverged):  # whose client and round say nothing here
+        detail = error.message.partition(": ")[2]
+        about = cls.loss if detail.startswith("loss") else cls.aggregate
+    else:
+        ours = isinstance(error, _Failed | ProtofedError)
+        detail = str(error) if ours else f"{kind}: {error}".splitlines()[0]
+    files = {getattr(sys.modules.get(c.__module__), "__file__", "") for c in _classes(cls)}
+    at = raised_at(error.__cause__ or error, files)
+    result = CheckResult(title, "failed", detail, at or _defined_at(about, cls))
+    return result, (result.place, kind if at else detail)
+
+
+def _classes(cls: type[Method]) -> list[type[Method]]:
+    """The class and its bases that are not the package's contract."""
+    return [c for c in cls.__mro__ if issubclass(c, Method) and c.__module__ != Method.__module__]
+
+
+def _defined_at(*candidates: Any) -> str:
+    """Where the first of these is defined that is not the package's contract."""
+    for one in candidates:
+        if getattr(one, "__module__", "") != Method.__module__:
+            with contextlib.suppress(OSError, TypeError):  # no file, e.g. in a notebook
+                return place(inspect.getsourcefile(one) or "", inspect.getsourcelines(one)[1])
+    return ""
 
 
 # ---- the checks: each returns a remark or raises -------------------------------------------------
@@ -179,11 +227,32 @@ def _declared(subject: _Subject) -> str:
     cls = type(subject.method)
     _require(dataclasses.is_dataclass(cls), "it is not a dataclass")
     _require(cls.name, "it has no name: write name = ... in the class")
-    settings = {f.name for f in dataclasses.fields(Config)}
+    settings, used = {f.name for f in dataclasses.fields(Config)}, _names_used(cls)
     for name, hyper in cls.hypers().items():
         _require(hyper.meaning, f"hyper-parameter {name} has no meaning: use hyper(...)")
         _require(name not in settings, f"hyper-parameter {name} has the name of a setting")
+        _require(hasattr(Method, name) or name in used, f"hyper-parameter {name} is never read")
+    for name, member in [item for c in _classes(cls) for item in vars(c).items()]:
+        plain = isinstance(getattr(Method, name, None), property) and inspect.isfunction(member)
+        _require(not plain, f"{name} must be a property: write @property above it", member)
+        _require(
+            hasattr(Method, name) or name in used or name.startswith("_"),
+            f"{unknown('hook', name, HOOKS)}, and nothing else uses it: if it is a helper, call it "
+            f"_{name}",
+            member,
+        )
     return f"{cls.name}, {len(cls.hypers())} hyper-parameters"
+
+
+def _names_used(cls: type[Method]) -> set[object]:
+    """The attributes and words in the files of a method and its bases."""
+    modules = {sys.modules[c.__module__] for c in cls.__mro__ if issubclass(c, Method)}
+    try:
+        nodes = [n for m in modules for n in ast.walk(ast.parse(inspect.getsource(m)))]
+    except (OSError, TypeError):  # typed into a notebook: all may be used
+        return set(dir(cls))
+    attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute)}
+    return attributes | {n.value for n in nodes if isinstance(n, ast.Constant)}
 
 
 def _gradients(subject: _Subject) -> str:
@@ -192,15 +261,17 @@ def _gradients(subject: _Subject) -> str:
     for phase in step.phases:
         for name in step.terms(phase):
             slope, measured, size, value = step.slope(phase, name)
-            _require(math.isfinite(slope), f"the gradient of term '{name}' is not finite")
+            infinite = f"the gradient of term '{name}' is not finite"
+            _require(math.isfinite(slope), infinite, phase.loss)
             idle = f"term '{name}' is {value:.3g} but has no gradient: it trains nothing"
-            _require(size > 0 or not value, idle)
+            _require(size > 0 or not value, idle, phase.loss)
             if name not in method.detached_terms:
                 _require(
                     abs(slope - measured) <= 1e-5 * max(1.0, abs(slope), abs(measured)),
                     f"term '{name}': autograd says {slope:.8g} along a random direction, finite "
                     f"differences say {measured:.8g} (if it detaches a part of itself on purpose, "
                     f"name it in detached_terms)",
+                    phase.loss,
                 )
             seen.append(name)
     return f"terms {', '.join(seen)}"
@@ -236,8 +307,11 @@ def _one_client(subject: _Subject) -> str:
 
 
 def _participation(subject: _Subject) -> str:
-    _run_twice(subject.method, participation=0.5, rounds=3)  # a client may sit one out in between
-    return "half the clients per round, two runs with the same numbers"
+    # With this seed both clients of left train, then both of right, then one of each. So class 2 is
+    # known after the first round, absent from the second, and trained again in the third.
+    half = {"participation": 0.5, "rounds": 3, "seed": 1}
+    _run_twice(subject.method, {"left": [0, 1, 2], "right": [0, 1, 3]}, **half)
+    return "half the clients and not all classes in a round, two runs with the same numbers"
 
 
 def _empty_round(subject: _Subject) -> str:
@@ -246,7 +320,7 @@ def _empty_round(subject: _Subject) -> str:
     federation.server.finish()  # nobody replied
     _require(tree.equal(before, federation.server.state), "a round without replies changed state")
     federation.run_round()
-    _finite(federation.server.state)
+    _finite(federation.server.state, "the server's state", subject.method.aggregate)
     return "a round in which no client replied, then another"
 
 
@@ -281,24 +355,23 @@ def _serialization(subject: _Subject) -> str:
     site = next(iter(federation.clients.values()))
     network, mine = federation.make_network(), federation.store.get(site.name)
     reply = train_client(federation.setup, network, site, received, mine, 1)
+    slots, state = method.slots, federation.server.state
     trees = {
-        "the server's state": federation.server.state,
-        "the broadcast": received,
-        "the upload": reply.message,
-        "the private state": reply.mine,
+        "the server's state": (state, {**slots.down, **slots.server}, method.aggregate),
+        "the broadcast": (received, slots.down, method.broadcast),
+        "the upload": (reply.message, slots.up, method.upload),
+        "the private state": (reply.mine, slots.client, method.upload),
     }
-    with tempfile.TemporaryDirectory() as scratch:
-        for what, content in trees.items():
+    for what, (content, named, made_by) in trees.items():
+        with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / "tree.safetensors"
             tree.save(content, path)
-            _require(tree.equal(content, tree.load(path)[0]), f"{what} does not survive a file")
-    if type(method).slots is not Method.slots:
-        slots = method.slots
-        declared = ({**slots.down, **slots.server}, slots.down, slots.up, slots.client)
-        for (what, content), named in zip(trees.items(), declared, strict=True):
-            found = {slot for slot, entries in content.items() if entries} - {"model"}
-            differ = f"{what} has the slots {sorted(found)}, but `slots` declares {sorted(named)}"
-            _require(found == set(named), differ)
+            lost = f"{what} does not survive a file"
+            _require(tree.equal(content, tree.load(path)[0]), lost, made_by)
+        found = {slot for slot, entries in content.items() if entries} - {"model"}
+        differ = f"{what} has the slots {sorted(found)}, but `slots` declares {sorted(named)}"
+        undeclared = type(method).slots is Method.slots
+        _require(undeclared or found == set(named), differ, made_by)
     up, down = tree.nbytes(reply.message), tree.nbytes(received)
     return f"{up:,} bytes up, {down:,} down, {tree.nbytes(reply.mine):,} kept by a client"
 
@@ -321,6 +394,7 @@ def _capture(subject: _Subject) -> str:
                 "a recorded step, replayed on another batch and round, gives different numbers "
                 "than the step itself: something that changes (the round, a random number) entered "
                 "as a Python number; take it from the client view",
+                phase.loss,
             )
     return "recorded once, replayed on another batch, round and broadcast"
 
@@ -331,7 +405,7 @@ def _half_precision(subject: _Subject) -> str:
         for phase in step.phases:
             for name, term in step.terms(phase).items():
                 value = float(term.detach())
-                _require(math.isfinite(value), f"term '{name}' is {value} in bfloat16")
+                _require(math.isfinite(value), f"term '{name}' is {value} in bfloat16", phase.loss)
     return "finite under bfloat16 autocast"
 
 
@@ -350,6 +424,22 @@ CHECKS: dict[str, Callable[[_Subject], str]] = {
     "half precision": _half_precision,
 }
 """The checks by title, in the order in which they run."""
+
+
+class _AllFinite(Observer):
+    """Requires finite numbers in every message and state; a deployment refuses others."""
+
+    def start(self, federation: Federation, records: Sequence[Record]) -> None:
+        self.federation, self.method = federation, federation.method
+
+    def reply(self, round: int, name: str, message: Tree) -> None:
+        _finite({"model": message.get("model", {})}, "the upload", self.method.loss)
+        _finite(message, "the upload", self.method.upload)
+
+    def round(self, record: Record) -> None:
+        _finite(self.federation.server.state, "the server's state", self.method.aggregate)
+        for name in self.federation.clients:
+            _finite(self.federation.store.get(name), "a private state", self.method.upload)
 
 
 class _Interrupt(Observer):
@@ -378,14 +468,15 @@ def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) ->
 def _run(
     method: Method, classes_of: dict[str, Sequence[int]] | None = None, **settings: Any
 ) -> Result:
-    """A short run of the tiny task whose models must be finite."""
-    result = run(_task(method, classes_of), method, **{**SHORT, **settings})
-    _finite(_models(result))
-    return result
+    """A short run of the tiny task in which all that is sent and kept must be finite."""
+    settings = {**SHORT, **settings}
+    return run(_task(method, classes_of), method, observers=[_AllFinite()], **settings)
 
 
-def _run_twice(method: Method, **settings: Any) -> None:
-    first, second = _run(method, **settings), _run(method, **settings)
+def _run_twice(
+    method: Method, classes_of: dict[str, Sequence[int]] | None = None, **settings: Any
+) -> None:
+    first, second = (_run(method, classes_of, **settings) for _ in range(2))
     _require(_same(first, second), "two runs with the same seed differ")
 
 
@@ -394,10 +485,11 @@ def _same(a: Result, b: Result) -> bool:
     return same_records and tree.equal(_models(a), _models(b))
 
 
-def _finite(content: Tree) -> None:
+def _finite(content: Tree, what: str, made_by: object) -> None:
     for slot, entries in content.items():
         for name, t in entries.items():
-            _require(t.isfinite().all(), f"entry {name} of {slot} is not finite")
+            bad = f"entry {name} of slot {slot} in {what} is not finite"
+            _require(t.isfinite().all(), bad, made_by)
 
 
 def _models(result: Result) -> Tree:
