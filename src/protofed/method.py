@@ -433,9 +433,14 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     kind: type = type(f.default)
     numbers = {float: Real, int: Integral}.get(kind)  # NumPy's included
     if numbers and isinstance(value, numbers) and not isinstance(value, bool):
-        value = kind(value)
+        try:
+            value = kind(value)
+        except OverflowError:
+            raise ProtofedError(f"{where} is too large a number") from None
     if f.default is not dataclasses.MISSING and type(value) is not kind:
-        raise ProtofedError(f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r}")
+        raise ProtofedError(
+            f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r:.100}"
+        )
     if hyper.choices is not None and value not in hyper.choices:
         raise unknown(f"value for {where}", value, hyper.choices)
     for name, holds in _LIMITS.items():

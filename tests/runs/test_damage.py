@@ -157,10 +157,10 @@ def test_the_good_generation_is_never_replaced_by_the_damaged_one(
     (cut / NEWEST).write_bytes(b"damaged")
     save = tree.save
 
-    def die(content: Tree, path: Path, *metadata: Any) -> None:
+    def die(content: Tree, path: Path, *metadata: Any, private: bool = False) -> None:
         if path.name == NEWEST:
             raise KeyboardInterrupt
-        save(content, path, *metadata)
+        save(content, path, *metadata, private=private)
 
     with (
         monkeypatch.context() as patch,

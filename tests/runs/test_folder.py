@@ -61,8 +61,8 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         folder.save_model("abc", "everything", STATE["model"], {"a/b": {"x": torch.ones(1)}})
         folder.save_artifact("snapshots", 2, STATE, {"hash": "abc"})
         folder.finish(
-            dict.fromkeys(("method", "accuracy", "bytes_up", "bytes_down", "seconds"), 0)
-            | {"hash": "abc"}
+            dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
+            | {"hash": "abc", "method": "fpl", "accuracy": {}}
         )
     assert folder.facts() == FACTS and folder.records() == [RECORD]
     found = folder.checkpoint()

@@ -88,8 +88,8 @@ def test_what_is_unfinished_diverged_or_damaged(tmp_path: Path) -> None:
         Pool(tmp_path).select(asked)
     # of another run: a folder that was copied over this one
     (runs["FPL", 0] / "summary.json").write_text(
-        json.dumps(dict.fromkeys(("method", "accuracy", "bytes_up", "bytes_down", "seconds"), 0)
-                   | {"hash": "another"})
+        json.dumps(dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
+                   | {"hash": "another", "method": "fpl", "accuracy": {}})
     )  # fmt: skip
     assert Pool(tmp_path).select(asked) == [None, None]
     (runs["FPL", 0] / "facts.json").write_text("{")  # `protofed run` says so when it is run again

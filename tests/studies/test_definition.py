@@ -11,7 +11,7 @@ import pytest
 from tests.studies.made_runs import TINY, raw, study
 
 from protofed.errors import ProtofedError
-from protofed.methods import METHODS
+from protofed.methods import METHODS, method_class
 from protofed.studies.definition import FolderImages, builtin, load, parse, point_label
 from protofed.studies.plan import Selection, check_domains, plan
 
@@ -217,6 +217,7 @@ def test_the_example_in_the_documentation_is_a_study(
     (tmp_path / "mymethod.py").write_text(method)
     (tmp_path / "mine.toml").write_text(example.group(1))
     monkeypatch.chdir(tmp_path)
+    method_class("mymethod.py:Mine")  # a study's own code is executed only if it is trusted
     made = load("mine.toml")
     # FPL at three values, and three rows more; one task as it is, one with four domains left out
     assert len(plan(made)) == 5 * 6 * (1 + 4)

@@ -79,6 +79,9 @@ def main() -> None:
     except ProtofedError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
+    except OSError as error:  # of a place that only the system knows to be bad
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error)[:300])}", soft_wrap=True)
+        sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer's code for Ctrl-C
             text = "stopped; what is complete is kept: the same command resumes (run: --resume)"

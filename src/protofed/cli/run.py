@@ -17,6 +17,7 @@ from protofed.cli.options import (
     SetOption,
     TaskOption,
     TensorBoardOption,
+    TrustOption,
     output_option,
     with_settings,
 )
@@ -63,6 +64,7 @@ def run(
             help="A TOML file, e.g. another run's config.toml; other options override it."
         ),
     ] = None,
+    trust_code: TrustOption = False,
     set_: SetOption = None,
     pool: PoolOption = Path("runs"),
     out: Annotated[

@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +35,7 @@ from protofed import tree
 from protofed.config import Config, changes_numbers, make_config, read_config, short_task
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError
+from protofed.federation.facts import FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
     Damaged,
@@ -48,7 +48,11 @@ from protofed.files import (
     write_json,
     writing,
 )
+from protofed.methods import RecordedMethod, known_class
 from protofed.runs.records import Record, Records, read_records, to_line
+from protofed.runs.summary import SUMMARY_SHAPE
+from protofed.shape import require_shape
+from protofed.toml import parse_toml
 from protofed.tree import Slot, Tree
 
 CONFIG = "config.toml"
@@ -72,7 +76,6 @@ ARTIFACTS = ("prototypes", "snapshots")
 FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
-REQUIRED_SUMMARY = ("hash", "method", "accuracy", "bytes_up", "bytes_down", "seconds")
 BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
 
@@ -185,7 +188,7 @@ class RunFolder:
         try:
             text = self.config_file.read_text("utf-8")
             found, asked = _numeric_settings(text), _numeric_settings(config.toml())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        except (OSError, ValueError):
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
         del asked["format"]
@@ -482,7 +485,7 @@ class RunFolder:
         if head.startswith(_CHECKSUM) and head != f"{_CHECKSUM}{checksum(text)}":
             raise Damaged(self.config_file, "its content does not match its checksum")
         found = read_config(self.config_file)
-        if not head.startswith(_CHECKSUM) and tomllib.loads(f"{head}\n{text}").get("format", 1) > 1:
+        if not head.startswith(_CHECKSUM) and parse_toml(f"{head}\n{text}").get("format", 1) > 1:
             raise Damaged(self.config_file, "its checksum is missing")
         if missing := [name for name in REQUIRED_SETTINGS if name not in found]:
             raise Damaged(self.config_file, f"it lacks {', '.join(missing)}")
@@ -491,7 +494,7 @@ class RunFolder:
     def facts(self) -> dict[str, Any]:
         """What was found when the run started; empty where none were written down."""
         path = self.path / FACTS
-        return read_json(path) if path.is_file() else {}
+        return require_shape(path, read_json(path), FACTS_SHAPE) if path.is_file() else {}
 
     def records(self) -> Records:
         """The rounds that are complete by now; a finished run has at least one."""
@@ -505,7 +508,8 @@ class RunFolder:
         return found
 
     def summary(self) -> dict[str, Any]:
-        return read_json(self.path / SUMMARY, REQUIRED_SUMMARY)
+        path = self.path / SUMMARY
+        return require_shape(path, read_json(path), SUMMARY_SHAPE)
 
     def checkpoint(self, file: str = CHECKPOINT) -> Checkpoint | None:
         path = self.path / file
@@ -610,12 +614,16 @@ def find_runs(root: Path) -> list[RunFolder]:
     return [RunFolder(path.parent) for path in sorted(root.rglob(CONFIG))]
 
 
-def stored_config(settings: Mapping[str, Any]) -> Config:
-    """The config of a run, from the settings in its folder.
+def stored_config(settings: Mapping[str, Any], method: str) -> Config:
+    """The config of a run, from the settings in its folder; ``method`` is its method's name.
 
-    Its task may be one that a program made, which cannot be described by its name.
+    No code is executed for it. Its task may be one that a program made, which cannot be described
+    by its name.
     """
-    name = settings["task"]
+    settings, name = dict(settings), settings["task"]
+    if known_class(settings["method"]) is None:
+        options = settings.pop("options", {})
+        settings["method"] = RecordedMethod(method, settings["method"], options)
     if name in TASKS or name.startswith(FOLDER):
         return make_config(**settings)
     split, clients, samples = (settings.get(key) for key in ("test_split", "clients", "samples"))
@@ -637,7 +645,7 @@ def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> d
 
 def _numeric_settings(toml: str) -> dict[str, Any]:
     """The settings of a configuration's text that can change a number, by dotted name."""
-    found = tomllib.loads(toml)
+    found = parse_toml(toml)
     found["task"] = short_task(str(found.get("task")))
     flat: dict[str, Any] = {}
     for name, value in found.items():

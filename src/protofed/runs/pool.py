@@ -19,18 +19,34 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config, make_config
+from protofed.config import AUTO, Config, check_settings
 from protofed.errors import ProtofedError
-from protofed.federation.facts import Facts
+from protofed.federation.facts import FACTS_SHAPE, Facts
 from protofed.files import Damaged, sealed, unsealed, write_atomic
-from protofed.runs.folder import RunFolder, plain_settings
-from protofed.runs.records import Records
+from protofed.runs.folder import RunFolder, plain_settings, stored_config
+from protofed.runs.records import RECORD, Records, require_records
 from protofed.runs.result import Result, load_run
+from protofed.runs.summary import SUMMARY_SHAPE
+from protofed.shape import require_shape
 
 PACKED = "runs.jsonl.gz"
 """The file in which a study keeps its runs: a line for each, with config, facts and rounds."""
 KIND = ("numerics", "device", "precision", "digest", "public_digest")
 """The facts that the runs of one table should share."""
+
+PACKED_SHAPE = {
+    "name": str,
+    "config": {
+        **dict.fromkeys(("task", "method", "protocol"), str),
+        **dict.fromkeys(("seed", "rounds"), int),
+        "model": object,
+        "options?": {},
+    },
+    "facts": FACTS_SHAPE,
+    "summary": SUMMARY_SHAPE,
+    "rounds": [RECORD],
+}
+"""A line of a packed study."""
 
 
 class StoredRun:
@@ -71,7 +87,7 @@ class StoredRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The run's config as plain data, as ``make_config`` takes it."""
+        """The run's config as plain data, as ``stored_config`` takes it."""
         return self._line["config"] if self.folder is None else self.folder.settings()
 
     @cached_property
@@ -96,7 +112,7 @@ class StoredRun:
         """The run as a result without its model."""
         if self.folder is not None:
             return load_run(self.folder.path, model=False)
-        config, facts = make_config(**self.config), self.facts
+        config, facts = stored_config(self.config, self.summary["method"]), self.facts
         return Result(
             config, self.records, {}, self.summary, lean=True, facts=facts, analysis=self.analysis
         )
@@ -185,10 +201,15 @@ def read_packed(file: Path) -> list[StoredRun]:
     try:
         for text in gzip.decompress(file.read_bytes()).decode().splitlines():
             line = unsealed(file, json.loads(text))
+            require_shape(file, line, PACKED_SHAPE)
+            if not line["rounds"]:
+                raise ValueError(f"{line['name']} has no rounds")
+            require_records(file, line["rounds"])
+            check_settings(line["config"])
             found.append(StoredRun(line["name"], line["facts"], line=line))
     except (OSError, EOFError, zlib.error) as error:  # not a whole gzip file
         raise Damaged(file, str(error)) from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:  # not lines of runs
+    except (ValueError, TypeError, RecursionError) as error:  # not lines of runs
         raise Damaged(file, str(error)) from None
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from protofed.errors import ProtofedError
 from protofed.files import Damaged, sealed, unsealed
+from protofed.shape import misfit
 
 LAST = 5
 """The papers' metric is the mean over this many last rounds, never the best round on test data."""
@@ -32,6 +33,18 @@ Names without an entry are shown as they are.
 """
 
 Record = dict[str, Any]
+
+RECORD = {
+    "round": int,
+    "accuracy": {str: float},
+    "average": float,
+    "beside?": {str: {str: float}},
+    "loss?": {str: float},
+    "bytes_up?": int,
+    "bytes_down?": int,
+    "seconds?": {str: float},
+}
+"""The shape of a record."""
 
 
 class Records(list[Record]):
@@ -156,15 +169,25 @@ def read_records(path: Path, count: int | None = None) -> Records:
     found = Records()
     for number, line in enumerate(lines):
         try:
-            record = unsealed(path, json.loads(line))
+            found.append(unsealed(path, json.loads(line)))
         except (ValueError, TypeError, RecursionError) as error:
             raise Damaged(path, f"line {number + 1}: {error}") from None
-        if not {"accuracy", "average"} <= record.keys() or record.get("round") != number:
-            raise Damaged(path, f"line {number + 1} is not the record of round {number + 1}")
-        found.append(record)
+    require_records(path, found)
     if len(found) < (count or 0):
         raise Damaged(path, f"it has {len(found)} rounds of {count}")
     return found
+
+
+def require_records(path: Path, records: Any) -> None:
+    """An error where these are not the records of one run, line by line."""
+    for number, record in enumerate(records, start=1):
+        if wrong := misfit(record, RECORD):
+            raise Damaged(path, f"line {number} is not the record of a round: {wrong}")
+        if record["round"] != number - 1:
+            raise Damaged(path, f"line {number} is not the record of round {number}")
+        for name in ("accuracy", "beside"):
+            if record.get(name, {}).keys() != records[0].get(name, {}).keys():
+                raise Damaged(path, f"line {number} does not have the {name} of the first")
 
 
 def without_times(records: Iterable[Record]) -> list[Record]:

@@ -152,13 +152,18 @@ def _checkpoint(folder: RunFolder, federation: Federation, done: tuple[int, Tree
 
 @contextmanager
 def memory_errors_in_words() -> Iterator[None]:
-    """A GPU that is too small, or that others use, is something a user can fix."""
+    """Memory that is too small, or that others use, is something a user can fix."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         text = str(error).partition(" Including")[0].partition("\n")[0].rstrip(".")
         hint = "use a smaller --batch or --model, --device cpu, or a GPU that has more of it free"
         raise ProtofedError(f"out of GPU memory: {text}", hint) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        hint = "use a smaller --batch, --image-size or --model, or fewer --workers"
+        raise ProtofedError("out of memory", hint) from error
 
 
 @contextmanager

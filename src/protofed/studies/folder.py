@@ -88,6 +88,7 @@ class StudyFolder:
                 )
             study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
             study = study.with_images({**there.images, **study.images})
+        study = study.with_methods([task.task for task in study_tasks(study)])
         study = replace(study, raw={**study.raw, "pool": os.path.relpath(pool, path)})
         write_atomic(path / "study.toml", study.toml())
         return cls(path, study, Pool(pool))
@@ -241,7 +242,7 @@ def _joined(runs: Mapping[str, Measure]) -> Measure:
     accuracy = {domain: run.accuracy[domain] for domain, run in runs.items()}
     # the clients of all domains, of which each run was without one's
     every = {d: max(run.settings["clients"].get(d, 0) for run in runs.values()) for d in runs}
-    tested = {domain: run.summary["tested"][domain] for domain, run in runs.items()}
+    tested = {d: run.summary.get("tested", {}).get(d, 0) for d, run in runs.items()}
     # each run was validated on the domains that it did train on
     averages = [run.beside[VALIDATION] for run in runs.values() if VALIDATION in run.beside]
     beside = {"validation": {AVERAGE: fmean(averages)}} if averages else {}
