@@ -81,6 +81,7 @@ Ablations
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,7 @@ class FedSeProto(PrototypeMethod):
 
     name = "fedseproto"
     paper = "Lai et al., ECAI 2024"
+    protocol: ClassVar = {"model": "cnn3"}  # the rest is in a supplement that was not obtained
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
     beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)
@@ -181,7 +183,7 @@ class FedSeProto(PrototypeMethod):
     @property
     def detached_terms(self) -> tuple[str, ...]:
         """The teacher's, and the one whose gradient is scaled."""
-        return ("kd",) if self.decoder_step == 1 else ("kd", "mi")
+        return ("kd",) if self.decoder_step == 1 else ("kd", "mi_error")
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return SeparatedNetwork(backbone, sizes)
@@ -216,7 +218,8 @@ class FedSeProto(PrototypeMethod):
             both = scaled_gradient(torch.cat([out.feature, out.domain], 1), 1 / self.decoder_step)
             error = F.mse_loss(network.decoder(both).to(batch.x.dtype), batch.x)
             kl = to_normal(out.feature, self.kl) + to_normal(out.domain, self.kl)
-            terms["mi"] = self.beta * (kl + scaled_gradient(error, self.decoder_step))
+            terms["mi_kl"] = self.beta * kl
+            terms["mi_error"] = self.beta * scaled_gradient(error, self.decoder_step)
         if self.lam:
             C = Prototypes.of(client.received["prototypes"])
             distance = to_prototypes(out.feature, batch.y, C, self.proto_reduction)
