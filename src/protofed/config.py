@@ -23,6 +23,8 @@ from protofed.data import Task, TaskInfo, describe, distribution, distributions
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.data.split import UNUSED
+from protofed.data.task import MAX_IMAGE_PIXELS, Reading
+from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import READING, Method
@@ -265,6 +267,25 @@ class Config:
         False,
         numbers=False,
     )
+    max_image_pixels: int = setting(
+        "int",
+        CLIENTS,
+        "Pixels that an image may have, and all that are decoded at a time. Each takes up to 32 "
+        "bytes of memory.",
+        MAX_IMAGE_PIXELS,
+        least=1,
+        most=10**10,
+        numbers=False,
+    )
+    max_unpacked_gb: float = setting(
+        "float",
+        CLIENTS,
+        "Gigabytes of memory that a compressed file or an archive of images may unpack to.",
+        MAX_UNPACKED_GB,
+        above=0,
+        most=10**4,
+        numbers=False,
+    )
     device: str = setting(
         "str", ENGINE, "Where to compute.", AUTO, choices=(AUTO, *DEVICES), numbers=False
     )
@@ -322,6 +343,10 @@ class Config:
         parts["task"] = short_task(self.task)
         parts["method"] = [self.method.name, fingerprint(self.method), options]
         return short_hash(parts)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.skip_bad, self.max_image_pixels, self.max_unpacked_gb)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -583,7 +608,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "skip_bad", "augment")
+READING = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
+"""The settings that say how files of images are read."""
+
+TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READING)
 """The settings that ``load_task`` takes."""
 
 

@@ -80,7 +80,7 @@ def discover(config: Config, task: Task) -> Facts:
         engine=engine,
         engine_reason=reason,
         digest=task.digest or None,
-        public_digest=public_digest(wanted, task, config.data, config.skip_bad),
+        public_digest=public_digest(wanted, task, config.data, config.reading),
         hardware=_hardware(device),
         versions={
             "protofed": __version__,

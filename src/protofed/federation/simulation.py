@@ -137,7 +137,7 @@ class Federation:
         network = next(iter(self._initial.values()))
         public = make_public_sampler(
             self.method.public_images, self.task, self.shares, config.seed, device,
-            config.data, config.skip_bad,
+            config.data, config.reading,
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
