@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from protofed.cli.options import TrustOption
 from protofed.cli.output import console, say
 from protofed.errors import ProtofedError, unknown
 from protofed.files import write_atomic
@@ -46,6 +47,7 @@ def predict(
     skip_bad: Annotated[
         bool, typer.Option(help="Leave out files that cannot be decoded instead of stopping.")
     ] = False,
+    trust_code: TrustOption = False,
 ) -> None:
     """Predict the classes of images: [bold]protofed predict runs/my-run photos/ -o out.csv[/bold].
 
@@ -157,6 +159,7 @@ def evaluate(
     ] = None,
     client: ClientOption = None,
     device: DeviceOption = "auto",
+    trust_code: TrustOption = False,
 ) -> None:
     """Evaluate a trained model on the test images of a task, per domain and class.
 
@@ -258,6 +261,7 @@ def export(
         bool, typer.Option("--safetensors", help="model.safetensors, for protofed.load_model.")
     ] = False,
     client: ClientOption = None,
+    trust_code: TrustOption = False,
 ) -> None:
     """Export a trained model for other programs, with a card that says what it is.
 

@@ -21,7 +21,7 @@ from protofed.data import Task
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
 from protofed.method import Method, Sizes
-from protofed.methods import create, reference
+from protofed.methods import known_class, reference
 from protofed.models import Network, build
 from protofed.tree import Slot, Tree
 
@@ -101,7 +101,13 @@ class StoredModel:
 
     @property
     def method(self) -> Method:
-        method = create(self.card.method, self.card.options)
+        known = known_class(self.card.method)
+        if known is None:
+            raise ProtofedError(
+                f"the model is of method '{self.card.method}', whose code is not trusted",
+                "call protofed.methods.trust_code() first, or use --trust-code",
+            )
+        method = known.create(self.card.options)
         mixed = len({*self.card.models.values()}) > 1
         return method.for_mixed_models() if mixed else method
 
@@ -141,11 +147,11 @@ class StoredModel:
         own_rule = type(method).predict is not Method.predict
         return cls(card, model, clients, kept if own_rule else {})
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, private: bool = False) -> None:
         own = {f"{c}/{name}": t for c, slot in self.clients.items() for name, t in slot.items()}
         content = {"model": self.model, CLIENT_SLOT: own}
         content |= {f"{RECEIVED}{slot}": entries for slot, entries in self.received.items()}
-        tree.save(content, path, asdict(self.card))
+        tree.save(content, path, asdict(self.card), private)
 
 
 def read_model(path: Path) -> StoredModel:
