@@ -75,7 +75,9 @@ def _settings() -> str:
                 lines.append(f"| `{name}` | {values} | {default} | {setting.help}{aside} |")
         lines.append("")
     lines += ["## Protocols", "", "A protocol belongs to a comparison, never to a method: all of",
-              "its methods share it (`--protocol NAME`).", "",
+              "its methods share it (`--protocol NAME`), so that a difference between them comes",
+              "from the method and not from its model or batch. `compare` warns where a method's",
+              "paper trains otherwise. Single settings win over the protocol, for all methods.", "",
               "| protocol | from | model | rounds × epochs | batch | lr, momentum, decay |",
               "|---|---|---|---|---|---|"]  # fmt: skip
     for p in PROTOCOLS.values():

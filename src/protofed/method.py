@@ -185,6 +185,8 @@ class Method:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     """Authors, venue and year."""
+    protocol: ClassVar[str | Mapping[str, Any]] = ""
+    """What its paper trains with: a protocol's name, or settings (batch, epochs, ...)."""
 
     # ---- what the system does on the method's behalf -------------------------------------------
 

@@ -136,7 +136,7 @@ class Task:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in self.domains.keys() & {"average", "seen average"}:
+        for name in self.domains.keys() & {"average", "seen average", "validation average"}:
             raise ProtofedError(
                 f"a domain cannot be called '{name}': tables have a column of that name",
                 "rename its folder",

@@ -27,10 +27,10 @@ from protofed.data.info import FOLDER
 from protofed.data.load import public_images
 from protofed.data.sources import PUBLISHED
 from protofed.data.sources.folder import folder_path
+from protofed.data.split import UNUSED, unused
 from protofed.errors import ProtofedError, unknown
 from protofed.method import PublicImages
 
-UNUSED = "unused"
 FOLDER_POOL = "folder"
 """The pool of a folder's images. It is a key of the draws, so it is the same on all machines."""
 
@@ -107,7 +107,7 @@ def make_public_sampler(
     images: Mapping[str, Tensor]
     found: Mapping[str, Tensor]
     if is_from_task(wanted, task):
-        found = _unused(task, shares)
+        found = unused(task, shares)
         if wanted.source != UNUSED:
             found = {wanted.source: found.get(wanted.source, torch.empty(0, dtype=torch.int64))}
         images = {name: task.domains[name].train.x for name in found}
@@ -187,13 +187,3 @@ def _external_images(
     pools = {name: torch.arange(len(x)) for name, x in images.items()}
     total = sum(map(len, pools.values()))
     return _ExternalImages(images, pools, f"{total}-{other.digest}" if other.digest else None)
-
-
-def _unused(task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
-    """The training images that no client holds, for each domain that has clients."""
-    free = {
-        s.domain: torch.ones(len(task.domains[s.domain].train), dtype=torch.bool) for s in shares
-    }
-    for share in shares:
-        free[share.domain][share.rows] = False
-    return {domain: mask.nonzero()[:, 0] for domain, mask in free.items()}

@@ -81,6 +81,7 @@ Ablations
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,7 @@ class FedSeProto(PrototypeMethod):
 
     name = "fedseproto"
     paper = "Lai et al., ECAI 2024"
+    protocol: ClassVar = {"model": "cnn3"}  # the rest is in a supplement that was not obtained
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
     beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)

@@ -95,6 +95,7 @@ class FPL(Method):
 
     name = "fpl"
     paper = "Huang et al., CVPR 2023"
+    protocol = "fpl"
 
     tau: float = hyper(0.02, "τ", "temperature of the contrast (7)", above=0)
     cpcl: float = hyper(1.0, "", "weight of CPCL (the paper: 1; 0 = off)", least=0, weight=True)

@@ -113,6 +113,7 @@ class I2PFL(Method):
 
     name = "i2pfl"
     paper = "Le et al., arXiv 2025"
+    protocol = "i2pfl"
 
     tau: float = hyper(
         0.07,

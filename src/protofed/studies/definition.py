@@ -197,6 +197,11 @@ class Study:
     def with_seeds(self, seeds: Sequence[int]) -> Study:
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
 
+    def with_note(self, note: str) -> Study:
+        """The study with a further note, if there is one."""
+        notes = (*self.notes, *filter(None, [note]))
+        return replace(self, notes=notes, raw={**self.raw, "notes": list(notes)})
+
     def with_images(self, images: Mapping[str, FolderImages]) -> Study:
         if not images:
             return self
