@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,48 @@ def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["file"]
 
 
-def test_others_may_read_the_file(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "file", "x")
-    assert (tmp_path / "file").stat().st_mode & 0o044 == 0o044
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    before = os.umask(0)
+    os.umask(before)
+    yield os.umask
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+@pytest.mark.parametrize(
+    ("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0, 0o666, 0o777)]
+)
+def test_only_private_files_do_not_follow_the_umask(
+    tmp_path: Path, umask: Callable[[int], int], mask: int, file: int, folder: int
+) -> None:
+    umask(mask)
+    for _ in range(2):  # a new file and one that is replaced
+        write_atomic(tmp_path / "a" / "file", "x")
+        write_atomic(tmp_path / "b" / "file", "x", private=True)
+        assert (mode(tmp_path / "a" / "file"), mode(tmp_path / "a")) == (file, folder)
+        assert (mode(tmp_path / "b" / "file"), mode(tmp_path / "b")) == (0o600, 0o700)
+    write_atomic(tmp_path / "a" / "file", "x", private=True)
+    assert (mode(tmp_path / "a" / "file"), mode(tmp_path / "a")) == (0o600, folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+def test_nobody_sees_a_private_file_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, sync = [], os.fsync
+
+    def look(handle: int) -> None:
+        seen.append(stat.S_IMODE(os.fstat(handle).st_mode))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", look)
+    write_atomic(tmp_path / "file", "x", private=True)
+    assert seen[0] == 0o600
 
 
 @pytest.mark.parametrize("broken", ["replace", "fsync"])

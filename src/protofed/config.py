@@ -22,10 +22,13 @@ from typing import Any
 from protofed.data import Task, TaskInfo, describe, distribution, distributions
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
+from protofed.data.split import UNUSED
+from protofed.data.task import MAX_IMAGE_PIXELS, Reading
+from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
-from protofed.method import Method
-from protofed.methods import create, fingerprint, reference
+from protofed.method import READING, Method
+from protofed.methods import create, fingerprint, method_class, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
 from protofed.toml import toml_text
@@ -52,9 +55,11 @@ PANELS = (TRAINING, CLIENTS, ENGINE, OUTPUT)
 class Setting:
     """What is known of a setting: the one place where it is said.
 
-    ``kind`` is int, float, bool, str, table (a value, or one for each domain or client) or rounds.
+    ``kind`` is int, float, bool, str, table (a value, or one for each domain or client), rounds or
+    part (``unused``, or a fraction).
     ``default`` is None where the protocol or the task decides, or where None means "off".
-    ``numbers`` tells whether the setting can change a number of the run.
+    ``numbers`` tells whether the setting can change a number of the run. A setting that was added
+    ``later`` is part of a run's hash only where it is given: the hashes of earlier runs stay.
     """
 
     kind: str
@@ -68,6 +73,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     numbers: bool = True
+    later: bool = False
 
     @property
     def range(self) -> str:
@@ -97,6 +103,9 @@ class Setting:
             raise ProtofedError(f"{name} must be text, got {value!r}")
         if self.kind == "bool" and not isinstance(value, bool):
             raise ProtofedError(f"{name} must be true or false, got {value!r}")
+        if self.kind == "part" and value != UNUSED and not (is_number(value) and 0 < value < 1):
+            words = f"'{UNUSED}' or a fraction above 0 and below 1"
+            raise ProtofedError(f"{name} must be {words}, got {value!r}")
         right = {"int": is_whole, "float": is_number}.get(self.kind)
         if right is not None and not (right(value) and self._in_range(value)):
             raise ProtofedError(f"{name} must be {self.range}, got {value!r}")
@@ -240,11 +249,41 @@ class Config:
         "Which images are for testing. pacs: mod10 or kfold_leaky; vlcs: 70_30 or mod10.",
         metavar="NAME",
     )
+    validate: float | str | None = setting(
+        "part",
+        CLIENTS,
+        "Images to choose hyper-parameters and methods with, so that test images are not: unused "
+        "(training images that no client holds), or a fraction such as 0.1 of each class of each "
+        "client, held out of its training. Their accuracy is recorded beside the test accuracy, "
+        "and sweep and compare choose by it. At least 20 images of each domain; never any of a "
+        "domain that is left out.",
+        metavar="unused | FRACTION",
+        later=True,
+    )
     skip_bad: bool = setting(
         "bool",
         CLIENTS,
         "Skip files that cannot be read as images instead of stopping.",
         False,
+        numbers=False,
+    )
+    max_image_pixels: int = setting(
+        "int",
+        CLIENTS,
+        "Pixels that an image may have, and all that are decoded at a time. Each takes up to 32 "
+        "bytes of memory.",
+        MAX_IMAGE_PIXELS,
+        least=1,
+        most=10**10,
+        numbers=False,
+    )
+    max_unpacked_gb: float = setting(
+        "float",
+        CLIENTS,
+        "Gigabytes of memory that a compressed file or an archive of images may unpack to.",
+        MAX_UNPACKED_GB,
+        above=0,
+        most=10**4,
         numbers=False,
     )
     device: str = setting(
@@ -292,7 +331,11 @@ class Config:
         Not among it: device and precision, which are facts of a run (``Facts.run_hash``), and
         where a folder of images lies, since the images' digest is a fact too.
         """
-        parts = {name: getattr(self, name) for name, s in SETTINGS.items() if s.numbers}
+        parts = {
+            name: value
+            for name, s in SETTINGS.items()
+            if s.numbers and not ((value := getattr(self, name)) == s.default and s.later)
+        }
         options = {
             name: FOLDER if isinstance(value, str) and value.startswith(FOLDER) else value
             for name, value in self.method.options().items()
@@ -300,6 +343,10 @@ class Config:
         parts["task"] = short_task(self.task)
         parts["method"] = [self.method.name, fingerprint(self.method), options]
         return short_hash(parts)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.skip_bad, self.max_image_pixels, self.max_unpacked_gb)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -371,6 +418,8 @@ class Protocol:
     weight_decay: float = 1e-5
     distribution: str | None = None
     per_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    paper: bool = True
+    """Whether it is a paper's."""
 
 
 PROTOCOLS = {
@@ -385,6 +434,7 @@ PROTOCOLS = {
             rounds=20,
             epochs=5,
             batch=32,
+            paper=False,
         ),
         Protocol(
             "fpl",
@@ -439,6 +489,21 @@ def protocol(name: str | None, task: str) -> Protocol:
         raise unknown("protocol", name, PROTOCOLS)
     found = PROTOCOLS[name]
     return replace(found, **found.per_task.get(task, {}))
+
+
+def paper_differences(config: Config) -> dict[str, tuple[Any, Any]]:
+    """What the method's paper trains with and what the config has, by setting, if they differ.
+
+    Under a protocol that is no paper's there is nothing to tell.
+    """
+    theirs = config.method.protocol
+    if not PROTOCOLS[config.protocol].paper or not theirs:
+        return {}
+    values = vars(protocol(theirs, config.task)) if isinstance(theirs, str) else theirs
+    ours = {**vars(config), "model": " and ".join(config.models)}
+    names = ("model", "batch", "epochs", "lr", "momentum", "weight_decay")
+    both = {name: (values[name], ours[name]) for name in names if name in values}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
 # ---- making a config ----------------------------------------------------------------------------
@@ -513,8 +578,10 @@ def merged_config(
         found.pop("options", None)  # the file's hyper-parameters belong to its own method
     given = {"task": task, "method": method, **settings}
     found |= {name: value for name, value in given.items() if value is not None}
-    merged = {**found.pop("options", {}), **(options or {})}
-    return make_config(**{"task": "glyphs", **found}, options=merged)
+    old, new = found.pop("options", {}), options or {}
+    if old and READING in new:  # a run's config has every switch that a reading sets
+        old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
+    return make_config(**{"task": "glyphs", **found}, options={**old, **new})
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -541,7 +608,10 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "skip_bad", "augment")
+READING = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
+"""The settings that say how files of images are read."""
+
+TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READING)
 """The settings that ``load_task`` takes."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,23 +85,24 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     write_atomic(path, text + "\n")
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def write_atomic(path: Path, content: bytes | str, private: bool = False) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new, never a part.
 
     This holds after a power cut, too: the content is on disk before its name is, and the name is
     when this returns. The temporary file has a name of its own, so two processes may write at once.
+    Only its owner can read a ``private`` file, or enter its folder if that is made here; other
+    files follow the umask.
     """
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
+        path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            handle = os.open(temporary, flags, 0o600 if private else 0o666)
             with os.fdopen(handle, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            # mkstemp's 0600 would lock out the other users of a shared folder
-            temporary.chmod(0o644)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -62,11 +62,13 @@ def equal(a: Tree, b: Tree) -> bool:
     )
 
 
-def save(tree: Tree, path: Path, metadata: Mapping[str, Any] | None = None) -> None:
+def save(
+    tree: Tree, path: Path, metadata: Mapping[str, Any] | None = None, private: bool = False
+) -> None:
     """Write a Tree as a safetensors file, atomically: a reader sees the old file or the new."""
     tensors = {k: t.detach().cpu().contiguous() for k, t in _flatten(tree).items()}
     about = json.dumps({"format": FORMAT, **(metadata or {})})
-    write_atomic(path, serialize(tensors, {"protofed": about}))
+    write_atomic(path, serialize(tensors, {"protofed": about}), private)
 
 
 def load(path: Path) -> tuple[Tree, dict[str, Any]]:

@@ -61,11 +61,13 @@ def make_runs(
     accuracy: Callable[[PlannedRun], Mapping[str, float]] = flat,
     skip: Collection[tuple[str, int]] = (),
     rounds: int = 3,
+    validation: Callable[[PlannedRun], float] | None = None,
     **facts: Any,
 ) -> dict[tuple[str, int], Path]:
     """Write the runs of a study as if they had been done; returns folders by label and seed.
 
-    ``skip`` has the (label, seed) that are left out. ``facts`` change what the runs found.
+    ``skip`` has the (label, seed) that are left out. ``validation`` gives the accuracy on the
+    validation images, the same in every domain. ``facts`` change what the runs found.
     """
     found = replace(FACTS, **facts)
     folders = {}
@@ -85,6 +87,9 @@ def make_runs(
             "accuracy": values, "average": average, "loss": {"ce": 1.0}, "bytes_up": 1_000_000,
             "bytes_down": 2_000_000, "seconds": {"train": 1.0, "evaluate": 0.5},
         }  # fmt: skip
+        if validation is not None:
+            seen = [d for d, n in run.config.domain_clients.items() if n]
+            record["beside"] = {"validation": dict.fromkeys(seen, validation(run))}
         lines = [json.dumps({"round": t, **record}) + "\n" for t in range(rounds)]
         (folder / "rounds.jsonl").write_text("".join(lines))
         held = run.config.domain_clients
@@ -97,6 +102,10 @@ def make_runs(
             "device": found.device, "precision": found.precision,
             "split": {"clients": dict(held), "samples": dict(run.config.domain_samples)},
         }  # fmt: skip
+        if validation is not None:
+            seen = [d for d, n in held.items() if n]
+            summary["validated"] = dict.fromkeys(seen, 30)
+            summary["beside"] = {"validation": dict.fromkeys((*seen, "average"), validation(run))}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folders
 

@@ -169,6 +169,29 @@ def test_what_the_command_line_changes_adds_up() -> None:
         study().overridden(options={"moon": {"mu": 1}})
 
 
+def test_a_row_a_sweep_and_the_command_line_may_give_a_reading() -> None:
+    made = study(
+        rows={
+            "printed": {"method": "fpl", "options": {"reading": "printed"}},
+            "its own": {"method": "fpl", "options": {"proto_pass": "last_epoch"}},
+            "swept": "fpl",
+        },
+        sweep=[{"rows": ["swept"], "over": {"reading": ["published", "printed"]}}],
+    )
+    first = Selection(seeds=(0,))
+    levels = {run.line.label: run.config.method for run in plan(made, first)}
+    printed = METHODS["fpl"].create({"reading": "printed"})
+    assert levels == {
+        "printed": printed,
+        "its own": METHODS["fpl"](),
+        "swept, reading=published": METHODS["fpl"](),
+        "swept, reading=printed": printed,
+    }
+    changed = made.overridden(options={"fpl": {"reading": "printed"}})
+    own = {run.line.label: run.config.method for run in plan(changed, first)}["its own"]
+    assert own == printed.with_options(proto_pass="last_epoch")  # what a row is about stays
+
+
 def test_what_a_folder_of_images_held_is_written_down() -> None:
     found = {"folder:my pets": FolderImages(("cat show", "street"), ("abc", "def"))}
     made = study(tasks={"pets": {"task": "folder:my pets"}}).with_images(found)

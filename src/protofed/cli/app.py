@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -63,8 +64,14 @@ def _root(
         raise typer.Exit
 
 
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    text = f"[yellow]warning:[/yellow] {escape(str(message))}"
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False)
+
+
 def main() -> None:
-    """The entry point: errors are one line, with exit code 2."""
+    """The entry point: errors are one line, with exit code 2, and so are warnings."""
+    warnings.showwarning = _print_warning
     try:
         app()
     except ProtofedError as error:

@@ -57,10 +57,12 @@ def by_method(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def parse_setting(name: str, typed: Any) -> Any:
-    """What was typed for a setting, as its value; only tables and rounds are typed as text."""
+    """What was typed for a setting, as its value; tables, rounds and parts are typed as text."""
     kind = SETTINGS[name].kind
     if kind == "table":
         return per_domain(name, typed)
+    if kind == "part":
+        return value(typed)
     if kind == "rounds":
         return [value(r) for r in typed.split(",")] if typed != "none" else "none"
     return typed

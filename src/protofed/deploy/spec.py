@@ -88,7 +88,7 @@ def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, i
         )
     shares = make_shares(config, task) if task.has_images else []
     sampler = make_public_sampler(
-        wanted, task, shares, config.seed, "cpu", config.data, config.skip_bad
+        wanted, task, shares, config.seed, "cpu", config.data, config.reading
     )
     assert sampler is not None
     return sampler.counts

@@ -109,7 +109,7 @@ class ClientStore:
     def _write(self, name: str, state: Tree, round: int) -> str:
         assert self.folder is not None
         file = f"{quote(name, safe='')}.{round}.safetensors"
-        tree.save(state, self.folder / file)
+        tree.save(state, self.folder / file, private=True)
         return file
 
     def _read(self, file: str) -> Tree:

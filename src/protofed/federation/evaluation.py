@@ -135,7 +135,7 @@ def _diverged(method: Method, model: Slot, domain: str) -> Diverged:
     """The error for scores that are not finite, unless the model itself is not finite."""
     require_finite_model(model, "the model")
     return Diverged(
-        f"{method.name}'s scores for test images of {domain} are not finite",
+        f"{method.name}'s scores for images of {domain} are not finite",
         "the model's entries are finite, but may be too large for its activations: try a smaller "
         "--lr; or check the method's predict",
     )

@@ -22,7 +22,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.public_images import public_digest
 from protofed.version import __version__
 
-NUMERICS = 1
+NUMERICS = 2
 """Raised whenever the golden values, or the rounding of lanes, change.
 
 Numbers of runs with different values are not comparable to the last digit.
@@ -80,7 +80,7 @@ def discover(config: Config, task: Task) -> Facts:
         engine=engine,
         engine_reason=reason,
         digest=task.digest or None,
-        public_digest=public_digest(wanted, task, config.data, config.skip_bad),
+        public_digest=public_digest(wanted, task, config.data, config.reading),
         hardware=_hardware(device),
         versions={
             "protofed": __version__,

@@ -22,7 +22,10 @@ SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
 SEEN = "seen average"
 """Of a run that leaves a domain out: the average of the other domains."""
 
-BESIDE = {"own": "own domain"}
+VALIDATION = "validation average"
+"""Of a run with ``validate``: the average over the domains of the accuracy to choose by."""
+
+BESIDE = {"own": "own domain", "validation": VALIDATION}
 """Display names of what a round records under ``beside``: accuracies next to the main one.
 
 Names without an entry are shown as they are.
@@ -75,8 +78,9 @@ def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -
 def beside(record: Mapping[str, Any]) -> dict[str, float]:
     """The averages of the accuracies that a round has next to the main one, by display name.
 
-    ``own domain`` is that of clients with their own models, each tested on its own domain. The
-    others come from other ways to predict that the method has, e.g. by the nearest prototype.
+    ``own domain`` is that of clients with their own models, each tested on its own domain;
+    ``validation average`` that on other images than the test images. The others come from other
+    ways to predict that the method has, e.g. by the nearest prototype.
     """
     found = record.get("beside", {}).items()
     return {BESIDE.get(name, name): _mean(list(each.values())) for name, each in found}
@@ -97,8 +101,15 @@ def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]
 def over_rounds(
     records: Sequence[Mapping[str, Any]], unseen: str | None = None
 ) -> dict[str, list[float]]:
-    """The accuracies of every round by display name; the average or the unseen domain first."""
-    each = [shown({"average": r["average"], **r["accuracy"]}, unseen) for r in records]
+    """The accuracies of every round by display name; the average or the unseen domain first.
+
+    The last one is that on the validation images, if there are any.
+    """
+    each = [
+        shown({"average": r["average"], **r["accuracy"]}, unseen)
+        | {name: a for name, a in beside(r).items() if name == VALIDATION}
+        for r in records
+    ]
     return {name: [values[name] for values in each] for name in (each[0] if each else ())}
 
 

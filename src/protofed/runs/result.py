@@ -59,6 +59,12 @@ class Result:
         """Accuracy per domain and ``average``: means of the last five rounds."""
         return last_mean(self.rounds)
 
+    @property
+    def validation(self) -> dict[str, float]:
+        """As ``accuracy``, on the images to choose by; empty if ``validate`` asked for none."""
+        there = "validation" in self.rounds[-1].get("beside", ())
+        return last_mean(self.rounds, "validation") if there else {}
+
     def need_model(self) -> None:
         """An error if the run was read without its model."""
         if self.lean:

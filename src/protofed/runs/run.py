@@ -161,6 +161,7 @@ def tf32(on: bool) -> Iterator[None]:
 
 def _summary(federation: Federation, records: Records) -> dict[str, Any]:
     config, facts = federation.config, federation.facts
+    validated = {name: len(images) for name, images in federation.validation.items()}
     return summarize(
         config,
         records,
@@ -175,4 +176,5 @@ def _summary(federation: Federation, records: Records) -> dict[str, Any]:
         versions=facts.versions,
         **({"public": public.counts} if (public := federation.setup.public) else {}),
         **({"examined": federation.examined} if federation.examined else {}),
+        **({"validated": validated} if validated else {}),
     )

@@ -54,13 +54,11 @@ class Row:
 
     def with_value(self, name: str, value: Any) -> Row:
         """The row with a hyper-parameter of its method, or else a setting, at that value."""
-        hypers = () if self.missing else method_class(self.method).hypers()
-        if name in hypers or (self.missing and name not in SETTINGS):
+        own = () if self.missing else method_class(self.method).option_names()
+        if name in own or (self.missing and name not in SETTINGS):
             return replace(self, options={**self.options, name: value})
         if name not in SETTINGS:
-            raise unknown(
-                f"hyper-parameter of {self.method}, or setting,", name, (*hypers, *SETTINGS)
-            )
+            raise unknown(f"hyper-parameter of {self.method}, or setting,", name, (*own, *SETTINGS))
         return replace(self, settings={**self.settings, name: value})
 
     def check(self) -> None:
@@ -198,6 +196,11 @@ class Study:
 
     def with_seeds(self, seeds: Sequence[int]) -> Study:
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
+
+    def with_note(self, note: str) -> Study:
+        """The study with a further note, if there is one."""
+        notes = (*self.notes, *filter(None, [note]))
+        return replace(self, notes=notes, raw={**self.raw, "notes": list(notes)})
 
     def with_images(self, images: Mapping[str, FolderImages]) -> Study:
         if not images:

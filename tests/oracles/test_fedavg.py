@@ -1,0 +1,58 @@
+"""FedAvg, McMahan et al. 2017: algorithm 1, with the mean weighted by samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.oracles import plain
+from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.plain import SGD, average, copy, cross_entropy, network
+
+
+def fedavg(run: Run, uniform: bool = False) -> Oracle:
+    θ = run.initial
+    for t in range(run.rounds):
+        models = {}
+        for m in run.participants[t]:
+            θ_m = copy(θ)
+            sgd = SGD(run.lr, run.momentum, run.weight_decay)
+            for epoch in range(run.epochs):
+                for x, y in run.epoch(m, t, epoch):
+                    _, logits = network(θ_m, x, training=True)
+                    sgd.step(θ_m, cross_entropy(logits, y))
+            models[m] = θ_m
+        θ = average([*models.values()], [1 if uniform else run.samples[m] for m in models])
+        yield {
+            "server": {"model": θ},
+            "sent": {m: {"model": models[m]} for m in models},
+            "kept": {},
+        }
+
+
+def test_agrees() -> None:
+    assert_agree(run("fedavg"), fedavg(run("fedavg")))
+
+
+def test_agrees_with_half_of_the_clients_counted_the_same() -> None:
+    half = run("fedavg", participation=0.5, average="uniform")
+    assert_agree(half, fedavg(half, uniform=True))
+
+
+def test_a_wrong_mean_is_noticed() -> None:
+    assert_differ(run("fedavg"), fedavg(run("fedavg"), uniform=True))
+
+
+@pytest.mark.parametrize("name", ["lr", "momentum", "weight_decay"])
+def test_a_wrong_optimizer_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run("fedavg")
+    monkeypatch.setattr(found, name, 0.9 * getattr(found, name))
+    assert_differ(found, fedavg(found))
+
+
+def test_wrong_running_statistics_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def frozen(θ, name, x, training):  # type: ignore[no-untyped-def]
+        return right(dict(θ), name, x, training)
+
+    right = plain.batch_norm
+    monkeypatch.setattr(plain, "batch_norm", frozen)
+    assert_differ(run("fedavg"), fedavg(run("fedavg")))
