@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from tests.fuzz import corruptions, files, folders, kills, texts  # noqa: F401 (they register)
-from tests.fuzz.driver import State, fuzz, settle, table, workplace
+from tests.fuzz import corruptions, files, folders, harness, kills, texts  # noqa: F401
+from tests.fuzz.driver import GOALS, State, fuzz, settle, table, workplace
 from tests.fuzz.harness import FUZZERS, Tally
 
 SECONDS = 180.0
+SHORT = {"inputs": 1, "corruptions": 2, "kills": 4}
+"""Batches of the short form."""
 
 
 def main() -> int:
@@ -20,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help=f"how long; default: {SECONDS:.0f}")
     parser.add_argument("--long", action="store_true",
                         help="until the goals are reached, over as many runs as it takes")  # fmt: skip
+    parser.add_argument("--short", action="store_true", help="as in CI: little of everything")
     parser.add_argument("--batches", type=int, help="that many batches of each fuzzer")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--state", type=Path, default=Path("build/fuzz.json"),
@@ -29,14 +32,17 @@ def main() -> int:
     given = parser.parse_args()
     if given.repeat:
         return repeat(given.repeat)
-    limited = given.long or given.batches
+    if given.short:
+        harness.EXAMPLES = 6
+    batches = dict.fromkeys(GOALS, given.batches) if given.batches else None
+    limited = given.long or given.short or given.batches
     state = fuzz(
         jobs=given.jobs,
         seconds=given.seconds if given.seconds or limited else SECONDS,
-        state=given.state,
+        state=None if given.short else given.state,
         names=[name for name in given.only.split(",") if name],
         to_goals=given.long,
-        batches=given.batches,
+        batches=SHORT if given.short else batches,
         tell=lambda text: print(text, flush=True),
     )
     return report(state)
@@ -44,7 +50,9 @@ def main() -> int:
 
 def report(state: State) -> int:
     runs = len(state.before) + 1
-    print(f"\n{table(state)}\n\n{runs} run{'s' * (runs > 1)} of the job, in {state.path}")
+    print(f"\n{table(state)}\n")
+    if state.path is not None:
+        print(f"{runs} run{'s' * (runs > 1)} of the job, in {state.path}")
     for fault in state.faults.values():
         print(f"\nFAULT {fault.signature} ({fault.hits} times)\n  input: {fault.input[:600]}")
         print(f"  repeat: python -m tests.fuzz --repeat '{fault.repeat}'\n{fault.trace[-1500:]}")

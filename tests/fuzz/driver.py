@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,10 +265,10 @@ def fuzz(
     state: Path | None = None,
     names: Sequence[str] = (),
     to_goals: bool = False,
-    batches: int | None = None,
+    batches: Mapping[str, int] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> State:
-    """Fuzz for some seconds, or up to the goals, or a number of batches of each fuzzer."""
+    """Fuzz for some seconds, up to the goals, or a number of batches by the kind of the fuzzer."""
     chosen = [FUZZERS[name] for name in names or FUZZERS]
     counts = State(state, jobs)
     given: Counter[str] = Counter()
@@ -279,7 +279,7 @@ def fuzz(
         if stop or (seconds is not None and time.monotonic() - counts.began > seconds):
             return None
         if batches is not None:
-            return next((f for f in chosen if given[f.name] < batches), None)
+            return next((f for f in chosen if given[f.name] < batches[f.kind]), None)
         under_way = Counter(f.kind for f in busy for _ in range(f.size))
         part = {kind: (counts.tried(kind) + under_way[kind]) / GOALS[kind] for kind in GOALS}
         left = [f for f in chosen if not to_goals or counts.tried(f.kind) < GOALS[f.kind]]

@@ -362,12 +362,12 @@ def _cached(ending: str) -> bytes:
     parts = [("a", "train", [0, 1]), ("a", "test", [1, 0])]
     with Guard.off():
         cache.store("kept", pixels, ("x", "y"), parts, ["note"], [])
-    return (cache.cache_folder() / "decoded" / f"kept.{ending}").read_bytes()
+    return (cache.entries_folder() / f"kept.{ending}").read_bytes()
 
 
 def _try_entry(given: tuple[str, bytes], folder: Path) -> None:
     ending, content = given
-    decoded = cache.cache_folder() / "decoded"
+    decoded = cache.entries_folder()
     decoded.mkdir(exist_ok=True, parents=True)
     for name in ("npy", "json"):
         (decoded / f"kept.{name}").write_bytes(content if name == ending else _cached(name))

@@ -108,7 +108,7 @@ class Tally:
         known = self.faults.setdefault(fault.signature, fault)
         if known is not fault:
             known.hits += 1
-            if len(fault.input) < len(known.input):
+            if (len(fault.input), fault.input) < (len(known.input), known.input):
                 known.repeat, known.input, known.trace = fault.repeat, fault.input, fault.trace
 
 
@@ -135,16 +135,18 @@ def inputs(
 ) -> None:
     """Register a fuzzer of inputs: one function makes them, the other tries them."""
 
-    def one(blob: bytes, folder: Path, tally: Tally, repeat: str) -> list[str]:
+    def one(blob: bytes, folder: Path, tally: Tally) -> list[str]:
         """The signatures of the faults that the inputs in these bytes cause."""
         choices, signatures = Choices(blob), []
         (folder / CURRENT).write_bytes(choices.blob)
-        while choices.left and tally.slow < MOST_SLOW:
+        while (choices.left or not choices.at) and tally.slow < MOST_SLOW:
+            start = choices.at
             value = make(choices)
             tally.tried += 1
             fault = judged(lambda value=value: check(value, folder), tally)
             if fault is not None:
-                found = Fault(name, repeat, *fault[:1], short(value), fault[1])
+                own = choices.blob[start : choices.at].rstrip(b"\0")
+                found = Fault(name, f"{name}:x{own.hex()}", fault[0], short(value), fault[1])
                 signatures.append(found.signature)
                 tally.add(found)
         return signatures
@@ -170,7 +172,7 @@ def inputs(
                 left -= not shrinking
                 if shrinking and time.monotonic() - shrinking[0] > SHRINK_SECONDS:
                     return
-                new = {*one(blob, folder, tally, f"{name}:x{blob.rstrip(bytes(1)).hex()}")} - known
+                new = {*one(blob, folder, tally)} - known
                 if new:
                     shrinking.append(time.monotonic())
                     raise AssertionError(sorted(new)[0])
@@ -190,7 +192,7 @@ def inputs(
 
     def repeat(blob: bytes, folder: Path) -> Tally:
         tally = Tally()
-        one(blob, folder, tally, f"{name}:x{blob.hex()}")
+        one(blob, folder, tally)
         return tally
 
     FUZZERS[name] = Fuzzer(name, "inputs", batch, EXAMPLES * 12, repeat)

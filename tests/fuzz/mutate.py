@@ -134,7 +134,7 @@ def changed(data: Any, choices: Choices) -> Any:
         elif kind == 1:
             parent.append(at)
         elif kind == 2 and isinstance(at, (int, float)) and not isinstance(at, bool):
-            parent[key] = choices.pick((-at, at + 1, at * 1e300, str(at), [at], float(at)))
+            parent[key] = choices.pick((-at, at + 1, -at - 1, str(at), [at], [at, at]))
         else:
             parent[key] = choices.pick(VALUES)
     return data
