@@ -418,7 +418,7 @@ def test_one_folder_in_two_places_is_the_same_config():
     assert make_config("folder:a/pets").hash != make_config("folder:a/dogs").hash
 
 
-@pytest.mark.parametrize(("format", "fine"), [(1, True), (2, False), ('"x"', False)])
+@pytest.mark.parametrize(("format", "fine"), [(1, True), (2, True), (3, False), ('"x"', False)])
 def test_a_config_of_a_later_format_is_refused(tmp_path, format, fine):
     path = write(tmp_path, f"format = {format}\nrounds = 3\n")
     if fine:

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protofed.errors import ProtofedError
 from protofed.files import CannotWrite, Damaged, read_json, write_atomic, write_json
+from tests.conftest import flipped
 
 
 def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
@@ -153,13 +156,28 @@ def test_something_that_is_no_bytes_leaves_the_old_content(tmp_path: Path) -> No
 def test_json_carries_its_format(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write_json(path, {"a": "ü"})
-    assert json.loads(path.read_text("utf-8")) == {"format": 1, "a": "ü"}
+    assert json.loads(path.read_text("utf-8")).items() >= {"format": 2, "a": "ü"}.items()
     assert read_json(path, ["a"]) == {"a": "ü"}
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}, "from before there were formats"
-    path.write_text('{"format": 2}')
-    with pytest.raises(ProtofedError, match=r"newer version of protofed \(format 2;.*upgrade"):
+    path.write_text('{"format": 1, "a": 1}')
+    assert read_json(path) == {"a": 1}, "from before there were checksums"
+    path.write_text('{"format": 3}')
+    with pytest.raises(ProtofedError, match=r"newer version of protofed \(format 3;.*upgrade"):
         read_json(path, ["a"])
+
+
+@pytest.mark.parametrize("content", [{}, {"a": "ü"}, {"n": 1.5, "b": {"c": [1, None, math.nan]}}])
+def test_no_bit_of_a_json_file_can_be_lost(tmp_path: Path, content: dict[str, Any]) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, content)
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flipped(whole, bit))
+        try:
+            assert repr(read_json(path)) == repr(content), bit
+        except ProtofedError as error:
+            assert "file.json" in str(error)
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", '{"b": 1}', '{"a": 1, "format": "one"}', "\xff"])

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -241,6 +241,20 @@ class Method:
         """
         return ()
 
+    @property
+    def uses_rounds(self) -> bool:
+        """Whether a round depends on how many there are in all: such a run cannot be extended.
+
+        By default, whether a function of the class reads ``client.progress`` or ``server.rounds``.
+        """
+        own = [f for cls in type(self).__mro__ for f in vars(cls).values()]
+        todo: list[Any] = [f.__code__ for f in own if isinstance(f, FunctionType)]
+        for code in todo:
+            if {"progress", "rounds"} & {*code.co_names}:
+                return True
+            todo += [c for c in code.co_consts if isinstance(c, CodeType)]  # lambdas and the like
+        return False
+
     # ---- cold hooks ----------------------------------------------------------------------------
 
     def for_mixed_models(self) -> Self:
@@ -419,9 +433,14 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     kind: type = type(f.default)
     numbers = {float: Real, int: Integral}.get(kind)  # NumPy's included
     if numbers and isinstance(value, numbers) and not isinstance(value, bool):
-        value = kind(value)
+        try:
+            value = kind(value)
+        except OverflowError:
+            raise ProtofedError(f"{where} is too large a number") from None
     if f.default is not dataclasses.MISSING and type(value) is not kind:
-        raise ProtofedError(f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r}")
+        raise ProtofedError(
+            f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r:.100}"
+        )
     if hyper.choices is not None and value not in hyper.choices:
         raise unknown(f"value for {where}", value, hyper.choices)
     for name, holds in _LIMITS.items():

@@ -70,7 +70,7 @@ def plan(home: Path, **more: Any) -> RunSpec:
 
 def last_request(spec: RunSpec) -> RecordDict:
     """The message that closes a run: the site saves the model under the run's name."""
-    return write(Request("here", spec.hash, 1, train=False, evaluate=True, accepted="", kept=""))
+    return write(Request("here", spec.hash, 1, train=False, evaluate=True, accepted=""))
 
 
 def test_the_federations_own_run_leaves_its_model(home: Path) -> None:
@@ -108,7 +108,7 @@ def test_sites_of_a_task_read_no_other_folder(
     parts["task"]["name"] = "folder:/etc"
     parts["hash"] = replace(w.run, config=replace(w.run.config, task="folder:/etc")).hash
     home = read_site_config(w.folder / "homes" / BAD)
-    asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="", kept="")
+    asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="")
     monkeypatch.setattr("protofed.deploy.site.load_task", lambda *a, **b: pytest.fail("it looked"))
     with pytest.raises(Refused, match="the run is for task 'folder:/etc', this federation for 'gl"):
         answer(home, json.dumps(parts), write(asked))

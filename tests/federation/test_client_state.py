@@ -49,7 +49,7 @@ def test_it_keeps_count(tmp_path: Path) -> None:
         if round % 7 == 6:
             found.clean(found.save(found.accept(), round + 1))
         if round == 20:
-            found.restore(found.save(found.accept(), round + 1))
+            found.restore(found.save(found.accept(), round + 1), {})
         assert found._used == in_memory(found)
         for name, expected in current.items():
             assert tree.equal(found.get(name), expected)

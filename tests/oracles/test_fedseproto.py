@@ -197,12 +197,6 @@ PRINTED = {**PUBLISHED, "kd_sign": "printed", "proto_reduction": "sum"}
 WEAK = {"lam": 0.01}
 """Beside a sum over the dimensions."""
 
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "w/o KD, moments, last epoch": {"alpha": 0.0, "kl": "moments", "proto_pass": "last_epoch"},
-    "w/o MI and Proto": {"beta": 0.0, "lam": 0.0},
-    "a decoder that learns": {"decoder_step": 100.0},
-}
-
 ALONE: list[dict[str, Any]] = [
     {"alpha": 0.0},
     {"alpha": 0.0, "beta": 0.0, "lam": 0.0},
@@ -237,11 +231,6 @@ def test_agrees() -> None:
 def test_agrees_as_printed_where_some_are_missing() -> None:
     found = run("fedseproto", {"reading": "printed", **WEAK}, **{**SOME, "epochs": 2})
     assert_agree(found, fedseproto(found, **{**PRINTED, **WEAK}))
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_agrees_in_the_ablations(name: str) -> None:
-    check({**PUBLISHED, **ABLATIONS[name]}, **SHORT)
 
 
 def test_agrees_with_different_models() -> None:

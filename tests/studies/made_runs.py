@@ -11,6 +11,7 @@ from typing import Any
 from tests.data.conftest import Pictures
 
 from protofed.federation.facts import NUMERICS, Facts
+from protofed.runs.folder import RunFolder
 from protofed.studies.definition import Study, parse
 from protofed.studies.folder import StudyFolder
 from protofed.studies.plan import PlannedRun, plan
@@ -77,8 +78,7 @@ def make_runs(
         hash = found.run_hash(run.config)
         folder = pool / found.run_name(run.config)
         folders[run.line.label, run.seed] = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(run.config.toml())
+        RunFolder(folder).save_config(run.config)
         known = {**found.to_dict(), "run": hash, "config": run.config.hash}
         (folder / "facts.json").write_text(json.dumps(known))
         values = dict(accuracy(run))

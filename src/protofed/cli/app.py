@@ -20,13 +20,15 @@ from protofed.cli.options import HELP
 from protofed.cli.output import console
 from protofed.cli.report import report
 from protofed.cli.run import run, show
+from protofed.cli.runs import runs_app
 from protofed.cli.study import study_app
 from protofed.cli.tasks import tasks
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
 ORDER = (
-    "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "report", "deploy",
+    "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "runs", "report",
+    "deploy",
 )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ app = typer.Typer(
 )
 for command in (tasks, methods, run, show, compare, sweep, report):
     app.command(context_settings=HELP)(command)
-for group in (data_app, study_app, deploy_app):
+for group in (data_app, study_app, runs_app, deploy_app):
     app.add_typer(group)
 
 
@@ -77,6 +79,9 @@ def main() -> None:
     except ProtofedError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
+    except OSError as error:  # of a place that only the system knows to be bad
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error)[:300])}", soft_wrap=True)
+        sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer's code for Ctrl-C
             text = "stopped; what is complete is kept: the same command resumes (run: --resume)"

@@ -15,7 +15,7 @@ import torch
 from flwr.app import RecordDict
 
 from protofed import tree
-from protofed.config import AUTO, DEVICES, READING, SETTINGS, task_settings
+from protofed.config import AUTO, DEVICES, READ_SETTINGS, SETTINGS, task_settings
 from protofed.data import Images, Share, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.data.load import site_images
@@ -68,7 +68,7 @@ def read_site_config(
 ) -> SiteConfig:
     """Read a site's settings from its folder; ``data`` and ``public`` override them."""
     path = folder / SITE_FILE
-    raw = read_toml(path, ("site", "data", "public", "device", *READING))
+    raw = read_toml(path, ("site", "data", "public", "device", *READ_SETTINGS))
     members = read_members(folder)
     name, device = raw.get("site", ""), raw.get("device", AUTO)
     if name not in members.sites:
@@ -80,7 +80,7 @@ def read_site_config(
             raise ProtofedError(f"{key} in '{path}' must be a folder, got {raw[key]!r}")
     with _advice_for_sites():
         device = find_device(device)
-    given = {n: SETTINGS[n].check(f"{n} in '{path}'", raw[n]) for n in READING if n in raw}
+    given = {n: SETTINGS[n].check(f"{n} in '{path}'", raw[n]) for n in READ_SETTINGS if n in raw}
     data, public = data or raw.get("data"), public or raw.get("public")
     return SiteConfig(folder, name, members, data, public, device, Reading(**given))
 
@@ -254,7 +254,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             method, network, setup.sizes, [site.name], rounds=config.rounds, seed=config.seed
         )
         mine = server.initial_client(network.state_dict())
-    states.keep_only(request.accepted, request.kept)
+    states.keep_only(request.accepted, *request.kept)
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )

@@ -21,6 +21,7 @@ from protofed.federation.engine import engine_factory
 from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.facts import DTYPES, Facts, discover
 from protofed.federation.finite import require_finite_model
+from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries
 from protofed.federation.public_images import is_from_task, make_public_sampler
@@ -122,6 +123,9 @@ class Federation:
         self.hash, self.name = self.facts.run_hash(config), self.facts.run_name(config)
         self.config = config = self.facts.applied(config)
         """The config with what was found: clients, device, precision, engine."""
+        self.memory = estimate(config, self.task, client_states is not None)
+        """What the run takes; one that takes more than there is does not start."""
+        self.memory.require()
         self.method = config.method
         sizes = (len(self.task.classes), self.task.image_size, config.width, config.norm)
         require_fit(self.method, config.models, *sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -30,6 +31,8 @@ def print_plain(console: Console, line: str) -> None:
 
 def duration(seconds: float) -> str:
     """``8 s``, ``3:20 min``, ``2:05 h``."""
+    if not math.isfinite(seconds):
+        return "?"
     if seconds < 60:
         return f"{seconds:.0f} s"
     unit, size = ("min", 60) if seconds < 3600 else ("h", 3600)
@@ -94,7 +97,7 @@ class RunProgress(Observer):
         )
         print_plain(self.console, f"  {protocol_line(config)}")
         skipped = [f"  skipped file: {name}" for name in federation.task.skipped]
-        for line in client_lines(federation) + skipped:
+        for line in [*client_lines(federation), f"  {federation.memory}", *skipped]:
             print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),

@@ -88,6 +88,7 @@ class StudyFolder:
                 )
             study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
             study = study.with_images({**there.images, **study.images})
+        study = study.with_methods([task.task for task in study_tasks(study)])
         study = replace(study, raw={**study.raw, "pool": os.path.relpath(pool, path)})
         write_atomic(path / "study.toml", study.toml())
         return cls(path, study, Pool(pool))
@@ -139,7 +140,8 @@ class StudyFolder:
         ]
         caption = tables.describe(every) if every else "No run is there yet."
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
-        notes = (*notes, *self._mixed(task.name), *self._choices(rows))
+        left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
+        notes = (*notes, *self._mixed(task.name), *self._choices(rows), *left_out)
         return TaskTable(task.name, shown, rows, base or "FedAvg", caption, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
@@ -240,7 +242,7 @@ def _joined(runs: Mapping[str, Measure]) -> Measure:
     accuracy = {domain: run.accuracy[domain] for domain, run in runs.items()}
     # the clients of all domains, of which each run was without one's
     every = {d: max(run.settings["clients"].get(d, 0) for run in runs.values()) for d in runs}
-    tested = {domain: run.summary["tested"][domain] for domain, run in runs.items()}
+    tested = {d: run.summary.get("tested", {}).get(d, 0) for d, run in runs.items()}
     # each run was validated on the domains that it did train on
     averages = [run.beside[VALIDATION] for run in runs.values() if VALIDATION in run.beside]
     beside = {"validation": {AVERAGE: fmean(averages)}} if averages else {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
 from protofed.federation.facts import discover
+from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import make_shares, rows_to_validate
 from protofed.observers.tensorboard import require_tensorboard
@@ -118,7 +120,16 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
         for stored in pool.candidates(config)
         if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
     ]
-    return _complete(name, config, same_images) or own
+    if found := _complete(name, config, same_images):
+        return found
+    # what it takes alone: runs side by side share the workers
+    memory = estimate(replace(facts.applied(asked), workers=config.workers or 1), task)
+    try:
+        memory.require()
+    except ProtofedError as error:
+        raise type(error)(f"{run.name}: {error.message}", error.hint) from None
+    own.memory = memory
+    return own
 
 
 def _complete(name: str, config: Config, stored: Sequence[StoredRun]) -> Job | None:

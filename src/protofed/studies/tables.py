@@ -384,9 +384,10 @@ def describe(measures: Sequence[Measure]) -> str:
         f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half the "
         f"{CONFIDENCE:.0%} interval; noise: the interval contains 0); "
     ) * (len(seeds) > 1)
+    data = summary.get("data", "?").rstrip(".")
     return (
         f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
-        f"task {first['task']} ({summary['data'].rstrip('.')}), protocol {one('protocol')}, "
+        f"task {first['task']} ({data}), protocol {one('protocol')}, "
         f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}; "
         f"{one('precision')} on {one('device')}; {_tested(measures)}"
@@ -438,7 +439,7 @@ def client_sizes(clients: Mapping[str, int], samples: Mapping[str, float]) -> st
     def amount(n: float) -> str:
         return f"{100 * n:g} %" if isinstance(n, float) else f"{n}"
 
-    return ", ".join(f"{d} {n} × {amount(samples[d])}" for d, n in clients.items() if n)
+    return ", ".join(f"{d} {n} × {amount(samples.get(d, 0))}" for d, n in clients.items() if n)
 
 
 def seed_warning(seeds: int, fewest: int | None = None) -> str:
@@ -472,9 +473,9 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         if "what was left" in client.get("note", ""):
             words.append(f"{client['client']} only {client['samples']}: what was left")
     if (left_out := settings.get("leave_out")) == EACH:
-        tested = ", ".join(f"{d} {n}" for d, n in summary["tested"].items())
+        tested = ", ".join(f"{d} {n}" for d, n in summary.get("tested", {}).items())
         words.append(f"without those of the unseen domain; test images: {tested}")
     elif left_out is not None:
-        tested = summary["tested"][left_out]
+        tested = summary.get("tested", {}).get(left_out, "?")
         words.append(f"{left_out} left out of training and tested on {tested} images")
     return "".join(f", {w}" for w in words)
