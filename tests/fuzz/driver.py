@@ -168,6 +168,10 @@ def _limit_memory() -> None:
 
 def _warm_up(root: Path) -> None:
     """What every worker and every process that they start would else do again."""
+    import matplotlib.font_manager  # noqa: F401 (it looks for the fonts)
+
+    import protofed.report.page  # noqa: F401
+
     tiny.pictures(root / "any")
     torch.set_num_threads(1)
     weight = torch.zeros(1, requires_grad=True)

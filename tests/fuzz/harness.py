@@ -30,7 +30,7 @@ from protofed.errors import ProtofedError
 
 PATIENCE_SECONDS = 20
 """Inputs of a draw that take longer than this are a fault."""
-LONGEST_MESSAGE = 20_000
+LONGEST_MESSAGE = 100_000
 SHRINK_SECONDS = 3.0
 """How long the bytes of one fault are shortened."""
 EXAMPLES = 40

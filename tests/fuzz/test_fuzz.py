@@ -87,7 +87,7 @@ def test_an_error_of_another_type_is_shrunk_and_can_be_repeated(
         ("outside", "written outside the folder"),
         ("code", "code of a file that was only read was executed"),
         ("slow", "TookTooLong outside the package"),
-        ("verbose", "a message of more than 20000 characters"),
+        ("verbose", "a message of more than 100000 characters"),
     ],
 )
 def test_what_counts_as_a_fault(
@@ -107,7 +107,7 @@ def test_what_counts_as_a_fault(
         if value == "slow":
             time.sleep(5)
         if value == "verbose":
-            raise ProtofedError("x" * 30_000)
+            raise ProtofedError("x" * 200_000)
 
     monkeypatch.setattr(harness, "PATIENCE_SECONDS", 0.1)
     harness.Guard.install(inside)

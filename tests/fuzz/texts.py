@@ -178,7 +178,7 @@ def _command(choices: Choices) -> list[str]:
              "--protocol", "--out", "--runs", "--tasks", "--format", "--images", "--against", "-h"))  # fmt: skip
         argv.append(option)
         argv.append(choices.pick((*_ARGUMENTS, *_TYPED)))
-    return [*argv, *_COMMANDS[name]]
+    return [word.replace("\0", "") for word in (*argv, *_COMMANDS[name])]  # no system passes it on
 
 
 def _try_command(argv: list[str], folder: Path) -> None:
