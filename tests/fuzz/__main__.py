@@ -13,27 +13,27 @@ from tests.fuzz.driver import GOALS, State, fuzz, settle, table, workplace
 from tests.fuzz.harness import FUZZERS, Tally
 
 SECONDS = 180.0
-SHORT = {"inputs": 1, "corruptions": 2, "kills": 4}
+SHORT = {"inputs": 1, "corruptions": 1, "kills": 3}
 """Batches of the short form."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, help=f"how long; default: {SECONDS:.0f}")
-    parser.add_argument("--long", action="store_true",
-                        help="until the goals are reached, over as many runs as it takes")  # fmt: skip
+    goals = "until the goals are reached, over as many runs as it takes"
+    parser.add_argument("--long", action="store_true", help=goals)
     parser.add_argument("--short", action="store_true", help="as in CI: little of everything")
     parser.add_argument("--batches", type=int, help="that many batches of each fuzzer")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--state", type=Path, default=Path("build/fuzz.json"),
-                        help="where the counts add up; default: build/fuzz.json")  # fmt: skip
+    counts = "where the counts add up; default: build/fuzz.json"
+    parser.add_argument("--state", type=Path, default=Path("build/fuzz.json"), help=counts)
     parser.add_argument("--only", default="", help=f"of {', '.join(FUZZERS)}")
     parser.add_argument("--repeat", metavar="FUZZER:WHICH", help="one fault, as it was reported")
     given = parser.parse_args()
     if given.repeat:
         return repeat(given.repeat)
     if given.short:
-        harness.EXAMPLES = 6
+        harness.EXAMPLES = 5
     batches = dict.fromkeys(GOALS, given.batches) if given.batches else None
     limited = given.long or given.short or given.batches
     state = fuzz(
@@ -74,7 +74,9 @@ def repeat(which: str) -> int:
             tally = fuzzer.batch(int(what), root / "worker")
         os.chdir("/")
     for fault in tally.faults.values():
-        print(f"FAULT {fault.signature} ({fault.hits} times)\n  input: {fault.input}\n{fault.trace}")
+        print(
+            f"FAULT {fault.signature} ({fault.hits} times)\n  input: {fault.input}\n{fault.trace}"
+        )
     seconds = time.monotonic() - began
     print(f"{tally.tried} tried in {seconds:.1f} s, {len(tally.faults)} kinds of faults")
     return int(bool(tally.faults))

@@ -9,19 +9,19 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import tiny
-from tests.fuzz.folders import read, study_text
-from tests.fuzz.harness import Fault, Guard, Tally, Wrong, judged, trials
-
 import protofed
 from protofed.errors import ProtofedError
 from protofed.methods import METHODS
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import load_run
+from tests.fuzz import tiny
+from tests.fuzz.folders import read, study_text
+from tests.fuzz.harness import Fault, Guard, Tally, Wrong, judged, trials
 
 SIZE = 12
 KINDS = ("flip",) * 8 + ("cut off", "cut off", "hole", "lost byte", "empty", "another's", "lost")
-MAY_BE_LOST = ("checkpoint.safetensors", "model.safetensors", "clients/")
+TENSORS = ("checkpoint", "model", "clients/", "prototypes/")
+MAY_BE_LOST = TENSORS[:3]
 
 
 def damaged(content: bytes, kind: str, rng: random.Random, other: bytes) -> bytes:
@@ -46,7 +46,8 @@ def batch(number: int, folder: Path) -> Tally:
         source = good.whole if finished else good.cut
         files = sorted(p.relative_to(source) for p in source.rglob("*") if p.is_file())
         file, kind = rng.choice(files), rng.choice(KINDS)
-        if kind == "lost" and not str(file).startswith(MAY_BE_LOST):
+        elsewhere = {"lost": MAY_BE_LOST, "another's": TENSORS}
+        if not str(file).startswith(elsewhere.get(kind, "")):
             kind = "flip"
         theirs = (other.whole if finished else other.cut) / file
         content = (source / file).read_bytes()
@@ -84,9 +85,7 @@ def _try(method: str, run: Path, pool: Path, folder: Path, finished: bool) -> No
                 _require_same(reader, method, run, pool, folder)
             except ProtofedError as error:
                 refused = error
-    protofed.run(
-        tiny.loaded(folder), config=tiny.config(method, folder), out=run, resume=True
-    )
+    protofed.run(tiny.loaded(folder), config=tiny.config(method, folder), out=run, resume=True)
     if what := tiny.difference(tiny.numbers(run), _numbers(method, folder)):
         raise Wrong(f"the resumed run has another {what}")
     if refused is not None:

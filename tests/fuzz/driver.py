@@ -28,10 +28,10 @@ from typing import Any
 
 import hypothesis
 import torch
-from tests.fuzz import folders, mutate, tiny
-from tests.fuzz.harness import CURRENT, FUZZERS, SOURCE, Fault, Fuzzer, Tally, at_home
 
 from protofed.version import __version__
+from tests.fuzz import folders, mutate, tiny
+from tests.fuzz.harness import CURRENT, FUZZERS, SOURCE, Fault, Fuzzer, Tally, at_home
 
 GOALS = {"inputs": 1_000_000, "kills": 1_000, "corruptions": 2_000}
 """What the long form tries; a shorter one tries the three in the same proportion."""
@@ -44,7 +44,7 @@ MEMORY = 6 << 30
 
 @dataclass
 class Count:
-    """What a fuzzer tried in one run of the job, or in several."""
+    """What a fuzzer tried in one run of the job, or in several; ``batches`` are those started."""
 
     batches: int = 0
     tried: int = 0
@@ -86,9 +86,15 @@ class State:
     def tried(self, kind: str) -> int:
         return sum(self.total(f.name).tried for f in FUZZERS.values() if f.kind == kind)
 
+    def next_number(self, fuzzer: Fuzzer) -> int:
+        """The number of the fuzzer's next batch, which is no other's."""
+        number = self.total(fuzzer.name).batches
+        self.counts[fuzzer.name].batches += 1
+        return number
+
     def add(self, fuzzer: Fuzzer, tally: Tally, seconds: float) -> None:
         hits = sum(fault.hits for fault in tally.faults.values())
-        self.counts[fuzzer.name] += Count(1, tally.tried, tally.ok, tally.refused, hits, seconds)
+        self.counts[fuzzer.name] += Count(0, tally.tried, tally.ok, tally.refused, hits, seconds)
         for signature, fault in tally.faults.items():
             known = self.faults.setdefault(signature, fault)
             if known is not fault:
@@ -183,7 +189,8 @@ def _warm_up(root: Path) -> None:
 def workplace() -> Iterator[Path]:
     """A folder in memory where there is such a place: most of the job is small files."""
     memory = Path("/dev/shm")
-    place = str(memory) if memory.is_dir() and os.access(memory, os.W_OK) else None
+    roomy = memory.is_dir() and shutil.disk_usage(memory).free > 4 << 30
+    place = str(memory) if roomy and os.access(memory, os.W_OK) else None
     root = Path(tempfile.mkdtemp(prefix="protofed-fuzz-", dir=place)).resolve()
     (root / "shared").mkdir()
     try:
@@ -275,15 +282,14 @@ def fuzz(
     """Fuzz for some seconds, up to the goals, or a number of batches by the kind of the fuzzer."""
     chosen = [FUZZERS[name] for name in names or FUZZERS]
     counts = State(state, jobs)
-    given: Counter[str] = Counter()
-    stop = False
 
     def next_batch(busy: Sequence[Fuzzer]) -> Fuzzer | None:
         """Of the kind that is furthest from its goal, the fuzzer that had the least time."""
-        if stop or (seconds is not None and time.monotonic() - counts.began > seconds):
+        if seconds is not None and time.monotonic() - counts.began > seconds:
             return None
         if batches is not None:
-            return next((f for f in chosen if given[f.name] < batches[f.kind]), None)
+            started = {f.name: counts.counts[f.name].batches for f in chosen}
+            return next((f for f in chosen if started[f.name] < batches[f.kind]), None)
         under_way = Counter(f.kind for f in busy for _ in range(f.size))
         part = {kind: (counts.tried(kind) + under_way[kind]) / GOALS[kind] for kind in GOALS}
         left = [f for f in chosen if not to_goals or counts.tried(f.kind) < GOALS[f.kind]]
@@ -303,9 +309,7 @@ def fuzz(
                 for worker in crew.workers:
                     busy = [w.fuzzer for w in crew.workers if w.fuzzer is not None]
                     if worker.fuzzer is None and (fuzzer := next_batch(busy)) is not None:
-                        number = counts.total(fuzzer.name).batches + sum(f is fuzzer for f in busy)
-                        given[fuzzer.name] += 1
-                        crew.give(worker, fuzzer, number)
+                        crew.give(worker, fuzzer, counts.next_number(fuzzer))
                 if all(worker.fuzzer is None for worker in crew.workers):
                     break
                 for fuzzer, tally, took in crew.collect(timeout=1.0):
@@ -338,10 +342,11 @@ def table(state: State) -> str:
             rows += [_row(f"  {name}", count) for name, count in counts.items() if count.batches]
         rows.append(_row(kind, sum(counts.values(), Count())))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    aligned = ([c.rjust(w) for c, w in zip(row, widths, strict=True)] for row in rows)
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    )  # fmt: skip
+        "  ".join([row[0].ljust(widths[0]), *cells[1:]])
+        for row, cells in zip(rows, aligned, strict=True)
+    )
 
 
 def _row(name: str, count: Count) -> tuple[str, ...]:

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save as serialize
-from tests.fuzz import mutate, tiny
-from tests.fuzz.harness import Choices, Guard, Wrong, inputs
 
 from protofed import tree
 from protofed.report.collect import collect
@@ -25,6 +23,8 @@ from protofed.runs.pool import PACKED, Pool
 from protofed.runs.result import load_run
 from protofed.studies.folder import StudyFolder, to_text
 from protofed.studies.show import lines
+from tests.fuzz import mutate, tiny
+from tests.fuzz.harness import Choices, Guard, Wrong, inputs
 
 METHOD = "fedbn"  # it has client states, and clients' own entries in its model
 JSON = ("rounds.jsonl", "summary.json", "facts.json", "clients.json")
@@ -44,8 +44,8 @@ def _base(folder: Path) -> dict[str, Any]:
         rows = [{k: v for k, v in row.items() if k not in plain} for row in rows]
         found[name] = rows if name == "rounds.jsonl" else rows[0]
     text = (run / "config.toml").read_text()
-    found["config.toml"] = ["format = 1", *(
-        line for line in text.splitlines() if line and not line.startswith(("#", "format")))]  # fmt: skip
+    kept = [n for n in text.splitlines() if n and not n.startswith(("#", "format"))]
+    found["config.toml"] = ["format = 1", *kept]
     return found
 
 
@@ -150,8 +150,8 @@ class PackedLine(NamedTuple):
 def _packed(choices: Choices) -> PackedLine:
     base = _base(HOME[0])
     config = dict(_settings(HOME[0]))
-    line = {"name": "run", "config": config, "facts": base["facts.json"],
-            "summary": base["summary.json"], "rounds": base["rounds.jsonl"], "analysis": None}  # fmt: skip
+    held = {name.partition(".")[0]: base[name] for name in JSON[:3]}
+    line = {"name": "run", "config": config, "analysis": None, **held}
     content = mutate.json_text(mutate.changed(line, choices)) + b"\n"
     if choices.chance(8):
         content = mutate.mutated(content, choices)

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz import tiny
-from tests.fuzz.harness import Fault, Guard, Tally, Wrong, judged, trials
-
 from protofed.methods import METHODS
 from protofed.runs.folder import RunFolder
+from tests.fuzz import tiny
+from tests.fuzz.harness import Fault, Guard, Tally, Wrong, judged, trials
 
 ENGINES = ("loop", "workers")
 COMMANDS = ("run", "run", "run", "run", "run", "compare", "run", "study")
@@ -91,7 +90,8 @@ class Trial:
             "run": ["run", "--quiet", "--method", methods[0], "--out", str(place / "run")],
             "compare": ["compare", "--methods", ",".join(dict.fromkeys(methods)), "--jobs", "2",
                         "--runs", str(place), "--out", str(place / "compared")],
-            "study": ["study", "run", str(place / "mine.toml"), "--jobs", "2", "--runs", str(place)],
+            "study": ["study", "run", str(place / "mine.toml"), "--jobs", "2",
+                      "--runs", str(place)],
         }[command]  # fmt: skip
         if command == "study":
             rows = "\n".join(f'{m} = "{m}"' for m in dict.fromkeys(methods))

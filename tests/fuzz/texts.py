@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from tests.fuzz import mutate
-from tests.fuzz.harness import Choices, Wrong, inputs
 
 from protofed.cli.parse import (
     assignments,
@@ -26,7 +24,9 @@ from protofed.errors import ProtofedError
 from protofed.methods import METHODS
 from protofed.studies.definition import SETTINGS as STUDY_SETTINGS
 from protofed.studies.definition import builtin, load
-from protofed.studies.plan import check_domains, plan
+from protofed.studies.plan import Selection, check_domains, plan
+from tests.fuzz import mutate
+from tests.fuzz.harness import Choices, Wrong, inputs
 
 GOOD: dict[str, tuple[str, ...]] = {
     "task": tuple(f'"{t}"' for t in TASKS),
@@ -102,11 +102,13 @@ inputs("config", _config, _try_config)
 
 # ---- --set and the other options that are text --------------------------------------------------
 
-_TYPED = ("", "scan=1", "scan=1,print=2", "=", ",", "a==b", "scan=", "=1", "scan=1,", "1,2", "all",
-          "none", "last", "1,last", "cnn3,cnn2", "scan-0=cnn2", "0.2", "1e26", "scan=99999999999",
-          "nan", "scan=nan", "9" * 5000, "scan=" + "9" * 5000, "1/4", "4/1", "0/0", "1/" + "9" * 5000,
-          "²/³", "tau=0.02,0.05", "tau", "tau=", "=,", "a b", "\n", "1\nv = 2", "[" * 1500,
-          "{a = " * 500, "é", "\x00", "x" * 30_000)  # fmt: skip
+_TYPED = (
+    "", "scan=1", "scan=1,print=2", "=", ",", "a==b", "scan=", "=1", "scan=1,", "1,2", "all",
+    "none", "last", "1,last", "cnn3,cnn2", "scan-0=cnn2", "0.2", "1e26", "scan=99999999999", "nan",
+    "scan=nan", "9" * 5000, "scan=" + "9" * 5000, "1/4", "4/1", "0/0", "1/" + "9" * 5000, "²/³",
+    "tau=0.02,0.05", "tau", "tau=", "=,", "a b", "\n", "1\nv = 2", "[" * 1500, "{a = " * 500, "é",
+    "\x00", "x" * 30_000,
+)  # fmt: skip
 
 
 def _set(choices: Choices) -> tuple[str, list[str], str, str]:
@@ -114,8 +116,9 @@ def _set(choices: Choices) -> tuple[str, list[str], str, str]:
     own = tuple(METHODS[method].hypers()) or HYPERS
     texts = []
     for _ in range(1 + choices.number(3)):
-        name = choices.pick(own if choices.chance(2) else (*HYPERS, "", "x", "fpl.tau", "é", "a.b.c"))
-        value = choices.pick(NUMBERS if choices.chance(2) else mutate.TOKENS)
+        odd = (*HYPERS, "", "x", "fpl.tau", "é", "a.b.c")
+        name = choices.pick(odd if choices.chance(4) else own)
+        value = choices.pick(mutate.TOKENS if choices.chance(2) else NUMBERS)
         text = f"{name}={value}"
         if choices.chance(5):
             text = mutate.mutated(text.encode(), choices).decode("utf-8", "replace")
@@ -147,9 +150,15 @@ inputs("set", _set, _try_set)
 
 _MISSING = "folder:there/is/none"
 _OPTIONS = tuple(f"--{n.replace('_', '-')}" for n in SETTINGS)
-_ARGUMENTS = ("0", "1", "-1", "0.5", "nan", "inf", "1e26", "9" * 5000, "1000000", "99999999999", "",
-              "auto", "each", "cpu", "scan=99999999999", "scan=1,scan=2", "fpl", "all", ",", "[bold]",
-              "\x1b[31m", "x" * 5000, "../../up", "/dev/null", ".", "é", f"{mutate.EVIL}:Evil")  # fmt: skip
+_OTHER_OPTIONS = (
+    "--set", "--methods", "--method", "--seeds", "--jobs", "--shard", "--over", "--config", "-h",
+    "--protocol", "--out", "--runs", "--tasks", "--format", "--images", "--against",
+)  # fmt: skip
+_ARGUMENTS = (
+    "0", "1", "-1", "0.5", "nan", "inf", "1e26", "9" * 5000, "1000000", "99999999999", "", "auto",
+    "each", "cpu", "scan=99999999999", "scan=1,scan=2", "fpl", "all", ",", "[bold]", "\x1b[31m",
+    "x" * 5000, "../../up", "/dev/null", ".", "é", f"{mutate.EVIL}:Evil",
+)  # fmt: skip
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("--task", _MISSING),
     "compare": ("--task", _MISSING),
@@ -173,9 +182,7 @@ def _command(choices: Choices) -> list[str]:
     if name == "sweep":
         argv += ["--over", choices.pick(("tau=0.02,0.05", "rounds=1,2", *_TYPED))]
     for _ in range(choices.number(5)):
-        option = choices.pick(_OPTIONS) if choices.chance(2) else choices.pick(
-            ("--set", "--methods", "--method", "--seeds", "--jobs", "--shard", "--over", "--config",
-             "--protocol", "--out", "--runs", "--tasks", "--format", "--images", "--against", "-h"))  # fmt: skip
+        option = choices.pick(_OPTIONS if choices.chance(2) else _OTHER_OPTIONS)
         argv.append(option)
         argv.append(choices.pick((*_ARGUMENTS, *_TYPED)))
     return [word.replace("\0", "") for word in (*argv, *_COMMANDS[name])]  # no system passes it on
@@ -249,8 +256,6 @@ def _try_study(text: bytes, folder: Path) -> None:
         raise Wrong("a study changes when it is written and read")
     if len(study.lines) * len(study.seeds) * len(study.tasks) <= 60:
         plan(study)
-        from protofed.studies.plan import Selection
-
         check_domains(study, Selection())
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from tests.fuzz.harness import Guard
 
 import protofed
 from protofed import tree
@@ -28,6 +27,7 @@ from protofed.methods import METHODS
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import without_times
 from protofed.tree import Tree
+from tests.fuzz.harness import Guard
 
 SETTINGS: dict[str, str] = {
     "model": "cnn2", "width": "2", "rounds": "4", "epochs": "1", "batch": "8", "clients": "2",
@@ -122,9 +122,7 @@ class Forked:
             (os.killpg if group else os.kill)(self.pid, number)
 
 
-def _become(
-    arguments: list[str], stderr: Any, before: Callable[[], None], session: bool
-) -> None:
+def _become(arguments: list[str], stderr: Any, before: Callable[[], None], session: bool) -> None:
     """What a new process does: run the command line, and end."""
     code = 70
     try:
@@ -135,7 +133,7 @@ def _become(
         os.dup2(null, 0)
         os.dup2(null, 1)
         os.dup2(stderr.fileno(), 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115, PTH123
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
