@@ -109,7 +109,8 @@ VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, -(2**70), 10**26, 10**400, 0.0, -0.0, 0.5,
     1e308, 5e-324, math.nan, math.inf, -math.inf, 99.5, "", "a", "nan", "1", "average", "scan",
     "auto", "cpu", "fp32", "fpl", "glyphs", "folder:", "folder:missing", f"{EVIL}:Evil",
-    f"./{EVIL}:Evil", "../../up", "/etc", "\0", "\x7f", "é", "\u202e", "\ud800", "x" * 30_000, "[bold]", "[/]",
+    f"./{EVIL}:Evil", "../../up",
+    "/etc", "\0", "\x7f", "é", "\u202e", "\ud800", "x" * 30_000, "[bold]", "[/]",
     "<script>", [], [1], [None], ["a"], [[]], [{}], {}, {"a": 1}, {"a": None}, {"": ""},
     {"average": {}}, {"scan": "a"}, deep(50), deep(900),
 )  # fmt: skip
