@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
-import click
+import typer
 
+from protofed.cli import app as app_module
 from protofed.cli.parse import (
     assignments,
     by_method,
@@ -189,25 +191,25 @@ def _command(choices: Choices) -> list[str]:
 
 
 def _try_command(argv: list[str], folder: Path) -> None:
-    out = io.StringIO()
+    before, out, code = sys.argv, io.StringIO(), 0
+    _build_once()
+    sys.argv = ["protofed", *argv]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            code = _cli().main(argv, "protofed", standalone_mode=False)
+            app_module.main()
     except SystemExit as end:
-        code = end.code
-    except (click.ClickException, click.exceptions.Exit, click.Abort) as error:
-        raise ProtofedError(f"refused: {error}"[:500]) from None
-    if code not in (0, None):
-        raise ProtofedError(f"exit code {code}")
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    finally:
+        sys.argv = before
+    if code:
+        raise ProtofedError(f"exit code {code}", out.getvalue()[-1000:])
 
 
 @functools.cache
-def _cli() -> Any:
-    import typer
-
-    from protofed.cli.app import app
-
-    return typer.main.get_command(app)
+def _build_once() -> None:
+    """The command line as ``main`` finds it; typer would build it again for every call."""
+    command: Any = typer.main.get_command(app_module.app)
+    app_module.app = command
 
 
 inputs("command line", _command, _try_command)
