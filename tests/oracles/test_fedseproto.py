@@ -25,7 +25,7 @@ from tests.oracles.plain import (
 
 PUBLISHED: dict[str, Any] = {
     "alpha": 1.0,
-    "beta": 0.01,
+    "beta": 1.0,
     "lam": 1.0,
     "decoder_step": 1.0,
     "first_phase": 0.2,

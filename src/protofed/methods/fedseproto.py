@@ -22,9 +22,7 @@ Equations as printed; → says where each is computed, and how if it differs.
             KL of a unit-variance Gaussian around z, ½ z² averaged over d
             (`kl=unit`, default); `kl=moments` takes the batch's mean and
             variance in each dimension. MSE is a mean over pixels and batch.
-            With β = 0.01 the decoder hardly learns: in 20 rounds the error falls
-            from 0.61 to 0.57, and answering zeros gives 0.58. `decoder_step`
-            multiplies the decoder's gradient alone.
+            `decoder_step` multiplies the decoder's gradient alone.
     (11)  L_KD = 1/|D_n| Σ_i ( −log exp(s_1) / (exp(s_1) + exp(s_2)) )
           s_1 = KL(H(z) ‖ H(z^s)), s_2 = KL(H(z) ‖ H(z^d))
           → distillation. As printed it equals softplus(s_2 − s_1), and
@@ -43,7 +41,12 @@ Equations as printed; → says where each is computed, and how if it differs.
     (14)  L_CE = 1/|D_n| Σ_i −y_i log(H_n(z_i^s))
     (15)  L = L_CE + α L_KD + β L_MI + λ L_Proto
           → FedSeProto.loss. α, β, λ are in a supplement that was not
-            available: 1, 0.01, 1 are ours.
+            available: 1, 1, 1 are ours. β was chosen among 0.01, 0.1, 1 and
+            `decoder_step` among 1, 10, 100 by validation accuracy on unused
+            training images of Office-Caltech (40 rounds, seeds 100 and 101): it
+            is 58.0 to 59.0 for all that do not diverge, which is noise, and
+            highest for β = 1 with step 1. What differs is the decoder: its
+            error falls from 2.8 to 1.2 there, with β = 0.01 only to 2.7.
     (16)  w = Σ_n |D_n|/|D| w_n
           → federation.server.Server.finish. w: F, F^s and H. F^d and G never
             leave the client.
@@ -75,7 +78,8 @@ Readings
 
 Ablations
     figure 3   `alpha=0` (without L_KD), `beta=0` (L_MI), `lam=0` (L_Proto). With
-               β = 0.01, L_MI is nearly off, and removing it removes almost nothing.
+               β = 0.01 L_MI would be nearly off, and removing it would remove
+               almost nothing.
 """
 
 from __future__ import annotations
@@ -161,7 +165,7 @@ class FedSeProto(PrototypeMethod):
     protocol: ClassVar = {"model": "cnn3"}  # the rest is in a supplement that was not obtained
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
-    beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)
+    beta: float = hyper(1.0, "β", "weight of L_MI (0 = off)", least=0)
     lam: float = hyper(1.0, "λ", "weight of L_Proto (0 = off)", least=0)
     decoder_step: float = hyper(1.0, "", "factor of the decoder's gradient in (10)", above=0)
     first_phase: float = hyper(0.2, "", "share of the epochs that phase 1 gets", above=0, most=1)
