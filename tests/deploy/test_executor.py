@@ -77,6 +77,51 @@ def test_a_site_answers_another_app_with_its_name_and_runs_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("content", "status", "why"),
+    [
+        (executor.own_app(), "completed", ""),
+        (executor.own_app() + b"\0", "failed", "refused: run 5 brings the app 'evil/app'"),
+        (executor.own_app(), "failed", "KeyboardInterrupt"),
+    ],
+    ids=["own", "other", "stopped"],
+)
+def test_the_server_runs_its_own_app_and_says_how_that_ended(
+    content: bytes, status: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimpleNamespace(
+        run_id=5, fab_id="evil/app", fab_version="1", override_config={"spec": "s"}
+    )
+    context = Context(1, 7, {}, RecordDict(), {})
+    found = SimpleNamespace(task_id=1, context=context, run=run, fab=Fab("", content, {}))
+    api = SimpleNamespace(PullTaskInput=lambda request: found)
+    grid = SimpleNamespace(
+        _runtime_client=api, _retry_invoker=SimpleNamespace(), set_run=lambda run: None
+    )
+    ran: list[Any] = []
+    ended: list[tuple[str, str]] = []
+
+    def main(grid: Any, context: Context) -> None:
+        ran.append(dict(context.run_config))
+        if why == "KeyboardInterrupt":  # deploy stop
+            raise KeyboardInterrupt
+
+    fakes: dict[str, Any] = {
+        "HeartbeatSender": lambda beat: SimpleNamespace(start=lambda: None),
+        "HttpGrid": lambda *args, **more: grid,
+        "push_task_output": lambda api, context, status, why: ended.append((status, why)),
+        **{f"{name}_from_proto": lambda proto: proto for name in ("context", "run", "fab")},
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(executor, name, fake)
+    monkeypatch.setattr(executor.server_app, "main", main)
+    executor.run_server_task(executor.Runtime("127.0.0.1:1", None), "token")
+    ((got, text),) = ended
+    assert got == status and text.startswith(why)
+    expected = {"spec": "s", "resume": False, "overwrite": False}
+    assert ran == ([] if "refused" in why else [expected])
+
+
 def test_tasks_run_in_a_copy_of_the_warm_process() -> None:
     def work() -> None:
         os._exit(7 if "torch" in executor.sys.modules else 8)

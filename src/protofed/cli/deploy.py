@@ -269,3 +269,30 @@ def stop(
     from protofed.deploy.setup import server_folder
 
     say(f"run {deploy.stop(server_folder(folder), run)} is stopped")
+
+
+@deploy_app.command(context_settings=HELP)
+def doctor(
+    folder: DirOption = Path(),
+    name: Annotated[
+        str | None, typer.Option("--site", help="Look from this site; default: from the server.")
+    ] = None,
+) -> None:
+    """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks."""
+    _need_flower()
+    from protofed.deploy.doctor import examine_server, examine_site
+    from protofed.deploy.setup import server_folder, site_folder
+    from protofed.deploy.site import SITE_FILE
+
+    at_site = name is not None or (folder / SITE_FILE).is_file()
+    found = (
+        examine_site(site_folder(folder, name))
+        if at_site
+        else examine_server(server_folder(folder))
+    )
+    problems = 0
+    for ok, text in found:
+        say(f"{'ok     ' if ok else 'PROBLEM'} {text}")
+        problems += not ok
+    if problems:
+        raise ProtofedError(f"{problems} of the checks failed", "docs/deploy.md says what to do")

@@ -210,8 +210,8 @@ def serve(
         with running(work, env) as executor:
             tell(f"registering the keys of {len(members.sites)} sites")
             _register(folder, members)
-            at = (host, port) != host_port(members.address)
-            where = f", listening on {join_address(host, port)}" if at else ""
+            elsewhere = (host, port) != host_port(members.address)
+            where = f", listening on {join_address(host, port)}" if elsewhere else ""
             tell(f"the server of {members.name} is ready at {members.address}{where}")
             name, code = _until_one_ends(SuperLink=link, executor=executor)
         raise ProtofedError(f"the {name} ended unexpectedly with exit code {code}")

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ssl
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import uvicorn
@@ -26,9 +27,10 @@ from protofed.deploy.gate import Gate, OwnUserOnly
 class GateServer(uvicorn.Server):
     """Leaves signals to the other server of this process."""
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
         """Capture nothing."""
-        return contextlib.nullcontext()
+        yield
 
 
 async def serve(superlink: uvicorn.Server, gate: uvicorn.Server) -> None:

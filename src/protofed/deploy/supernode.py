@@ -15,13 +15,13 @@ from typing import Any
 from flwr.supernode import fleet_http_connection
 from flwr.supernode.cli import flower_supernode
 
-Client: Any = fleet_http_connection.FleetHttpClient
+connection: Any = fleet_http_connection
 
 
 def with_certificate(certificate: str, key: str) -> type:
     """The class of connections to the server that show this certificate."""
 
-    class CertifiedClient(Client):  # type: ignore[misc]
+    class CertifiedClient(connection.FleetHttpClient):  # type: ignore[misc]
         def __init__(self, *args: Any, verify: ssl.SSLContext, **more: Any) -> None:
             verify.load_cert_chain(certificate, key)
             super().__init__(*args, verify=verify, **more)
@@ -36,9 +36,7 @@ def main() -> None:
     parser.add_argument("--client-keyfile")
     own, sys.argv[1:] = parser.parse_known_args()
     if own.client_certfile:
-        fleet_http_connection.FleetHttpClient = with_certificate(
-            own.client_certfile, own.client_keyfile
-        )
+        connection.FleetHttpClient = with_certificate(own.client_certfile, own.client_keyfile)
     flower_supernode()
 
 
