@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test slow drill check docs wheel clean
+.PHONY: help run test slow drill fuzz check docs wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +20,9 @@ slow: .venv/installed-dev  ## run the tests that take minutes
 
 drill: .venv/installed-dev  ## break a real deployment over loopback (15 minutes or more)
 	$(BIN)/python -m pytest -q -m drill
+
+fuzz: .venv/installed-dev  ## fuzz inputs, damage runs and kill them (minutes; FUZZ=--long: hours)
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 check: .venv/installed-dev  ## check lint, format and types
 	$(BIN)/ruff check .

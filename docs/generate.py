@@ -27,7 +27,7 @@ from protofed.federation.client_round import train_client
 from protofed.federation.public_images import ImagePool, PublicSampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Setup, Training
-from protofed.method import Method, Sizes, Slot, Tree
+from protofed.method import READING, READINGS, Method, Sizes, Slot, Tree
 from protofed.methods import METHODS
 from protofed.models import Network, build
 
@@ -75,7 +75,9 @@ def _settings() -> str:
                 lines.append(f"| `{name}` | {values} | {default} | {setting.help}{aside} |")
         lines.append("")
     lines += ["## Protocols", "", "A protocol belongs to a comparison, never to a method: all of",
-              "its methods share it (`--protocol NAME`).", "",
+              "its methods share it (`--protocol NAME`), so that a difference between them comes",
+              "from the method and not from its model or batch. `compare` warns where a method's",
+              "paper trains otherwise. Single settings win over the protocol, for all methods.", "",
               "| protocol | from | model | rounds × epochs | batch | lr, momentum, decay |",
               "|---|---|---|---|---|---|"]  # fmt: skip
     for p in PROTOCOLS.values():
@@ -135,16 +137,25 @@ def _page(cls: type[Method]) -> str:
 def _hypers(cls: type[Method]) -> list[str]:
     if not cls.hypers():
         return ["None."]
-    lines = ["| name | symbol | default | meaning |", "|---|---|---|---|"]
-    defaults = cls.defaults()
+    columns = READINGS if cls.switches() else ("default",)
+    lines = [_row(["name", "symbol", *columns, "meaning"]), "|---" * (len(columns) + 3) + "|"]
     for name, hyper in cls.hypers().items():
         meaning = hyper.meaning
         if hyper.choices:
             meaning += f" ({', '.join(f'`{choice}`' for choice in hyper.choices)})"
-        default = f"`{_toml(defaults[name])}`"
+        default = f"`{_toml(cls.defaults()[name])}`"
         for task, value in hyper.per_task.items():
             default += f", {task} `{_toml(value)}`"
-        lines.append(f"| `{name}` | {hyper.symbol} | {default} | {meaning} |")
+        printed = default if hyper.printed is None else f"`{_toml(hyper.printed)}`"
+        values = [default, printed][: len(columns)]
+        lines.append(_row([f"`{name}`", hyper.symbol, *values, meaning]))
+    if cls.switches():
+        lines += [
+            "",
+            f"`published` is the default. `--set {READING}=printed` takes the other column, and "
+            "what is set by itself wins over it. A run's config holds hyper-parameters, not the "
+            "reading.",
+        ]
     return lines
 
 

@@ -28,3 +28,10 @@ def digests() -> Callable[[Path], dict[str, str]]:
         }
 
     return of
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """The content with one bit changed."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)

@@ -8,10 +8,19 @@ from dataclasses import fields, replace
 
 import pytest
 
-from protofed.config import AUTO, PROTOCOLS, SETTINGS, Config, make_config, read_config
+from protofed.config import (
+    AUTO,
+    PROTOCOLS,
+    SETTINGS,
+    Config,
+    make_config,
+    merged_config,
+    paper_differences,
+    read_config,
+)
 from protofed.data import load_task
 from protofed.errors import ProtofedError
-from protofed.methods import FPL, FedAvg, FedProto
+from protofed.methods import FPL, METHODS, FedAvg, FedProto
 from protofed.testing.checks import TINY, tiny_task
 
 
@@ -60,6 +69,17 @@ def test_a_file_wins_over_the_protocol_and_the_typed_over_the_file(tmp_path):
     assert config.lr == 0.3
     assert config.method == FPL(tau=0.1)
     assert config.batch == PROTOCOLS["glyphs"].batch
+
+
+def test_a_typed_reading_wins_over_the_switches_of_a_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(make_config("glyphs", "fpl", {"tau": 0.5}).toml(), "utf-8")  # has them all
+    made = merged_config(path, None, None, {"reading": "printed", "proto_pass": "last_epoch"}, {})
+    assert made.method == FPL(0.5, finch_level="first", upcr_reduction="sum")
+    path.write_text('method = {name = "fpl", reading = "printed"}', "utf-8")
+    assert merged_config(path, None, None, {"upcr_reduction": "mean"}, {}).method == FPL(
+        finch_level="first", proto_pass="post"
+    )
 
 
 def test_a_method_as_a_plain_word_and_without_one(tmp_path):
@@ -145,6 +165,16 @@ def test_each_choice(name, value, near):
     with pytest.raises(ProtofedError, match=f"{name} '{value}'") as error:
         make_config(**{name: value})
     assert near in error.value.hint
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.0, -0.1, True, math.nan, "used", "0.1", [0.1]])
+def test_validation_images_are_the_unused_ones_or_a_fraction(value, tmp_path):
+    with pytest.raises(ProtofedError, match=r"^validate must be 'unused' or a fraction above 0"):
+        make_config(validate=value)
+    for fine in ("unused", 0.1):
+        config = make_config(validate=fine)
+        assert round_trip(config, tmp_path) == config
+    assert make_config().validate is None and "validate" not in make_config().toml()
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "many", None, [1], 1.0])
@@ -274,6 +304,39 @@ def test_odd_domain_names_are_quoted(tmp_path, name):
     assert again.hash == config.hash
 
 
+# ---- a paper's own protocol -------------------------------------------------------------------
+
+
+def test_what_the_papers_of_methods_train_with():
+    for method in METHODS.values():
+        theirs = method.protocol
+        if isinstance(theirs, str):
+            assert theirs in ("", *PROTOCOLS)
+        else:
+            config = make_config("digits", method(), **theirs)
+            assert paper_differences(config) == {}
+
+
+@pytest.mark.parametrize(
+    ("task", "method", "settings", "expected"),
+    [
+        ("digits", "fedavg", {}, {}),
+        ("digits", "fpl", {}, {}),
+        ("digits", "fpl", {"protocol": "i2pfl"}, {"batch": (64, 32)}),
+        ("digits", "i2pfl", {}, {"batch": (32, 64)}),
+        ("digits", "i2pfl", {"batch": 32}, {}),
+        ("pacs", "i2pfl", {}, {}),
+        ("pacs", "fpl", {}, {"model": ("resnet10", "resnet18"), "batch": (64, 16)}),
+        ("digits", "fedseproto", {}, {"model": ("cnn3", "resnet10")}),
+        ("digits", "fedseproto", {"model": "cnn3,cnn2"}, {"model": ("cnn3", "cnn3 and cnn2")}),
+        ("vlcs", "fedseproto", {}, {}),
+        ("glyphs", "i2pfl", {}, {}),
+    ],
+)
+def test_what_a_paper_does_otherwise(task, method, settings, expected):
+    assert paper_differences(make_config(task, method, **settings)) == expected
+
+
 # ---- the hash -----------------------------------------------------------------------------------
 
 
@@ -304,6 +367,14 @@ def test_the_hash_changes_with_every_field_that_is_not_exempt():
     kept = {n for n in names if replace(config, **{n: "other"}).hash == config.hash}
     assert kept == {name for name, setting in SETTINGS.items() if not setting.numbers}
     assert not kept & {name for change in CHANGES for name in change}
+
+
+def test_a_setting_that_was_added_later_leaves_the_hashes_of_earlier_runs_alone():
+    assert make_config(seed=3).hash == "b408cef7a8"
+    office = {"rounds": 7, "leave_out": "dslr"}
+    assert make_config("office_caltech", FPL(tau=0.05), **office).hash == "a123e25885"
+    given = [None, "unused", 0.1, 0.2]
+    assert len({make_config(validate=v).hash for v in given}) == len(given)
 
 
 def test_the_hash_does_not_change_with_checkpoint_every():
@@ -347,7 +418,7 @@ def test_one_folder_in_two_places_is_the_same_config():
     assert make_config("folder:a/pets").hash != make_config("folder:a/dogs").hash
 
 
-@pytest.mark.parametrize(("format", "fine"), [(1, True), (2, False), ('"x"', False)])
+@pytest.mark.parametrize(("format", "fine"), [(1, True), (2, True), (3, False), ('"x"', False)])
 def test_a_config_of_a_later_format_is_refused(tmp_path, format, fine):
     path = write(tmp_path, f"format = {format}\nrounds = 3\n")
     if fine:
@@ -361,7 +432,7 @@ def test_a_config_of_a_later_format_is_refused(tmp_path, format, fine):
 def test_every_setting_says_what_it_is(name):
     setting = SETTINGS[name]
     assert setting.help.endswith(".") and setting.panel
-    assert setting.kind in ("int", "float", "bool", "str", "table", "rounds")
+    assert setting.kind in ("int", "float", "bool", "str", "table", "rounds", "part")
     if setting.kind in ("int", "float"):
         assert "number" in setting.range
     if setting.default is not None:

@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protofed.errors import ProtofedError
 from protofed.files import CannotWrite, Damaged, read_json, write_atomic, write_json
+from tests.conftest import flipped
 
 
 def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
@@ -23,9 +27,48 @@ def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["file"]
 
 
-def test_others_may_read_the_file(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "file", "x")
-    assert (tmp_path / "file").stat().st_mode & 0o044 == 0o044
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], int]]:
+    before = os.umask(0)
+    os.umask(before)
+    yield os.umask
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+@pytest.mark.parametrize(
+    ("mask", "file", "folder"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0, 0o666, 0o777)]
+)
+def test_only_private_files_do_not_follow_the_umask(
+    tmp_path: Path, umask: Callable[[int], int], mask: int, file: int, folder: int
+) -> None:
+    umask(mask)
+    for _ in range(2):  # a new file and one that is replaced
+        write_atomic(tmp_path / "a" / "file", "x")
+        write_atomic(tmp_path / "b" / "file", "x", private=True)
+        assert (mode(tmp_path / "a" / "file"), mode(tmp_path / "a")) == (file, folder)
+        assert (mode(tmp_path / "b" / "file"), mode(tmp_path / "b")) == (0o600, 0o700)
+    write_atomic(tmp_path / "a" / "file", "x", private=True)
+    assert (mode(tmp_path / "a" / "file"), mode(tmp_path / "a")) == (0o600, folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+def test_nobody_sees_a_private_file_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, sync = [], os.fsync
+
+    def look(handle: int) -> None:
+        seen.append(stat.S_IMODE(os.fstat(handle).st_mode))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", look)
+    write_atomic(tmp_path / "file", "x", private=True)
+    assert seen[0] == 0o600
 
 
 @pytest.mark.parametrize("broken", ["replace", "fsync"])
@@ -113,13 +156,28 @@ def test_something_that_is_no_bytes_leaves_the_old_content(tmp_path: Path) -> No
 def test_json_carries_its_format(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     write_json(path, {"a": "ü"})
-    assert json.loads(path.read_text("utf-8")) == {"format": 1, "a": "ü"}
+    assert json.loads(path.read_text("utf-8")).items() >= {"format": 2, "a": "ü"}.items()
     assert read_json(path, ["a"]) == {"a": "ü"}
     path.write_text('{"a": 1}')
     assert read_json(path) == {"a": 1}, "from before there were formats"
-    path.write_text('{"format": 2}')
-    with pytest.raises(ProtofedError, match=r"newer version of protofed \(format 2;.*upgrade"):
+    path.write_text('{"format": 1, "a": 1}')
+    assert read_json(path) == {"a": 1}, "from before there were checksums"
+    path.write_text('{"format": 3}')
+    with pytest.raises(ProtofedError, match=r"newer version of protofed \(format 3;.*upgrade"):
         read_json(path, ["a"])
+
+
+@pytest.mark.parametrize("content", [{}, {"a": "ü"}, {"n": 1.5, "b": {"c": [1, None, math.nan]}}])
+def test_no_bit_of_a_json_file_can_be_lost(tmp_path: Path, content: dict[str, Any]) -> None:
+    path = tmp_path / "file.json"
+    write_json(path, content)
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flipped(whole, bit))
+        try:
+            assert repr(read_json(path)) == repr(content), bit
+        except ProtofedError as error:
+            assert "file.json" in str(error)
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", '{"b": 1}', '{"a": 1, "format": "one"}', "\xff"])

@@ -10,7 +10,7 @@ import protofed
 ROOT = Path(protofed.__file__).parent
 
 ORDER = (
-    "version errors keys files toml tree",
+    "version errors keys files shape toml tree",
     "prototypes models",
     "method",
     "methods",

@@ -127,6 +127,36 @@ def test_create_and_options():
     assert FedAvg().options() == {}
 
 
+def test_a_reading_stands_for_switches_and_is_not_kept():
+    printed = create("fpl", {"reading": "printed"})
+    assert printed == FPL(finch_level="first", upcr_reduction="sum", proto_pass="post")
+    assert create("fpl", {"reading": "published"}) == FPL()
+    for given in ({"finch_level": "last", "reading": "printed"}, {"reading": "printed", "tau": 1}):
+        method = create("fpl", given)  # in whatever order, what is given by itself wins
+        assert "reading" not in method.options()
+        assert method == printed.with_options(**{k: v for k, v in given.items() if k != "reading"})
+    config = make_config("glyphs", "fpl", {"reading": "printed"})
+    assert config == make_config("glyphs", printed)
+    assert config.hash == make_config("glyphs", printed).hash
+    assert "reading" not in config.toml()
+
+
+@pytest.mark.parametrize("value", ["print", 1, None, ["printed"]])
+def test_a_reading_that_there_is_not(value):
+    with pytest.raises(ProtofedError, match="unknown reading of fpl") as error:
+        create("fpl", {"reading": value})
+    assert "printed" in str(error.value)
+
+
+def test_a_methods_own_reading_is_a_hyper_parameter_like_others():
+    @dataclass(frozen=True)
+    class Reader(Method):
+        name: ClassVar[str] = "reader"
+        reading: float = hyper(1.0, "", "of a sensor")
+
+    assert Reader.create({"reading": 2}).reading == 2.0
+
+
 def test_without_weights_keeps_everything_else():
     off = FPL(tau=0.3, finch_level="first").without_weights()
     assert off == FPL(tau=0.3, finch_level="first", cpcl=0, upcr=0)

@@ -447,6 +447,24 @@ def test_state_outside_the_slots_is_lost_on_resume():
     fails(result_of(Forgetful, "resume"), "resumed run differs")
 
 
+def fading(client):
+    return 1 - client.progress
+
+
+def test_a_dependence_on_the_number_of_rounds_that_is_not_declared():
+    @dataclass(frozen=True)
+    class Undeclared(Base):
+        def extra(self, client, batch, z):
+            return fading(client) * z.square().mean()
+
+    @dataclass(frozen=True)
+    class Declared(Undeclared):
+        uses_rounds = True
+
+    fails(result_of(Undeclared(), "resume"), "uses_rounds = True")
+    assert not result_of(Declared(), "resume").failed
+
+
 def test_state_in_an_attribute_is_caught():
     @dataclass(frozen=True)
     class Attribute(Base):

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from protofed import tree
 from protofed.errors import ProtofedError
+from protofed.files import Damaged
 from protofed.tree import Tree
+from tests.conftest import flipped
 
 DTYPES = [
     torch.float16,
@@ -202,12 +204,35 @@ def test_missing_file_and_folder(path: Path) -> None:
         tree.load(path)
 
 
-def test_a_file_of_somebody_else_has_no_metadata(path: Path) -> None:
+def test_a_file_of_somebody_else(path: Path) -> None:
     path.parent.mkdir()
     save_file({"model/w": torch.ones(2)}, path)
-    loaded, metadata = tree.load(path)
-    assert metadata == {}
-    assert loaded["model"]["w"].tolist() == [1, 1]
+    with pytest.raises(Damaged, match="no metadata of protofed"):
+        tree.load(path)
+
+
+def test_no_bit_of_a_file_can_be_lost(path: Path) -> None:
+    before = {"model": {"w": torch.ones(2, 3), "n": torch.tensor(3)}, "mask": {"é": torch.ones(0)}}
+    tree.save(before, path, {"round": 3, "hash": "äß", "clients": {"a/b": "x.1"}})
+    whole = path.read_bytes()
+    _, about = tree.load(path)
+    for bit in range(8 * len(whole)):
+        path.write_bytes(flipped(whole, bit))
+        try:
+            loaded, metadata = tree.load(path)
+        except ProtofedError as error:
+            assert str(path) in str(error)
+        else:  # the name of a letter in capitals, perhaps
+            assert tree.equal(loaded, before) and metadata == about, bit
+
+
+def test_files_of_the_format_without_checksums_are_read(path: Path) -> None:
+    path.parent.mkdir()
+    save_file({"a/x": torch.ones(1)}, path, {"protofed": '{"format": 1, "round": 3}'})
+    assert tree.load(path)[1] == {"round": 3}
+    save_file({"a/x": torch.ones(1)}, path, {"protofed": '{"format": 2, "round": 3}'})
+    with pytest.raises(Damaged, match="its checksum is missing"):
+        tree.load(path)
 
 
 def test_slot_with_a_slash_is_refused(path: Path) -> None:
@@ -238,7 +263,7 @@ def test_old_file_survives_a_failed_write(path: Path, monkeypatch: pytest.Monkey
 def test_files_of_a_newer_version_are_refused(path: Path) -> None:
     tree.save({"a": {"x": torch.ones(1)}}, path, {"round": 3})
     assert tree.load(path)[1] == {"round": 3}
-    save_file({"a/x": torch.ones(1)}, path, {"protofed": '{"format": 2}'})
+    save_file({"a/x": torch.ones(1)}, path, {"protofed": '{"format": 3}'})
     with pytest.raises(ProtofedError, match="newer version of protofed"):
         tree.load(path)
     save_file({"a/x": torch.ones(1)}, path, {"protofed": "[]"})

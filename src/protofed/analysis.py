@@ -26,7 +26,7 @@ from protofed import keys
 from protofed.data import Images, Task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.batches import EVALUATION_BATCH
+from protofed.federation.batches import evaluation_batch
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES
 from protofed.federation.model_state import load_model
@@ -189,7 +189,7 @@ def outputs(
         network.eval()
         parts: list[tuple[torch.Tensor, ...]] = []
         with one_thread(), torch.no_grad():
-            for rows in torch.arange(len(images)).split(EVALUATION_BATCH):
+            for rows in torch.arange(len(images)).split(evaluation_batch(task.image_size)):
                 ready = normalized(images.x[rows], task.augment, DTYPES[config.precision])
                 client.begin_step(keys.key(config.seed, at, "evaluation"))
                 scores = config.method.predict(client, ready)

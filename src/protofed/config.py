@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import ge, gt, le, lt
@@ -22,16 +21,22 @@ from typing import Any
 from protofed.data import Task, TaskInfo, describe, distribution, distributions
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
+from protofed.data.split import UNUSED
+from protofed.data.task import MAX_IMAGE_PIXELS, Reading
+from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
-from protofed.method import Method
-from protofed.methods import create, fingerprint, reference
+from protofed.method import READING, Method
+from protofed.methods import create, fingerprint, is_file, known_class, method_class, reference
 from protofed.models import NORMS
 from protofed.models.mixed import Models, checked_models, model_names
-from protofed.toml import toml_text
+from protofed.toml import parse_toml, toml_text
 
 AUTO = "auto"
 """The value of a setting that the run decides when it starts."""
+
+MOST_CLIENTS, MOST_SAMPLES, MOST_SEEDS = 10**5, 10**9, 10**4
+"""Of a domain, of a client, and of a study."""
 
 EACH = "each"
 """``leave_out = "each"`` of a comparison: one run for each domain, trained without it."""
@@ -52,9 +57,11 @@ PANELS = (TRAINING, CLIENTS, ENGINE, OUTPUT)
 class Setting:
     """What is known of a setting: the one place where it is said.
 
-    ``kind`` is int, float, bool, str, table (a value, or one for each domain or client) or rounds.
+    ``kind`` is int, float, bool, str, table (a value, or one for each domain or client), rounds or
+    part (``unused``, or a fraction).
     ``default`` is None where the protocol or the task decides, or where None means "off".
-    ``numbers`` tells whether the setting can change a number of the run.
+    ``numbers`` tells whether the setting can change a number of the run. A setting that was added
+    ``later`` is part of a run's hash only where it is given: the hashes of earlier runs stay.
     """
 
     kind: str
@@ -68,6 +75,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     metavar: str = ""
     numbers: bool = True
+    later: bool = False
 
     @property
     def range(self) -> str:
@@ -80,12 +88,15 @@ class Setting:
         noun = "a whole number" if self.kind == "int" else "a number"
         low = self.least if self.least is not None else self.above
         high = self.most if self.most is not None else self.below
-        if low is not None and high is not None:
+        most = ""
+        if low is not None and high is not None and high >= 1000 * max(1, low):
+            most = f" and at most {high:g}"  # only what is absurd is beyond it
+        elif low is not None and high is not None:
             ends = f"{'[' if self.least is not None else '('}{low:g}, {high:g}"
             return f"{noun} in {ends}{']' if self.most is not None else ')'}"
         if self.least is not None:
-            return f"{noun} of at least {low:g}"
-        return f"{noun} above {low:g}"
+            return f"{noun} of at least {low:g}{most}"
+        return f"{noun} above {low:g}{most}"
 
     def check(self, name: str, value: Any) -> Any:
         """The value as the setting's own type, or an error that says what is allowed."""
@@ -94,12 +105,19 @@ class Setting:
         if self.choices and (not isinstance(value, str) or value not in self.choices):
             raise unknown(f"value for {name}", value, self.choices)
         if self.kind == "str" and not isinstance(value, str):
-            raise ProtofedError(f"{name} must be text, got {value!r}")
+            raise ProtofedError(f"{name} must be text, got {value!r:.100}")
+        if self.kind == "table":
+            parts = value.values() if isinstance(value, Mapping) else (value,)
+            if not all(isinstance(part, (str, int, float)) for part in parts):
+                raise ProtofedError(f"{name} must be {self.metavar}, got {value!r:.100}")
         if self.kind == "bool" and not isinstance(value, bool):
-            raise ProtofedError(f"{name} must be true or false, got {value!r}")
+            raise ProtofedError(f"{name} must be true or false, got {value!r:.100}")
+        if self.kind == "part" and value != UNUSED and not (is_number(value) and 0 < value < 1):
+            words = f"'{UNUSED}' or a fraction above 0 and below 1"
+            raise ProtofedError(f"{name} must be {words}, got {value!r:.100}")
         right = {"int": is_whole, "float": is_number}.get(self.kind)
         if right is not None and not (right(value) and self._in_range(value)):
-            raise ProtofedError(f"{name} must be {self.range}, got {value!r}")
+            raise ProtofedError(f"{name} must be {self.range}, got {value!r:.100}")
         return float(value) if self.kind == "float" else value  # 1 and 1.0 are the same run
 
     def _in_range(self, value: float) -> bool:
@@ -123,20 +141,26 @@ class Config:
         "Whose model, batch, epochs, rounds and optimizer are the defaults: glyphs, fpl, i2pfl or "
         "fedseproto; default: the task's own (see `protofed tasks`).",
     )
-    seed: int = setting("int", TRAINING, "Seed of split, initial weights and training.", 0, least=0)
+    seed: int = setting(
+        "int", TRAINING, "Seed of split, initial weights and training.", 0, least=0, most=10**15
+    )
     rounds: int = setting(
-        "int", TRAINING, "Communication rounds; default: the protocol's.", least=1
+        "int", TRAINING, "Communication rounds; default: the protocol's.", least=1, most=10**6
     )
     epochs: int = setting(
-        "int", TRAINING, "Local epochs in each round; default: the protocol's.", least=1
+        "int", TRAINING, "Local epochs in each round; default: the protocol's.", least=1, most=10**6
     )
-    batch: int = setting("int", TRAINING, "Batch size; default: the protocol's.", least=1)
-    lr: float = setting("float", TRAINING, "Learning rate; default: the protocol's.", above=0)
+    batch: int = setting(
+        "int", TRAINING, "Batch size; default: the protocol's.", least=1, most=10**6
+    )
+    lr: float = setting(
+        "float", TRAINING, "Learning rate; default: the protocol's.", above=0, most=10**6
+    )
     momentum: float = setting(
         "float", TRAINING, "Momentum, reset every round; default: the protocol's.", least=0, below=1
     )
     weight_decay: float = setting(
-        "float", TRAINING, "Weight decay; default: the protocol's.", least=0
+        "float", TRAINING, "Weight decay; default: the protocol's.", least=0, most=10**6
     )
     model: Models = setting(
         "table",
@@ -148,7 +172,7 @@ class Config:
         metavar="NAME | NAME,NAME | CLIENT=NAME,...",
     )
     width: int | None = setting(
-        "int", TRAINING, "Channels of the first layer; default: the model's.", least=1
+        "int", TRAINING, "Channels of the first layer; default: the model's.", least=1, most=10**5
     )
     norm: str | None = setting(
         "str", TRAINING, "Normalization layers; default: the model's.", choices=NORMS
@@ -240,11 +264,41 @@ class Config:
         "Which images are for testing. pacs: mod10 or kfold_leaky; vlcs: 70_30 or mod10.",
         metavar="NAME",
     )
+    validate: float | str | None = setting(
+        "part",
+        CLIENTS,
+        "Images to choose hyper-parameters and methods with, so that test images are not: unused "
+        "(training images that no client holds), or a fraction such as 0.1 of each class of each "
+        "client, held out of its training. Their accuracy is recorded beside the test accuracy, "
+        "and sweep and compare choose by it. At least 20 images of each domain; never any of a "
+        "domain that is left out.",
+        metavar="unused | FRACTION",
+        later=True,
+    )
     skip_bad: bool = setting(
         "bool",
         CLIENTS,
         "Skip files that cannot be read as images instead of stopping.",
         False,
+        numbers=False,
+    )
+    max_image_pixels: int = setting(
+        "int",
+        CLIENTS,
+        "Pixels that an image may have, and all that are decoded at a time. Each takes up to 32 "
+        "bytes of memory.",
+        MAX_IMAGE_PIXELS,
+        least=1,
+        most=10**10,
+        numbers=False,
+    )
+    max_unpacked_gb: float = setting(
+        "float",
+        CLIENTS,
+        "Gigabytes of memory that a compressed file or an archive of images may unpack to.",
+        MAX_UNPACKED_GB,
+        above=0,
+        most=10**4,
         numbers=False,
     )
     device: str = setting(
@@ -271,10 +325,20 @@ class Config:
         ENGINE,
         "Threads of the workers engine; default: one for each core.",
         least=1,
+        most=10**3,
+        numbers=False,
+    )
+    max_memory_gb: float | None = setting(
+        "float",
+        ENGINE,
+        "Gigabytes that the run may take, of the GPU or of the machine; a run that is estimated to "
+        "take more does not start. Default: what is free.",
+        above=0,
+        most=10**6,
         numbers=False,
     )
     checkpoint_every: int = setting(
-        "int", OUTPUT, "Rounds between checkpoints.", 5, least=1, numbers=False
+        "int", OUTPUT, "Rounds between checkpoints.", 5, least=1, most=10**6, numbers=False
     )
     keep_rounds: tuple[int | str, ...] | None = setting(
         "rounds",
@@ -292,7 +356,11 @@ class Config:
         Not among it: device and precision, which are facts of a run (``Facts.run_hash``), and
         where a folder of images lies, since the images' digest is a fact too.
         """
-        parts = {name: getattr(self, name) for name, s in SETTINGS.items() if s.numbers}
+        parts = {
+            name: value
+            for name, s in SETTINGS.items()
+            if s.numbers and not ((value := getattr(self, name)) == s.default and s.later)
+        }
         options = {
             name: FOLDER if isinstance(value, str) and value.startswith(FOLDER) else value
             for name, value in self.method.options().items()
@@ -300,6 +368,10 @@ class Config:
         parts["task"] = short_task(self.task)
         parts["method"] = [self.method.name, fingerprint(self.method), options]
         return short_hash(parts)
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.skip_bad, self.max_image_pixels, self.max_unpacked_gb)
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -371,6 +443,8 @@ class Protocol:
     weight_decay: float = 1e-5
     distribution: str | None = None
     per_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    paper: bool = True
+    """Whether it is a paper's."""
 
 
 PROTOCOLS = {
@@ -385,6 +459,7 @@ PROTOCOLS = {
             rounds=20,
             epochs=5,
             batch=32,
+            paper=False,
         ),
         Protocol(
             "fpl",
@@ -441,6 +516,21 @@ def protocol(name: str | None, task: str) -> Protocol:
     return replace(found, **found.per_task.get(task, {}))
 
 
+def paper_differences(config: Config) -> dict[str, tuple[Any, Any]]:
+    """What the method's paper trains with and what the config has, by setting, if they differ.
+
+    Under a protocol that is no paper's there is nothing to tell.
+    """
+    theirs = config.method.protocol
+    if not PROTOCOLS[config.protocol].paper or not theirs:
+        return {}
+    values = vars(protocol(theirs, config.task)) if isinstance(theirs, str) else theirs
+    ours = {**vars(config), "model": " and ".join(config.models)}
+    names = ("model", "batch", "epochs", "lr", "momentum", "weight_decay")
+    both = {name: (values[name], ours[name]) for name in names if name in values}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
 # ---- making a config ----------------------------------------------------------------------------
 
 
@@ -457,6 +547,7 @@ def make_config(
     made = _method(method, options, info.name)
     given = {k: v for k, v in given.items() if v is not None}
     require_known("setting", given, SETTINGS)
+    given = check_settings(given)
     base = protocol(given.get("protocol"), info.name)
     values: dict[str, Any] = {
         **{name: s.default for name, s in SETTINGS.items()},
@@ -469,13 +560,12 @@ def make_config(
         "repair": info.repair and given.get("dirichlet") is None,  # label skew: classes may miss
         **given,
     }
-    values = {name: SETTINGS[name].check(name, value) for name, value in values.items()}
+    values = check_settings(values)
     if values["test_split"] is not None and values["test_split"] not in info.test_splits:
         if not info.test_splits:
             raise ProtofedError(f"{info.name} has one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
-    values["model"] = checked_models(values["model"])
     if len(model_names(values["model"])) > 1:
         made = made.for_mixed_models()
     if values["leave_out"] == EACH and (info.domains is None or EACH not in info.domains):
@@ -485,6 +575,14 @@ def make_config(
         )
     asked = Config(task=info.name, method=made, **values)
     return asked if info.domains is None else asked.for_task(info)
+
+
+def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings among these, each as its own type, or an error that says what is allowed."""
+    checked = {name: SETTINGS[name].check(name, v) for name, v in given.items() if name in SETTINGS}
+    if checked.get("model") is not None:
+        checked["model"] = checked_models(checked["model"])
+    return checked
 
 
 def _method(method: str | Method, options: Mapping[str, Any] | None, task: str) -> Method:
@@ -507,23 +605,34 @@ def merged_config(
     options: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> Config:
-    """A config from a TOML file, if any, over which all that is given wins."""
+    """A config from a TOML file, if any, over which all that is given wins.
+
+    A file of code is executed if ``method`` names it, or if code is trusted.
+    """
     found = read_config(Path(file)) if file is not None else {}
+    named = str(found.get("method"))
+    if method is None and is_file(named) and known_class(named) is None:
+        raise ProtofedError(
+            f"'{file}' names code as its method: {named}",
+            f"if you trust it: --trust-code, or --method {named}",
+        )
     if method is not None and method != found.get("method"):
         found.pop("options", None)  # the file's hyper-parameters belong to its own method
     given = {"task": task, "method": method, **settings}
     found |= {name: value for name, value in given.items() if value is not None}
-    merged = {**found.pop("options", {}), **(options or {})}
-    return make_config(**{"task": "glyphs", **found}, options=merged)
+    old, new = found.pop("options", {}), options or {}
+    if old and READING in new:  # a run's config has every switch that a reading sets
+        old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
+    return make_config(**{"task": "glyphs", **found}, options={**old, **new})
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a TOML file as ``make_config`` takes them."""
     try:
-        raw = tomllib.loads(path.read_text("utf-8"))
+        raw = parse_toml(path.read_text("utf-8"))
     except OSError as error:
         raise ProtofedError(f"cannot read config '{path}': {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also bytes that are not text
         raise ProtofedError(f"config '{path}' is not valid TOML: {error}") from None
     check_format(path, raw.pop("format", None))
     require_known(f"key in '{path}':", raw, ("task", "method", *SETTINGS))
@@ -537,11 +646,18 @@ def read_config(path: Path) -> dict[str, Any]:
     for name in ("task", "method", "protocol", "model"):
         table = name == "model" and isinstance(raw.get(name), Mapping)
         if name in raw and not (table or isinstance(raw[name], str)):
-            raise ProtofedError(f"{name} in '{path}' must be a name, got {raw[name]!r}")
+            raise ProtofedError(f"{name} in '{path}' must be a name, got {raw[name]!r:.100}")
+    try:
+        check_settings(raw)
+    except ProtofedError as error:
+        raise ProtofedError(f"'{path}': {error.message}", error.hint) from None
     return raw
 
 
-TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "skip_bad", "augment")
+READ_SETTINGS = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
+"""The settings that say how files of images are read."""
+
+TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READ_SETTINGS)
 """The settings that ``load_task`` takes."""
 
 
@@ -598,7 +714,7 @@ def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:
         r in ("last", "all") if isinstance(r, str) else is_whole(r) and r >= 1 for r in named
     ):
         raise ProtofedError(
-            f'keep_rounds must be rounds from 1 on, "last", "all" or "none", got {value!r}'
+            f'keep_rounds must be rounds from 1 on, "last", "all" or "none", got {value!r:.100}'
         )
     return tuple(named)
 
@@ -610,11 +726,14 @@ def _per_domain(name: str, value: Any, info: TaskInfo) -> dict[str, Any]:
     for domain, number in each.items():
         if domain not in info.domains:
             raise unknown(f"domain of {info.name}", domain, info.domains)
-        whole = is_whole(number) and number >= (0 if name == "clients" else 1)
+        least, most = (0, MOST_CLIENTS) if name == "clients" else (1, MOST_SAMPLES)
+        whole = is_whole(number) and least <= number <= most
         fraction = name == "samples" and isinstance(number, float) and 0 < number <= 1
         if not (whole or fraction):
-            words = "a whole number" if name == "clients" else "a count or a fraction like 0.2"
-            raise ProtofedError(f"{name} of {domain} must be {words}, got {number!r}")
+            words = f"a whole number up to {most}"
+            if name == "samples":
+                words = "a count or a fraction like 0.2"
+            raise ProtofedError(f"{name} of {domain} must be {words}, got {number!r:.100}")
     return {d: each[d] for d in info.domains if d in each}
 
 

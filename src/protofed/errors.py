@@ -42,9 +42,9 @@ class NoSecondDerivative(NotImplementedError):
 def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
     """The error for a name that does not exist, with the nearest names that do."""
     names = sorted(valid)
-    near = difflib.get_close_matches(str(given), names, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(str(given)[:100], names, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
-    return ProtofedError(f"unknown {what} '{given}'", hint)
+    return ProtofedError(f"unknown {what} '{given!s:.100}'", hint)
 
 
 def raised_at(error: BaseException, files: Container[str]) -> str:

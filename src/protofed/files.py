@@ -1,11 +1,12 @@
-"""Files that are complete or absent, the format they carry, and errors that name them."""
+"""Files that are complete or absent, the format and checksum they carry, errors that name them."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import tempfile
+import secrets
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 
 from protofed.errors import ProtofedError
 
-FORMAT = 1
-"""Carried by every file that is written; raised when the meaning of one changes."""
+FORMAT = 2
+"""Carried by every file that is written; raised when the meaning of one changes.
+
+From format 2 on, every file of a run carries a checksum.
+"""
 
 
 class CannotWrite(ProtofedError, OSError):
@@ -36,6 +40,7 @@ class Damaged(ProtofedError):
     def __init__(self, path: Path, why: str) -> None:
         hint = "delete it, or the whole folder if it is a run's, and run again"
         super().__init__(f"'{path}' is damaged: {why}", hint)
+        self.path, self.why = path, why
 
 
 @contextmanager
@@ -53,8 +58,8 @@ def check_format(path: Path, found: object) -> None:
     """An error if a file is of a newer format; None is a file from before there were formats."""
     if found is None:
         return
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise Damaged(path, f"its format is {found!r}, not a number")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise Damaged(path, f"its format is {found!r}")
     if found > FORMAT:
         raise ProtofedError(
             f"'{path}' was written by a newer version of protofed (format {found}; this version "
@@ -63,53 +68,93 @@ def check_format(path: Path, found: object) -> None:
         )
 
 
+def checksum(text: str, data: Iterable[Any] = ()) -> str:
+    """CRC-32 of a text and of buffers that follow it: it finds damage, not forgery."""
+    found = zlib.crc32(text.encode())
+    for part in data:
+        found = zlib.crc32(part, found)
+    return f"{found:08x}"
+
+
+def sealed(content: Mapping[str, Any], data: Iterable[Any] = ()) -> dict[str, Any]:
+    """Plain content with its format and a checksum over it and the ``data`` that it describes."""
+    whole = {"format": FORMAT, **content}
+    return {"format": FORMAT, "checksum": checksum(json.dumps(whole), data), **content}
+
+
+def unsealed(path: Path, found: Mapping[str, Any], data: Iterable[Any] = ()) -> dict[str, Any]:
+    """The content that ``sealed`` was given; files of earlier formats carry no checksum."""
+    content = dict(found)
+    expected, format = content.pop("checksum", None), content.get("format")
+    check_format(path, format)
+    if expected is None and (format or 1) > 1:
+        raise Damaged(path, "its checksum is missing")
+    if expected is not None and expected != checksum(json.dumps(content), data):
+        raise Damaged(path, "its content does not match its checksum")
+    content.pop("format", None)
+    return content
+
+
 def read_json(path: Path, keys: Iterable[str] = ()) -> dict[str, Any]:
-    """The object in a JSON file, which must have these keys; its format is checked and removed."""
+    """The object in a JSON file, which must have these keys; its checksum is verified."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
-    except ValueError as error:  # also bytes that are not text
+    except (ValueError, RecursionError) as error:  # also bytes that are not text
         raise Damaged(path, str(error)) from None
     if not isinstance(found, dict):
         raise Damaged(path, f"it holds {type(found).__name__}, not an object")
-    check_format(path, found.pop("format", None))
+    found = unsealed(path, found)
     if missing := [key for key in keys if key not in found]:
         raise Damaged(path, f"it lacks {', '.join(missing)}")
     return found
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object and the format as JSON, atomically."""
-    text = json.dumps({"format": FORMAT, **content}, indent=2, ensure_ascii=False)
+    """Write an object, its format and its checksum as JSON, atomically."""
+    text = json.dumps(sealed(content), indent=2, ensure_ascii=False)
     write_atomic(path, text + "\n")
 
 
-def write_atomic(path: Path, content: bytes | str) -> None:
+def write_atomic(path: Path, content: bytes | str, private: bool = False) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new, never a part.
 
     This holds after a power cut, too: the content is on disk before its name is, and the name is
     when this returns. The temporary file has a name of its own, so two processes may write at once.
+    Only its owner can read a ``private`` file, or enter its folder if that is made here; other
+    files follow the umask.
     """
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        temporary = Path(name)
+        make_folder(path.parent, private)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            handle = os.open(temporary, flags, 0o600 if private else 0o666)
             with os.fdopen(handle, "wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            # mkstemp's 0600 would lock out the other users of a shared folder
-            temporary.chmod(0o644)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def make_folder(path: Path, private: bool = False) -> None:
+    """Make a folder and those above it; they are on disk when this returns.
+
+    Only its owner can enter a ``private`` one.
+    """
+    if not path.is_dir():
+        if not path.parent.exists():
+            make_folder(path.parent)
+        path.mkdir(mode=0o700 if private else 0o777, exist_ok=True)
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
     """Bring the names in a folder onto disk, where the system can do that."""
     if os.name == "nt":  # folders cannot be opened there
         return

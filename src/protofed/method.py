@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from numbers import Integral, Real
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -147,7 +147,8 @@ class Hyper:
 
     ``weight`` marks the factor of a loss term: with all of its weights at 0, a method must equal
     FedAvg bit for bit (``protofed methods check`` tests it). ``per_task`` holds defaults that the
-    paper gives for particular tasks.
+    paper gives for particular tasks. ``printed`` is the value of ``reading=printed``, the paper's
+    equations and algorithm to the letter; None: that of the default, ``reading=published``.
     """
 
     symbol: str
@@ -158,6 +159,11 @@ class Hyper:
     choices: tuple[str, ...] | None = None
     weight: bool = False
     per_task: Mapping[str, Any] = field(default_factory=dict)
+    printed: Any = None
+
+
+READING, READINGS = "reading", ("published", "printed")
+"""What stands for several hyper-parameters when a method is made, and its values."""
 
 
 def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits: Any) -> Any:
@@ -179,6 +185,8 @@ class Method:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     """Authors, venue and year."""
+    protocol: ClassVar[str | Mapping[str, Any]] = ""
+    """What its paper trains with: a protocol's name, or settings (batch, epochs, ...)."""
 
     # ---- what the system does on the method's behalf -------------------------------------------
 
@@ -232,6 +240,20 @@ class Method:
         from the finite difference, and the checks do not compare the two.
         """
         return ()
+
+    @property
+    def uses_rounds(self) -> bool:
+        """Whether a round depends on how many there are in all: such a run cannot be extended.
+
+        By default, whether a function of the class reads ``client.progress`` or ``server.rounds``.
+        """
+        own = [f for cls in type(self).__mro__ for f in vars(cls).values()]
+        todo: list[Any] = [f.__code__ for f in own if isinstance(f, FunctionType)]
+        for code in todo:
+            if {"progress", "rounds"} & {*code.co_names}:
+                return True
+            todo += [c for c in code.co_consts if isinstance(c, CodeType)]  # lambdas and the like
+        return False
 
     # ---- cold hooks ----------------------------------------------------------------------------
 
@@ -331,9 +353,22 @@ class Method:
         return {f.name: f.metadata.get("hyper", Hyper("", "")) for f in fields(cls)}
 
     @classmethod
-    def defaults(cls, task: str = "") -> dict[str, Any]:
+    def switches(cls) -> dict[str, Any]:
+        """The hyper-parameters that ``reading=printed`` sets; none: there is one reading."""
+        return {name: h.printed for name, h in cls.hypers().items() if h.printed is not None}
+
+    @classmethod
+    def option_names(cls) -> tuple[str, ...]:
+        """All that ``create`` takes: the hyper-parameters, and ``reading`` if there are two."""
+        return (*cls.hypers(), *([READING] if cls.switches() else []))
+
+    @classmethod
+    def defaults(cls, task: str = "", reading: str = READINGS[0]) -> dict[str, Any]:
+        if reading not in READINGS:
+            raise unknown(f"{READING} of {cls.name}", reading, READINGS)
         hypers = cls.hypers()
-        return {f.name: hypers[f.name].per_task.get(task, f.default) for f in fields(cls)}
+        found = {f.name: hypers[f.name].per_task.get(task, f.default) for f in fields(cls)}
+        return found | cls.switches() if reading == "printed" else found
 
     @classmethod
     def require_plain_hypers(cls) -> None:
@@ -350,15 +385,20 @@ class Method:
 
     @classmethod
     def create(cls, options: Mapping[str, Any], task: str = "") -> Self:
-        """The method with these hyper-parameters; the others have the task's defaults."""
+        """The method with these hyper-parameters; the others have the task's defaults.
+
+        ``reading`` among the options chooses between the defaults and is not kept.
+        """
         cls.require_plain_hypers()
         for name in options:
             if not cls.hypers():
                 none = f"method '{cls.name}' has no hyper-parameter '{name}'"
                 raise ProtofedError(none, "it has none at all")
-            if name not in cls.hypers():
-                raise unknown(f"hyper-parameter of {cls.name}", name, cls.hypers())
-        return cls(**{**cls.defaults(task), **options})
+            if name not in cls.option_names():
+                raise unknown(f"hyper-parameter of {cls.name}", name, cls.option_names())
+        given = dict(options)
+        reading = given.pop(READING, READINGS[0]) if cls.switches() else READINGS[0]
+        return cls(**{**cls.defaults(task, reading), **given})
 
     def options(self) -> dict[str, Any]:
         """All hyper-parameters with their values."""
@@ -393,9 +433,14 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     kind: type = type(f.default)
     numbers = {float: Real, int: Integral}.get(kind)  # NumPy's included
     if numbers and isinstance(value, numbers) and not isinstance(value, bool):
-        value = kind(value)
+        try:
+            value = kind(value)
+        except OverflowError:
+            raise ProtofedError(f"{where} is too large a number") from None
     if f.default is not dataclasses.MISSING and type(value) is not kind:
-        raise ProtofedError(f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r}")
+        raise ProtofedError(
+            f"{where} must be {_KINDS.get(kind, kind.__name__)}, got {value!r:.100}"
+        )
     if hyper.choices is not None and value not in hyper.choices:
         raise unknown(f"value for {where}", value, hyper.choices)
     for name, holds in _LIMITS.items():
@@ -690,10 +735,10 @@ def share_hyper() -> Any:
     return hyper("auto", "", meaning, choices=("auto", "model", "prototypes"))
 
 
-def proto_pass_hyper(features: str) -> Any:
+def proto_pass_hyper(features: str, default: str = "last_epoch", **limits: Any) -> Any:
     """The hyper-parameter ``proto_pass``; ``features`` names the equation it is about."""
     meaning = f"{features}: during the last training epoch, or in a clean pass afterwards"
-    return hyper("last_epoch", "", meaning, choices=("last_epoch", "post"))
+    return hyper(default, "", meaning, choices=("last_epoch", "post"), **limits)
 
 
 def upload_class_means(client: Client) -> Tree:

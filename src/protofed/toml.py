@@ -1,11 +1,37 @@
-"""Writing TOML that ``tomllib`` reads back as it was."""
+"""TOML: reading it within limits, and writing it so that it is read back as it was."""
 
 from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from typing import Any
+
+from protofed.shape import LARGEST
+
+DEEPEST = 16
+"""Tables and lists in each other; ours need four."""
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML file holds; a ``ValueError`` where it is not TOML, or not for us."""
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    _require_usable(found, DEEPEST)
+    return found
+
+
+def _require_usable(value: Any, depth: int) -> None:
+    if isinstance(value, (dict, list)):
+        if not depth:
+            raise ValueError(f"it is nested more than {DEEPEST} deep")
+        for part in value.values() if isinstance(value, dict) else value:
+            _require_usable(part, depth - 1)
+    elif isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError("it has a number of more than 64 bits")  # as TOML itself demands
 
 
 def toml_key(name: str) -> str:

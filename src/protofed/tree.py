@@ -9,7 +9,7 @@ without tensors and an absent slot are the same thing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from protofed.errors import ProtofedError
-from protofed.files import FORMAT, check_format, write_atomic
+from protofed.files import Damaged, sealed, unsealed, write_atomic
 
 _PLAIN = torch.contiguous_format
 
@@ -62,38 +62,56 @@ def equal(a: Tree, b: Tree) -> bool:
     )
 
 
-def save(tree: Tree, path: Path, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write a Tree as a safetensors file, atomically: a reader sees the old file or the new."""
+def save(
+    tree: Tree, path: Path, metadata: Mapping[str, Any] | None = None, private: bool = False
+) -> None:
+    """Write a Tree as a safetensors file, atomically: a reader sees the old file or the new.
+
+    Its metadata has a checksum over names, dtypes, shapes, data and the rest of the metadata.
+    """
     tensors = {k: t.detach().cpu().contiguous() for k, t in _flatten(tree).items()}
-    about = json.dumps({"format": FORMAT, **(metadata or {})})
-    write_atomic(path, serialize(tensors, {"protofed": about}))
+    about = json.dumps(sealed(metadata or {}, _parts(tensors)))
+    write_atomic(path, serialize(tensors, {"protofed": about}), private)
 
 
 def load(path: Path) -> tuple[Tree, dict[str, Any]]:
-    """Read a Tree and its metadata; a damaged file raises a ``ProtofedError`` that names it."""
-    tree: Tree = {}
+    """Read a Tree and its metadata; a file that is not as it was written is ``Damaged``."""
+    tensors: Slot = {}
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("protofed", "{}"))
-            if not isinstance(metadata, dict):
-                raise ValueError("its metadata is not an object")
+            about = json.loads((file.metadata() or {})["protofed"])
             for key in file.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-                slot, _, name = key.partition("/")
                 # clone: a file's tensors are not aligned in memory, and vectorized sums over
                 # unaligned memory may round differently, which would break exact resume.
-                tree.setdefault(slot, {})[name] = file.get_tensor(key).clone()
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ProtofedError(
-            f"cannot read '{path}': {error}", "the file is damaged or truncated"
-        ) from None
-    check_format(path, metadata.pop("format", None))
+                tensors[key] = file.get_tensor(key).clone()
+    except KeyError:
+        raise Damaged(path, "it has no metadata of protofed") from None
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise Damaged(path, str(error)) from None
+    if not isinstance(about, dict):
+        raise Damaged(path, "its metadata is not an object")
+    metadata = unsealed(path, about, _parts(tensors))
+    tree: Tree = {}
+    for key, t in tensors.items():
+        slot, _, name = key.partition("/")
+        tree.setdefault(slot, {})[name] = t
     return tree, metadata
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+    """All that a checksum covers, as buffers, in an order that a file does not change."""
+    for name, t in sorted(tensors.items()):
+        yield json.dumps([name, str(t.dtype), t.shape]).encode()
+        yield _bytes(t).numpy()
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     # as bytes: 0.0 == -0.0 though they differ, and nan != nan though it does not
-    a, b = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _check(tree: object) -> None:

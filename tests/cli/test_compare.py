@@ -311,6 +311,30 @@ def test_bad_input(
     assert {p.name for p in tmp_path.iterdir()} <= {"a.py", "b.py", "__pycache__"}
 
 
+# ---- protocols ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_the_protocol_is_said_before_the_first_run(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_nothing(monkeypatch)
+    rows = {name: (name, {}) for name in ("fedavg", "i2pfl")}
+    for protocol in ("fpl", "glyphs"):
+        settings = {**SETTINGS, "protocol": protocol}
+        make_runs(adhoc("compare", "", "glyphs", rows, [0], settings), Path("runs"), rising)
+    args = ["compare", *TINY, "--methods", "fedavg,i2pfl"]
+    done = protofed(*args, "--protocol", "fpl")
+    assert (done.code, done.err) == (0, "")
+    line = "glyphs, protocol fpl: cnn2, 32×32 pixels, batch 64, epochs 1, rounds 1"
+    assert done.out.index(line) < done.out.index("warning:") < done.out.index("2 of 2 runs")
+    said = " ".join(done.out.split())
+    assert "train otherwise: i2pfl: model resnet10 (here cnn2), batch 32 (here 64)" in said
+    (table,) = Path("runs").glob("compare-*/table.md")
+    assert "- Some methods' papers train otherwise: i2pfl" in table.read_text()
+    assert "warning" not in protofed(*args).out, "the protocol of glyphs is no paper's"
+
+
 # ---- sweeps -------------------------------------------------------------------------------------
 
 
@@ -335,6 +359,24 @@ def test_a_sweep_takes_what_is_there_and_draws_it(
     summaries = [json.loads(p.read_text()) for p in Path("runs").glob("*-fpl-*/summary.json")]
     assert sorted(s["hyper_parameters"]["tau"] for s in summaries) == [0.1, 0.2]
     assert {s["hyper_parameters"]["upcr"] for s in summaries} == {0}
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_sweep_says_what_validation_chooses(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_nothing(monkeypatch)
+    over, settings = {"lr": [0.1, 0.2]}, {**SETTINGS, "validate": "unused"}
+    swept = [{"over": over, "rows": ["fedavg"]}]
+    study = adhoc("sweep", "", "glyphs", {"fedavg": ("fedavg", {})}, [0], settings, swept)
+    make_runs(study, Path("runs"), rising, validation=lambda run: 9 - run.config.lr)
+    args = ["sweep", *TINY, "--over", "lr=0.1,0.2", "--validate"]
+    done = protofed(*args, "unused")
+    assert (done.code, done.err) == (0, "")
+    assert "validation average" in done.out
+    assert "note: Chosen by validation accuracy: fedavg, lr=0.1." in " ".join(done.out.split())
+    done = protofed(*args, "0.2")
+    assert done.code == 2 and "too few images to validate on: 1 of domain 'scan', 2" in done.err
 
 
 def test_over_takes_hyper_parameters_and_settings(

@@ -27,6 +27,10 @@ def test_methods_shows_one(protofed: Protofed) -> None:
     assert code == 0
     for part in ("CVPR 2023", "tau", "τ", "0.02", "finch_level", "first | last", "Deviations"):
         assert part in out
+    assert re.search(r"finch_level +last +first", out)  # published, printed
+    assert "--set reading=printed" in out
+    out = protofed("methods", "fedprox").out
+    assert "default" in out and "printed" not in out
     assert "no hyper-parameters" in protofed("methods", "fedavg").out
     assert "on digits" in protofed("methods", "fpl", "--task", "digits").out
     for given, words in (

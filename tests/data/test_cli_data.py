@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ def test_show(name: str, tmp_path: Path) -> None:
     out = tmp_path / "new" / "sheet.png"
     result = invoke("data", "show", name, "-o", str(out))
     assert result.exit_code == 0, result.output
+    assert out.stat().st_mode & 0o077 == 0 or os.name == "nt"  # pixels are private
     assert "写真" in result.output and "16 + 4" in result.output
     with Image.open(out) as page:
         # two columns of classes and two rows of domains, with 2 × 2 images of 64 pixels each
@@ -61,6 +64,47 @@ def test_show_lists_what_it_skips(name: str, tmp_path: Path) -> None:
     result = invoke("data", "show", name, "-o", out, "--skip-bad")
     assert result.exit_code == 0
     assert "left out 1 files" in result.output and "b/cat/3.png: it is empty" in result.output
+
+
+def test_limits_are_options_of_all_that_read_images(
+    name: str, tmp_path: Path, pictures: Any
+) -> None:
+    (tmp_path / "pets" / "b" / "cat" / "3.png").write_bytes(pictures.one(side=60))
+    packed = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "pets")
+    for command in (("data", "show"), ("data", "verify"), ("run", "--rounds", "1", "--task")):
+        refused = invoke(*command, name, "--max-image-pixels", "3000")
+        told = refused.output + str(refused.exception)
+        assert "it has 62 × 60 pixels; --max-image-pixels 3720 allows that" in told, command
+        refused = invoke(*command, f"folder:{packed}", "--max-unpacked-gb", "0.00001")
+        assert "--max-unpacked-gb 2e-05" in str(refused.exception), command
+
+
+def test_cache(name: str, own_cache: Path) -> None:
+    assert "0 entries" in invoke("data", "cache").output
+    load_task(name)
+    load_task(name, image_size=16)
+    listed = invoke("data", "cache").output
+    assert listed.count(" 40 ") == 2 and listed.count(name.removeprefix("folder:")) == 2
+    assert f"2 entries, 153.6 kB in {own_cache / 'decoded'}".split(",")[0] in listed
+    small = next(word for word in listed.split() if word.startswith("folder-16-"))
+    wrong = invoke("data", "cache", "folder-16", "--purge")
+    assert isinstance(wrong.exception, ProtofedError) and small in str(wrong.exception)
+    assert "deleted 1 entries" in invoke("data", "cache", small, "--purge").output
+    assert "1 entries" in (left := invoke("data", "cache").output) and small not in left
+    assert "deleted 1 entries" in invoke("data", "cache", "--purge").output
+    assert not list((own_cache / "decoded").glob("*.*"))
+
+
+def test_a_warning_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pets" / "b" / "dog").rename(tmp_path / "pets" / "b" / "Dog")
+    monkeypatch.setattr(sys, "argv", ["protofed", "data", "show", name])
+    with pytest.raises(SystemExit):
+        cli.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"warning: {name}: the classes 'Dog' and 'dog' differ only in case"
+    assert len(lines) == 2 and "in one domain only: 'Dog' (b), 'dog' (写真)" in lines[1]
 
 
 def test_verify(name: str, tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from protofed.data.decode import BadImage, decode
+from protofed.data import decode as module
+from protofed.data.decode import BadImage, Budget, decode, decode_all
+from protofed.data.task import Sample
 
 
 def color(content: bytes, size: int = 8) -> list[int]:
@@ -84,3 +89,70 @@ def test_bytes_that_are_not_an_image(pictures: Any) -> None:
     ):
         with pytest.raises(BadImage, match=words):
             decode(content, 8)
+
+
+def test_programs_are_not_images() -> None:
+    """Pillow would hand PostScript to Ghostscript, which runs it."""
+    with pytest.raises(BadImage, match="not an image"):
+        decode(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", 8)
+
+
+def test_an_image_with_too_many_pixels_is_refused_by_its_header(pictures: Any) -> None:
+    content = pictures.encoded(Image.new("1", (3000, 3000)))
+    with pytest.raises(BadImage, match="3000 × 3000 pixels; --max-image-pixels 9000000 allows"):
+        decode(content, 8, Budget(8_999_999))
+    assert decode(content, 8, Budget(9_000_000)).shape == (3, 8, 8)
+    with pytest.raises(BadImage, match="2 × 9000 pixels; --max-image-pixels 72000 allows"):
+        decode(pictures.encoded(Image.new("1", (2, 9000))), 8, Budget(18_000))  # it is widened
+
+
+def rows(samples: list[Sample], most: int) -> dict[int, str]:
+    return decode_all(samples, np.zeros((len(samples), 3, 8, 8), np.uint8), "test", most)
+
+
+def test_a_limit_above_that_of_pillow(pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = pictures.one(side=20)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    assert rows([Sample("x", 0, lambda: content)], 1000) == {}
+    assert Image.MAX_IMAGE_PIXELS == 100
+    assert "20 pixels" in rows([Sample("x", 0, lambda: content)], 400)[0]
+
+
+def test_a_file_too_large_for_an_image_is_not_read() -> None:
+    def read() -> bytes:
+        raise AssertionError("read")
+
+    bad = rows([Sample("x", 0, read, size=8 * 1000 + 1)], 1000)
+    assert "has 8001 bytes" in bad[0] and "--max-image-pixels 1001" in bad[0]
+
+
+def test_all_threads_together_stay_below_the_limit(
+    pictures: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pixels that are decoded, and bytes of files that are held, at any time."""
+    lock, held, most = threading.Lock(), {"pixels": 0, "bytes": 0}, {"pixels": 0, "bytes": 0}
+
+    def change(what: str, by: int) -> None:
+        with lock:
+            held[what] += by
+            most[what] = max(most[what], held[what])
+
+    upright = module._rgb
+
+    def watched(image: Image.Image) -> Image.Image:
+        change("pixels", 1200)
+        time.sleep(0.01)  # time for another thread
+        change("pixels", -1200)
+        change("bytes", -4000)
+        return upright(image)
+
+    def read() -> bytes:
+        change("bytes", 4000)
+        return content
+
+    content = pictures.encoded(Image.new("RGB", (30, 40)))
+    monkeypatch.setattr(module, "_rgb", watched)
+    monkeypatch.setattr(module, "_CHUNK", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    assert rows([Sample("x", 0, read, size=4000) for _ in range(40)], 2500) == {}
+    assert 1200 <= most["pixels"] <= 2500 and 4000 <= most["bytes"] <= 8 * 2500

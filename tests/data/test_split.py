@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from protofed.data import describe
-from protofed.data.split import apportion, split
+from protofed.config import make_config
+from protofed.data import DataMissing, Share, describe, load_task
+from protofed.data.split import apportion, hold_out, split, unused, validation_rows
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
+from protofed.federation.simulation import make_shares
 from tests.data.made_tasks import balanced, class_counts, made, no_overlap, same, sizes
 
 SIZES = {"scan": 40, "print": 30, "photo": 7}
@@ -358,3 +360,96 @@ def test_apportion_always_adds_up() -> None:
         assert parts.sum() == total
         assert (parts >= 0).all()
         assert np.abs(parts - total * weights).max() <= 1 + 1e-6
+
+
+# ---- validation ---------------------------------------------------------------------------------
+
+
+def labels(task: Task, share: Share, rows: torch.Tensor) -> list[int]:
+    return torch.bincount(task.domains[share.domain].train.y[rows], minlength=5).tolist()
+
+
+def test_a_part_of_each_class_is_held_out() -> None:
+    task = balanced(100)
+    before = split(task, {"a": 2}, {"a": 200}, seed=1)
+    after = hold_out(task, before, 0.1, seed=1)
+    for old, new in zip(before, after, strict=True):
+        assert sorted([*new.rows.tolist(), *new.held_out.tolist()]) == sorted(old.rows.tolist())
+        assert len(new.held_out) == 20
+        kept = [row for row in old.rows.tolist() if row not in new.held_out.tolist()]
+        assert new.rows.tolist() == kept, "in their order"
+        whole = labels(task, old, old.rows)
+        for all_of, held in zip(whole, labels(task, new, new.held_out), strict=True):
+            assert abs(held - all_of / 10) < 1
+    assert same(after, hold_out(task, before, 0.1, seed=1))
+    assert not same(after, hold_out(task, before, 0.1, seed=2))
+
+
+def test_which_classes_are_rounded_up_is_drawn() -> None:
+    task = balanced(100)
+    rows = torch.arange(500).reshape(5, 20, 5)  # 20 clients with five images of each class
+    shares = [Share(f"a-{i}", "a", rows[:, i].flatten()) for i in range(20)]
+    held = [labels(task, s, s.held_out) for s in hold_out(task, shares, 0.08, seed=0)]
+    assert {sum(own) for own in held} == {2}
+    assert min(map(sum, zip(*held, strict=True))) > 2, "two of five classes each, not the first two"
+
+
+def test_a_client_keeps_an_image_of_each_class() -> None:
+    task = made({"a": [0] * 40 + [1, 2, 3, 4]})
+    (share,) = hold_out(task, split(task, {"a": 1}, {"a": 44}, seed=0), 0.9, seed=0)
+    assert labels(task, share, share.rows) == [4, 1, 1, 1, 1]
+    assert labels(task, share, share.held_out) == [36, 0, 0, 0, 0]
+
+
+def test_what_another_client_trains_on_is_not_held_out() -> None:
+    """The repair rule gives images that another client may hold too."""
+    task = made({"a": [0] * 50 + [1] * 10}, classes=2)
+    for seed in range(10):
+        shares = split(task, {"a": 6}, {"a": 10}, seed, repair=True)
+        after = hold_out(task, shares, 0.5, seed)
+        trained = {row for s in after for row in s.rows.tolist()}
+        held = [row for s in after for row in s.held_out.tolist()]
+        assert len(held) == len(set(held)) > 10
+        assert not trained & set(held)
+
+
+def test_the_unused_images() -> None:
+    task = made({"a": [0, 1, 2, 3, 4] * 20, "b": [0, 1] * 10, "c": [0] * 9}, classes=5)
+    shares = split(task, {"a": 2, "b": 1}, {"a": 20, "b": 5}, seed=0)
+    found = unused(task, shares)
+    assert {d: len(rows) for d, rows in found.items()} == {"a": 60, "b": 15}
+    for domain, rows in found.items():
+        held = torch.cat([s.rows for s in shares if s.domain == domain])
+        assert not set(rows.tolist()) & set(held.tolist())
+    # an image that is held out has a use
+    assert {d: len(r) for d, r in unused(task, hold_out(task, shares, 0.2, 0)).items()} == {
+        "a": 60, "b": 15,
+    }  # fmt: skip
+
+
+def test_domains_with_too_few_images_to_validate_on_are_named() -> None:
+    task = made({"a": [0, 1] * 100, "b": [0, 1] * 30, "c": [0, 1] * 40})
+    shares = split(task, {"a": 2, "b": 2}, {"a": 90, "b": 21}, seed=0)
+    assert validation_rows(task, shares, None) == {}
+    with pytest.raises(ProtofedError, match=r"unused leaves too few.*: 18 of domain 'b' "):
+        validation_rows(task, shares, "unused")
+    held = hold_out(task, shares, 0.2, seed=0)
+    with pytest.raises(ProtofedError, match=r"0\.2 leaves too few.*: 8 of domain 'b' ") as error:
+        validation_rows(task, held, 0.2)
+    assert "raise --validate" in error.value.hint
+    half = hold_out(task, shares, 0.5, seed=0)
+    found = validation_rows(task, half, 0.5)
+    assert {d: len(rows) for d, rows in found.items()} == {"a": 90, "b": 22}
+    assert set(found["b"].tolist()) == {r for s in half[2:] for r in s.held_out.tolist()}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_office_caltech_leaves_unused(seed: int) -> None:
+    try:
+        task = load_task("office_caltech")
+    except DataMissing:
+        pytest.skip("needs the images of office_caltech")
+    config = make_config("office_caltech", seed=seed)
+    found = validation_rows(task, make_shares(config, task), "unused")
+    expected = {"caltech": 362, "amazon": 462, "webcam": 190, "dslr": 28}
+    assert {d: len(r) for d, r in found.items()} == pytest.approx(expected, abs=8)  # repair

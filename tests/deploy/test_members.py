@@ -29,7 +29,7 @@ def test_a_federation_file_is_checked(tmp_path: Path) -> None:
         ("image_size = 32", "image_size = 7", "image_size"),
         ('name = "f"', 'name = ".."', "cannot be a federation's name"),
         ('[sites."b"]', '[sites."../b"]', "cannot be a site's name"),
-        ("format = 1", "format = 2", "newer version of protofed"),
+        ("format = 2", "format = 3", "newer version of protofed"),
         ("ecdsa-sha2-nistp384 ", "rot13 ", "is invalid"),
     ):
         path.write_text(good.replace(old, new))

@@ -47,6 +47,7 @@ def test_what_only_a_simulator_can_do_is_refused(tmp_path: Path, members: Member
         (None, {"samples": {"a": 30}}, "samples works only in the simulator"),
         (None, {"quantity": 1.0}, "quantity works only in the simulator"),
         (file, {}, "dirichlet works only in the simulator"),
+        (None, {"validate": 0.1}, "validate works only in the simulator: sites report"),
     ):
         with pytest.raises(ProtofedError, match=words):
             deploy.plan_run(members, where, "fpl", {}, settings)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -16,12 +18,21 @@ from flwr.app import Context, RecordDict
 from tests.deploy.flower_world import CLASSES, images, write_site
 
 from protofed.config import make_config
+from protofed.data import load_task
+from protofed.data.task import Reading
 from protofed.deploy import programs, server_app
 from protofed.deploy.members import read_members
 from protofed.deploy.messages import Request, write
 from protofed.deploy.operator import plan_run, run_folder
 from protofed.deploy.setup import init
-from protofed.deploy.site import PrivateStates, answer, folder_images, read_site_config
+from protofed.deploy.site import (
+    SITE_FILE,
+    PrivateStates,
+    answer,
+    folder_images,
+    own_images,
+    read_site_config,
+)
 from protofed.deploy.spec import RunSpec, make_spec, pack, unpack
 from protofed.deploy.wire import Refused, add_tree
 from protofed.errors import ProtofedError
@@ -59,7 +70,7 @@ def plan(home: Path, **more: Any) -> RunSpec:
 
 def last_request(spec: RunSpec) -> RecordDict:
     """The message that closes a run: the site saves the model under the run's name."""
-    return write(Request("here", spec.hash, 1, train=False, evaluate=True, accepted="", kept=""))
+    return write(Request("here", spec.hash, 1, train=False, evaluate=True, accepted=""))
 
 
 def test_the_federations_own_run_leaves_its_model(home: Path) -> None:
@@ -67,7 +78,14 @@ def test_the_federations_own_run_leaves_its_model(home: Path) -> None:
     network = initial_network(spec.config, spec.task)
     content = add_tree(last_request(spec), {"model": network.state_dict()})
     answer(read_site_config(home), pack(spec), content)
-    assert (home / "models" / f"{spec.name}.safetensors").is_file()
+    model = home / "models" / f"{spec.name}.safetensors"
+    assert model.is_file()
+    states = PrivateStates(home / "states" / "x")
+    states.save(1, {"a": {"x": torch.ones(1)}})
+    if os.name != "nt":  # only the site can read what is its own
+        for path in (model, *states.folder.iterdir()):
+            modes = (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777)
+            assert modes == (0o700, 0o600)
 
 
 @pytest.mark.parametrize("name", [OUTSIDE, f"{OUTSIDE}:x", "glyphs", "folder:/etc", "folder:other"])
@@ -90,7 +108,7 @@ def test_sites_of_a_task_read_no_other_folder(
     parts["task"]["name"] = "folder:/etc"
     parts["hash"] = replace(w.run, config=replace(w.run.config, task="folder:/etc")).hash
     home = read_site_config(w.folder / "homes" / BAD)
-    asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="", kept="")
+    asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="")
     monkeypatch.setattr("protofed.deploy.site.load_task", lambda *a, **b: pytest.fail("it looked"))
     with pytest.raises(Refused, match="the run is for task 'folder:/etc', this federation for 'gl"):
         answer(home, json.dumps(parts), write(asked))
@@ -114,6 +132,35 @@ def test_a_run_of_another_version_is_refused(home: Path) -> None:
         unpack(pack(spec).replace(spec.hash, "0000000000"))
     with pytest.raises(ProtofedError, match="cannot be read"):
         unpack("{}")
+
+
+def test_limits_are_the_sites_own(home: Path) -> None:
+    """Not the server's: a message cannot lift them."""
+    settings = home / SITE_FILE
+    text = settings.read_text()
+    settings.write_text(f"{text}max_image_pixels = 200\nmax_unpacked_gb = 1\n")
+    site = read_site_config(home)
+    assert site.reading == Reading(False, 200, 1.0)
+    with pytest.raises(ProtofedError, match=r"max_image_pixels = 256 in site\.toml allows"):
+        folder_images(site, CLASSES, 16)
+    settings.write_text(f"{text}max_image_pixels = 0\n")
+    with pytest.raises(ProtofedError, match=r"max_image_pixels in '.*' must be a whole number"):
+        read_site_config(home)
+
+
+def test_sites_of_a_task_keep_their_own_limits(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(rounds=1)
+    folder = w.folder / "homes" / BAD
+    (folder / SITE_FILE).write_text((folder / SITE_FILE).read_text() + "max_image_pixels = 7\n")
+    spec = replace(w.run, config=replace(w.run.config, max_image_pixels=8, skip_bad=True))
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "protofed.deploy.site.load_task", lambda *a, **b: asked.append(b) or load_task("glyphs")
+    )
+    own_images(read_site_config(folder), spec)
+    assert (asked[0]["max_image_pixels"], asked[0]["skip_bad"]) == (7, True)
 
 
 def test_the_names_of_states_are_no_paths(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from protofed import tree
@@ -47,10 +49,18 @@ def test_it_keeps_count(tmp_path: Path) -> None:
         if round % 7 == 6:
             found.clean(found.save(found.accept(), round + 1))
         if round == 20:
-            found.restore(found.save(found.accept(), round + 1))
+            found.restore(found.save(found.accept(), round + 1), {})
         assert found._used == in_memory(found)
         for name, expected in current.items():
             assert tree.equal(found.get(name), expected)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
+def test_only_the_owner_can_read_a_state(tmp_path: Path) -> None:
+    found = store(tmp_path, limit=0)
+    found.stage("a", state(1), 0)
+    (path,) = (tmp_path / "clients").iterdir()
+    assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 def test_fewer_participants_keep_less_in_memory(tmp_path: Path) -> None:

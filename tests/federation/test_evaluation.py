@@ -32,7 +32,7 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
 
     net, images = network(), client_data(10).images
     tests = {"left": images}
-    words = "undecided's scores for test images of left are not finite.*predict"
+    words = "undecided's scores for images of left are not finite.*predict"
     with pytest.raises(Diverged, match=words):
         evaluate(setup(Undecided()), net, start(net), {}, tests, batch=3)
     huge = {"model": {n: t * 1e306 for n, t in start(net)["model"].items()}}

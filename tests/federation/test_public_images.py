@@ -191,11 +191,12 @@ def test_another_tasks_files_are_in_the_hash(
 
         return load
 
+    reading = {"skip_bad": True, "max_image_pixels": 5000, "max_unpacked_gb": 0.5}
     hashes = set()
     for digest in ("a" * 64, "b" * 64):
         monkeypatch.setattr(module, "load_task", loader(digest))
         config = make_config(
-            tiny_task(), FedMD(public="digits"), **TINY, data=str(tmp_path), skip_bad=True
+            tiny_task(), FedMD(public="digits"), **TINY, data=str(tmp_path), **reading
         )
         found = Federation(config, tiny_task())
         assert found.facts.public_digest == f"88-{digest}"
@@ -204,7 +205,7 @@ def test_another_tasks_files_are_in_the_hash(
     assert len(hashes) == 2
     # from the folder of images that the run names, in the run's size
     assert set(map(str, asked)) == {
-        str(("digits", str(tmp_path), {"image_size": PIXELS, "skip_bad": True}))
+        str(("digits", str(tmp_path), {"image_size": PIXELS, **reading}))
     }
 
 

@@ -78,13 +78,19 @@ def test_of_many_clients_some_are_examined(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("protofed.federation.simulation.TESTED_PER_DOMAIN", 3)
     many = federation(clients={"left": 8, "right": 2}, participation=0.2)
     assert "3 clients" in many.examined
-    drawn = [[e.client for e in many._eval_jobs(round)] for round in range(6)]
+
+    def draw() -> list[list[str | None]]:
+        return [[e.client for e in many._eval_jobs(round, many.tests)] for round in range(6)]
+
+    drawn = draw()
     for names in drawn:
         assert len(names) == len(set(names)) == 5
         assert [n for n in names if n.startswith("right")] == ["right-0", "right-1"]
         assert names == sorted(names, key=list(many.clients).index)
     assert len({n for names in drawn for n in names}) > 7, "others in other rounds"
-    assert drawn == [[e.client for e in many._eval_jobs(round)] for round in range(6)], "keyed"
+    assert drawn == [
+        [e.client for e in many._eval_jobs(round, many.tests)] for round in range(6)
+    ], "keyed"
     record = many.run_round()
     assert set(record["accuracy"]) == {"left", "right"}
 
@@ -93,7 +99,7 @@ def test_all_of_few_clients_are_examined() -> None:
     few = federation(clients={"left": 8, "right": 2})
     assert TESTED_PER_DOMAIN >= 8
     assert few.examined == ""
-    assert [e.client for e in few._eval_jobs(0)] == list(few.clients)
+    assert [e.client for e in few._eval_jobs(0, few.tests)] == list(few.clients)
 
 
 def test_images_of_clients_that_sit_out_are_not_kept_twice() -> None:

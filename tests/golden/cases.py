@@ -142,7 +142,8 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
         "gamma_max": True, "apa_reduction": "sum", "detach": False,
         "lambda_intra": 0.05})  # fmt: skip
     add("fedseproto, switches", "fedseproto", {"kd_sign": "printed", "kl": "moments",
-        "proto_reduction": "sum", "proto_pass": "post"})  # fmt: skip
+        "proto_reduction": "sum", "lam": 0.01, "proto_pass": "last_epoch",
+        "decoder_step": 10.0})  # fmt: skip
     add("fedavg on a resnet", "fedavg", model="resnet10", width=2, rounds=1)
     for method in ("fedavg", "fedbn", "fpl", "scaffold"):
         cases[f"{method} on Flower"] = lambda method=method: _deployed(method)

@@ -10,6 +10,7 @@ import torch
 
 from protofed import analysis, tree
 from protofed.config import make_config
+from protofed.errors import ProtofedError
 from protofed.federation.simulation import Observer
 from protofed.method import Entry
 from protofed.methods import (
@@ -208,10 +209,14 @@ QUICK = ("gradients", "weights 0 = FedAvg", "missing class", "serialization", "c
         I2PFL(mixup="input", inter="cluster", detach=False, ema="as_text", gamma_max=True),
         I2PFL(lambda_inter=0),
         FedProto(share="prototypes"),
-        FedGH(proto_pass="post", header_epochs=1),
+        FedGH(proto_pass="last_epoch", header_epochs=1),
         FedMD(public="left", digest_epochs=2, digest_batch=5),
-        FedSeProto(kl="moments"),
-        FedSeProto(share="prototypes"),
+        FedSeProto(kl="moments", decoder_step=10.0),
+        FedSeProto(share="prototypes", proto_pass="last_epoch"),
+        create("fpl", {"reading": "printed"}),
+        # summed over d, these weights are a hundred times too large for the tiny task
+        create("i2pfl", {"reading": "printed", "lambda_intra": 0.01}),
+        create("fedseproto", {"reading": "printed", "lam": 0.01}),
     ],
     ids=lambda m: m.name,
 )
@@ -234,7 +239,7 @@ def test_a_methods_file_names_its_paper_and_its_deviations(name):
     assert '"' in text  # the paper's title
 
 
-LAST_EPOCH = {"proto_pass": "last_epoch"}
+LAST_EPOCH, POST = {"proto_pass": "last_epoch"}, {"proto_pass": "post"}
 PAPER_DEFAULTS = {
     "fedavg": {},
     "fedprox": {"mu": 1e-4},
@@ -282,11 +287,12 @@ PAPER_DEFAULTS = {
         "alpha": 1.0,
         "beta": 0.01,
         "lam": 1.0,
+        "decoder_step": 1.0,
         "first_phase": 0.2,
         "kd_sign": "corrected",
         "kl": "unit",
         "proto_reduction": "mean",
-        **LAST_EPOCH,
+        **POST,
         "share": "auto",
     },
     "local": {},
@@ -298,11 +304,16 @@ PAPER_DEFAULTS = {
         "digest_batch": 256,
         "digest_lr": 0.001,
     },
-    "fedgh": {"eta": 0.01, "header_epochs": 10, "header_batch": 10, **LAST_EPOCH},
+    "fedgh": {"eta": 0.01, "header_epochs": 10, "header_batch": 10, **POST},
 }
 PER_TASK = {
     ("i2pfl", "office_caltech"): {"tau": 0.02},
     ("i2pfl", "pacs"): {"tau": 0.04, "alpha": 0.2, "lambda_intra": 2.0},
+}
+PRINTED = {
+    "fpl": {"finch_level": "first", "upcr_reduction": "sum", **POST},
+    "i2pfl": {"apa_reduction": "class_means", "detach": False, **POST},
+    "fedseproto": {"kd_sign": "printed", "proto_reduction": "sum"},
 }
 
 
@@ -312,6 +323,13 @@ def test_defaults_are_the_papers(name, task):
     expected = {**PAPER_DEFAULTS[name], **PER_TASK.get((name, task), {})}
     assert METHODS[name].defaults(task) == expected
     assert create(name, task=task).options() == expected
+    if name in PRINTED:
+        assert create(name, {"reading": "published"}, task).options() == expected
+        printed = create(name, {"reading": "printed"}, task)
+        assert printed.options() == {**expected, **PRINTED[name]}
+    else:
+        with pytest.raises(ProtofedError, match="hyper-parameter"):
+            create(name, {"reading": "printed"}, task)
 
 
 def test_what_is_typed_wins_over_the_tasks_default():

@@ -7,6 +7,7 @@ from torch import nn
 
 from protofed import keys, tree
 from protofed.config import make_config
+from protofed.federation.client_round import train_client
 from protofed.federation.simulation import Federation
 from protofed.federation.spool import Spool
 from protofed.method import ServerView, Sizes, Update
@@ -119,6 +120,21 @@ def test_clients_start_from_the_servers_header_and_keep_their_extractors():
             mine = one.store.get(name)["model"]
             assert mine
             assert not any(n.startswith("head.") for n in mine)
+
+
+def test_the_means_are_of_a_clean_pass_after_training():
+    task = tiny_task()
+    fed = Federation(make_config(task, FedGH(), **SHORT), task)
+    site = next(iter(fed.clients.values()))
+    received, mine = fed.server.broadcast(), fed.store.get(site.name)
+    network = fed.make_network()
+    sent = train_client(fed.setup, network, site, received, mine, 0).message["prototypes"]
+    mean, std = (torch.tensor(v)[:, None, None] for v in (task.augment.mean, task.augment.std))
+    network.eval()
+    with torch.no_grad():
+        z = network((site.images.x / 255 - mean) / std).feature
+    for k in range(4):
+        assert torch.allclose(sent["mean"][k], z[site.images.y == k].mean(0), atol=1e-5)
 
 
 def test_bytes_are_the_means_and_the_header():

@@ -18,6 +18,7 @@ from protofed.federation.simulation import Federation, Observer
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, Entry, ServerView, Sizes, Update
 from protofed.methods import FedAvg, FedSeProto
+from protofed.methods.fedseproto import distillation
 from protofed.models import Network, build
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
@@ -102,9 +103,8 @@ def divergences(net, x, teacher=None):
 
 def eq11(net, x, sign, teacher=None):
     s1, s2 = divergences(net, x, teacher)
-    s2 = np.minimum(s2, 50)
     if sign == "corrected":
-        s1, s2 = -s1, -s2
+        s1, s2 = -s1, -np.minimum(s2, 50)
     pairs = zip(s1, s2, strict=True)
     return np.mean([-math.log(math.exp(a) / (math.exp(a) + math.exp(b))) for a, b in pairs])
 
@@ -169,7 +169,7 @@ def test_ce_of_phase_2_is_of_the_semantic_branch_and_of_phase_1_of_the_general_o
         return -np.mean([math.log(softmax(r)[k]) for r, k in zip(rows, Y, strict=True)])
 
     terms = FedSeProto().loss(client, batch)
-    assert list(terms) == ["ce", "kd", "mi", "proto"]
+    assert list(terms) == ["ce", "kd", "mi_kl", "mi_error", "proto"]
     assert terms["ce"].item() == pytest.approx(ce(z_s), rel=1e-10)
     client.begin_step(2)
     first = FedSeProto().basic(client, batch)
@@ -242,21 +242,38 @@ def test_minimizing_the_corrected_kd_lowers_s1_and_raises_s2(sign):
     assert (s1 > 0.01, s2 < -0.01) == (sign == "printed",) * 2
 
 
-def test_s2_is_cut_at_50():
+def test_s2_is_cut_at_50_where_it_is_raised():
     for s2, cut in ((40, 40), (60, 50), (500, 50)):
-        net = bent(0, s2)
-        value = kd_of(net, kd_sign="printed")
-        assert value.item() == pytest.approx(cut, rel=1e-9)  # softplus(s2)
+        net = bent(100, s2)
+        value = kd_of(net)
+        assert value.item() == pytest.approx(100 - cut, rel=1e-9)  # softplus(s1 − s2)
         value.backward()
         assert bool(net.domain.bias.grad.any()) == (s2 < 50)  # beyond, nothing pushes it away
     assert kd_of(bent(500, 500)).item() == pytest.approx(450, rel=1e-9)  # s1 is not cut
+
+
+@pytest.mark.parametrize("s2", [40, 60, 500])
+def test_as_printed_s2_falls_from_wherever_it_is(s2):
+    net = bent(0, s2)
+    value = kd_of(net, kd_sign="printed")
+    assert value.item() == pytest.approx(s2, rel=1e-9)  # softplus(s2)
+    value.backward()
+    assert net.domain.bias.grad.tolist() == pytest.approx([0.5, -0.5])  # softmax − (½, ½)
+
+
+def test_the_printed_kd_of_a_domain_branch_that_is_far_away():
+    teacher = torch.tensor([[60.0, -60.0]])  # as probabilities: (1, 0)
+    domain = torch.tensor([[-40.0, 40.0]], requires_grad=True)
+    distillation(teacher, teacher, domain, "printed").backward()
+    assert domain.grad.tolist() == [pytest.approx([-1, 1])]
 
 
 @pytest.mark.parametrize("kind", ["unit", "moments"])
 def test_mi_is_eq_10(kind):
     method = FedSeProto(kl=kind, beta=1)
     client, net, batch = scene(method)
-    got = method.loss(client, batch)["mi"].item()
+    terms = method.loss(client, batch)
+    got = (terms["mi_kl"] + terms["mi_error"]).item()
     assert got == pytest.approx(eq10(net, batch.x.numpy(), kind), rel=1e-10)
     other = eq10(net, batch.x.numpy(), "unit" if kind == "moments" else "moments")
     assert got != pytest.approx(other, rel=1e-3)
@@ -306,16 +323,17 @@ def test_round_0_has_no_proto():
 def test_weights_scale_their_own_term_and_0_removes_it():
     client, _, batch = scene(FedSeProto())
     one = FedSeProto(alpha=1, beta=1, lam=1).loss(client, batch)
-    for weight, term in (("alpha", "kd"), ("beta", "mi"), ("lam", "proto")):
+    terms = {"alpha": {"kd"}, "beta": {"mi_kl", "mi_error"}, "lam": {"proto"}}
+    for weight, own in terms.items():
         scaled = FedSeProto(**{"alpha": 1, "beta": 1, "lam": 1, weight: 0.25})
         client.begin_step(1)
         got = scaled.loss(client, batch)
         for name, value in got.items():
-            factor = 0.25 if name == term else 1
+            factor = 0.25 if name in own else 1
             assert value.item() == pytest.approx(factor * one[name].item(), rel=1e-12)
         client.begin_step(1)
         without = FedSeProto(**{weight: 0}).loss(client, batch)
-        assert set(without) == {"ce", "kd", "mi", "proto"} - {term}
+        assert set(without) == set(one) - own
     client.begin_step(1)
     assert set(FedSeProto(alpha=0, beta=0, lam=0).loss(client, batch)) == {"ce"}
 
@@ -345,7 +363,9 @@ def moved(net, term):
 def test_gradient_in_the_weights_of_phase_2(term, options):
     method = FedSeProto(alpha=1, beta=1, lam=1, **options)
     client, net, batch = scene(method)
-    grads = moved(net, method.loss(client, batch)[term])
+    terms = method.loss(client, batch)
+    wanted = [value for name, value in terms.items() if name.startswith(term)]
+    grads = moved(net, torch.stack(wanted).sum())
     x = batch.x.numpy()
     teacher = linear(net.head, features(net, x)[0])  # held constant in the differences too
 
@@ -385,7 +405,8 @@ def test_which_term_reaches_which_module():
     assert reach == {
         "ce": {"encoder", "semantic"},
         "kd": {"encoder", "semantic", "domain"},
-        "mi": {"encoder", "semantic", "domain", "decoder"},
+        "mi_kl": {"encoder", "semantic", "domain"},
+        "mi_error": {"encoder", "semantic", "domain", "decoder"},
         "proto": {"encoder", "semantic"},
     }
 
@@ -400,6 +421,24 @@ def test_the_teacher_is_held_constant():
     assert not any(g.any() for n, g in grads.items() if n.startswith("encoder."))
     assert grads["semantic.bias"].any()
     assert FedSeProto().detached_terms == ("kd",)
+
+
+@pytest.mark.parametrize("step", [0.1, 30.0])
+def test_decoder_step_scales_the_gradient_of_the_decoder_and_of_nothing_else(step):
+    plain, scaled = FedSeProto(), FedSeProto(decoder_step=step)
+    terms, grads = [], []
+    for method in (plain, scaled):
+        client, net, batch = scene(method)
+        terms.append({n: t.item() for n, t in method.loss(client, batch).items()})
+        client.begin_step(1)
+        grads.append(moved(net, torch.stack([*method.loss(client, batch).values()]).sum()))
+    assert terms[0] == terms[1]
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        factor = step if name.startswith("decoder.") else 1
+        assert grad.any()
+        assert torch.allclose(grads[1][name], factor * grad, rtol=1e-9, atol=1e-15), name
+    assert scaled.detached_terms == ("kd", "mi_error")  # its gradient is not that of its value
 
 
 # ---- the two phases -----------------------------------------------------------------------------
@@ -458,7 +497,7 @@ class Only(FedSeProto):
 def test_each_phase_really_trains_that_and_nothing_else(which):
     fed = federation()
     fed.run_round()  # with prototypes, and a semantic encoder that is no identity any more
-    _, before, after = trained(fed, Only(which=which, proto_pass="post"), round=1)
+    _, before, after = trained(fed, Only(which=which), round=1)
     assert before.keys() == after.keys()
     parameters = {n for n, _ in fed.engine.networks["cnn2"].named_parameters()}
     changed = {n for n in parameters if not torch.equal(before[n], after[n])}
@@ -481,7 +520,7 @@ def test_a_term_that_is_off_leaves_its_modules_alone():
 def test_number_of_steps_is_that_of_both_phases():
     reply, *_ = trained(federation(epochs=5))
     assert reply.steps == 5 * 3  # 22 samples in batches of 8
-    assert set(reply.losses) == {"basic", "ce", "kd", "mi", "proto"}
+    assert set(reply.losses) == {"basic", "ce", "kd", "mi_kl", "mi_error", "proto"}
     assert reply.losses["proto"][0] == 0
     assert trained(federation(epochs=1))[0].steps == 2 * 3  # at least one epoch each
 
@@ -500,7 +539,7 @@ def test_network_for_all_models_and_image_sizes(model, pixels):
     sizes = Sizes(4, backbone.features, pixels)
     net = FedSeProto().network(backbone, sizes).eval()
     out = net(x)
-    assert net.decode(out).shape == x.shape
+    assert net.decoder(torch.cat([out.feature, out.domain], 1)).shape == x.shape
     # the semantic encoder begins as the identity: at first this is the backbone itself
     assert torch.equal(net.semantic.weight, torch.eye(backbone.features))
     assert not net.semantic.bias.any()
@@ -714,7 +753,7 @@ def test_a_model_that_diverged_is_not_taken_for_one_that_needs_private_modules()
 
 
 def test_prototypes_are_of_the_semantic_features():
-    fed = federation(FedSeProto(proto_pass="post"))
+    fed = federation()
     fed.run_round()
     reply, _, after = trained(fed, round=1)
     site = next(iter(fed.clients.values()))
@@ -744,7 +783,7 @@ def test_prototypes_of_the_last_epoch_count_every_sample_once():
     for k in range(K):
         own = [z for z, c in zip(z_s, Y, strict=True) if c == k]
         assert np.allclose(message["prototypes"]["mean"][k], np.mean(own, 0), rtol=1e-10)
-    reply, *_ = trained(federation(epochs=5))
+    reply, *_ = trained(federation(FedSeProto(proto_pass="last_epoch"), epochs=5))
     assert int(reply.message["prototypes"]["count"].sum()) == 22
 
 
@@ -785,6 +824,7 @@ def test_a_run_with_missing_classes_and_one_client():
         {"alpha": -1},
         {"beta": -0.1},
         {"lam": -1},
+        {"decoder_step": 0},
         {"first_phase": 0},
         {"first_phase": 1.5},
         {"kd_sign": "wrong"},

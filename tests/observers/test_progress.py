@@ -41,6 +41,8 @@ def test_a_run_is_followed(terminal: bool) -> None:
     assert "left out: only tested on, with" in said
     assert "1 client × 8 samples, 4 of 4 classes" in said
     assert "engine loop" in said
+    line = "protocol fpl: cnn2, 8×8 pixels, batch 8, epochs 1, rounds 3\n"
+    assert said.index(line) < said.index("samples")
     assert ("round 3/3  right (unseen)" in said) != terminal
     assert ("━" in said) == terminal
 

@@ -26,7 +26,10 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.config import make_config
+from protofed.data import Images
+from protofed.data.augment import normalized
 from protofed.federation.batches import ClientBatches
+from protofed.federation.setup import ClientData
 from protofed.federation.simulation import Clients, Federation, Observer, initial_network
 from protofed.tree import Tree
 from tests.golden.cases import SMALL, tiny_task
@@ -43,6 +46,7 @@ Oracle = Iterator[State]
 # A step size at which no loss diverges, and a weight decay that is large enough to be noticed.
 SETTINGS = {**SMALL, "lr": 0.01, "weight_decay": 0.01}
 SHORT = {"rounds": 2, "epochs": 1}
+HALF = {"rounds": 4, "epochs": 1, "participation": 0.5}
 # FINCH's first and last partition differ, which takes eight owners of a class or more.
 MANY = {**SHORT, "clients": {"north": 6, "south": 6, "west": 5}, "samples": 7, "seed": 23}
 # In some rounds nobody has a certain class.
@@ -67,17 +71,28 @@ class Run(Observer):
         self.classes, self.features = len(task.classes), federation.sizes.features
         self.clients = list(federation.clients)
         self.initial = initial_network(config, task).state_dict()
+        self.initials = {
+            name: initial_network(config, task, model).state_dict()
+            for name, model in federation.models.items()
+        }
+        """Every client's initial network, where they differ."""
         data = Clients(task, federation.shares, torch.device("cpu"), federation.models)
         self._batches = {name: ClientBatches(self.setup, data[name]) for name in self.clients}
         self.samples = {n: len(b.parts["train"]) for n, b in self._batches.items()}
         self.participants: list[list[str]] = []
         """The clients of each round."""
+        self.accuracy: list[dict[str, float]] = []
+        """The accuracy on each domain after each round, in percent."""
+        self.tests = {
+            name: (normalized(d.test.x, task.augment, torch.float64), d.test.y)
+            for name, d in task.domains.items()
+        }
         self.states: list[State] = []
         self._sent: dict[str, Tree] = {}
         for _ in range(self.rounds):
             self.participants.append(federation.server.sample())
             self._sent = {}
-            federation.run_round([self])
+            self.accuracy.append(federation.run_round([self])["accuracy"])
             self.states.append(
                 {
                     "server": _copied(federation.server.state),
@@ -103,6 +118,24 @@ class Run(Observer):
         x, y = zip(*self._batches[client].clean(part), strict=True)
         return torch.cat(x), torch.cat(y)
 
+    def public_images(self, round: int) -> Tensor:
+        """The public images of a round."""
+        x, _ = zip(*self._public(round).clean("train"), strict=True)
+        return torch.cat(x)
+
+    def public_epoch(
+        self, client: str, round: int, epoch: int, batch: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """An epoch's public images and which of the round's they are, batch by batch."""
+        key = (self.setup.seed, round, client, 0, epoch)
+        return [(b.x, b.rows) for b in self._public(round).epoch(key, batch)]
+
+    def _public(self, round: int) -> ClientBatches:
+        assert self.setup.public is not None
+        drawn = self.setup.public.draw(round)
+        images = Images(drawn.x.cpu(), drawn.y.cpu())
+        return ClientBatches(self.setup, ClientData("", "", images, public=True))
+
     def uniform(
         self, client: str, round: int, step: int, draw: int, *shape: int, phase: int = 0
     ) -> Tensor:
@@ -115,11 +148,9 @@ class Run(Observer):
         """Standard normal numbers of a training step."""
         return keys.normal(self._key(client, round, step, phase), draw, shape).double()
 
-    def draws(self, client: str, round: int, epoch: int, phase: int = 0) -> dict[str, Tensor]:
-        """What the method draws for an epoch: tensors with a row for each step."""
-        rng = keys.generator(self.setup.seed, round, client, phase, epoch, "draws")
-        drawn = self.setup.method.draws(rng, -(-self.samples[client] // self.batch))
-        return {name: torch.from_numpy(np.asarray(a)).double() for name, a in drawn.items()}
+    def generator(self, *key: int | str) -> np.random.Generator:
+        """The host's random numbers with this key: a round, a purpose, what lies between."""
+        return keys.generator(self.setup.seed, *key)
 
     def _key(self, client: str, round: int, step: int, phase: int) -> Tensor:
         return torch.tensor(keys.key(self.setup.seed, round, client, phase, step, "step"))

@@ -1,10 +1,12 @@
 """Arithmetic for the oracles, written to be obviously right; it uses nothing of the package.
 
-A model θ is a dict of named tensors, as the package's ``cnn2`` names them: parameters, which
-require a gradient, and BatchNorm's buffers, which do not.
+A model θ is a dict of named tensors, as the package's ``cnn2`` and ``cnn3`` name them: parameters,
+which require a gradient, and BatchNorm's buffers, which do not.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def copy(θ: Model) -> Model:
 
 
 def network(θ: Model, x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """Features [B, d] and logits [B, K]: two convolutions with BatchNorm and pooling, two layers.
+    """Features [B, d] and logits [B, K]: convolutions with BatchNorm and pooling, two layers.
 
     In training BatchNorm normalizes by the batch and moves the buffers in θ, otherwise it
     normalizes by them.
@@ -37,12 +39,14 @@ def network(θ: Model, x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
 
 
 def encode(θ: Model, x: Tensor, training: bool) -> Tensor:
-    for conv, norm in ((0, 1), (4, 5)):
-        x = convolution(x, θ[f"encoder.{conv}.weight"])
-        x = batch_norm(θ, f"encoder.{norm}", x, training)
+    layer = 0
+    while f"encoder.{layer}.weight" in θ:  # after them comes a layer without weights
+        x = convolution(x, θ[f"encoder.{layer}.weight"])
+        x = batch_norm(θ, f"encoder.{layer + 1}", x, training)
         x = relu(max_pool(x))
+        layer += 4
     x = x.reshape(len(x), -1)
-    return relu(linear(θ, "encoder.9", x))
+    return relu(linear(θ, f"encoder.{layer + 1}", x))
 
 
 def convolution(x: Tensor, weight: Tensor) -> Tensor:
@@ -87,23 +91,55 @@ def linear(θ: Model, name: str, x: Tensor) -> Tensor:
 
 
 class SGD:
-    """g ← ∇L + λθ;  v ← ρv + g;  θ ← θ − ηv.  An entry that L does not depend on stays."""
+    """g ← ∇L + λθ;  v ← ρv + g;  θ ← θ − ηv.  An entry that L does not depend on stays.
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
+    A ∇L that is longer than ``clip`` is cut to that length.
+    """
+
+    def __init__(
+        self, lr: float, momentum: float, weight_decay: float, clip: float = math.inf
+    ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.clip = clip
         self.velocity: dict[str, Tensor] = {}
 
     def step(self, θ: Model, loss: Tensor) -> None:
         names = [name for name, t in θ.items() if t.requires_grad]
         gradients = torch.autograd.grad(loss, [θ[n] for n in names], allow_unused=True)
+        length = torch.sqrt(sum((g**2).sum() for g in gradients if g is not None))
+        cut = min(1.0, self.clip / (length + 1e-6))  # 1e-6: as in PyTorch
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is None:
                 continue
             old = θ[name].detach()
-            g = gradient + self.weight_decay * old
+            g = cut * gradient + self.weight_decay * old
             v = self.momentum * self.velocity[name] + g if name in self.velocity else g
             self.velocity[name] = v
             θ[name] = (old - self.lr * v).requires_grad_()
+
+
+class Adam:
+    """g ← ∇L + λθ;  m, v ← running means of g, g²;  θ ← θ − η m̂/(√v̂ + 1e-8), without bias."""
+
+    def __init__(self, lr: float, weight_decay: float) -> None:
+        self.lr, self.weight_decay = lr, weight_decay
+        self.steps = 0
+        self.m: dict[str, Tensor] = {}
+        self.v: dict[str, Tensor] = {}
+
+    def step(self, θ: Model, loss: Tensor) -> None:
+        self.steps += 1
+        names = [name for name, t in θ.items() if t.requires_grad]
+        gradients = torch.autograd.grad(loss, [θ[n] for n in names])
+        for name, gradient in zip(names, gradients, strict=True):
+            old = θ[name].detach()
+            g = gradient + self.weight_decay * old
+            none = torch.zeros_like(g)
+            self.m[name] = 0.9 * self.m.get(name, none) + 0.1 * g
+            self.v[name] = 0.999 * self.v.get(name, none) + 0.001 * g**2
+            m = self.m[name] / (1 - 0.9**self.steps)
+            v = self.v[name] / (1 - 0.999**self.steps)
+            θ[name] = (old - self.lr * m / (torch.sqrt(v) + 1e-8)).requires_grad_()
 
 
 def average(models: list[Model], weights: list[float]) -> Model:

@@ -10,6 +10,7 @@ from tests.report.conftest import SMALL
 from tests.studies.made_runs import TINY, make_runs, make_study, study
 
 from protofed.errors import ProtofedError
+from protofed.federation.facts import NUMERICS
 from protofed.report.collect import collect
 from protofed.report.pack import pack
 from protofed.runs.run import run
@@ -37,10 +38,10 @@ def test_runs_in_other_precision_or_of_other_images_are_not_compared(tmp_path: P
     one = study(seeds=1, rows={"FedAvg": "fedavg"})
     make_runs(one, tmp_path)
     make_runs(study(seeds=1, rows={"FPL": "fpl"}), tmp_path, digest="others")
-    make_runs(study(seeds=1, rows={"MOON": "moon"}), tmp_path, numerics=2)
+    make_runs(study(seeds=1, rows={"MOON": "moon"}), tmp_path, numerics=0)
     titles = [group.title for group in collect([tmp_path]).groups]
-    others = "glyphs · numerics 1 · images others"
-    assert sorted(titles) == ["glyphs · numerics 1", others, "glyphs · numerics 2"]
+    here = f"glyphs · numerics {NUMERICS}"
+    assert sorted(titles) == ["glyphs · numerics 0", here, f"{here} · images others"]
 
 
 def test_a_study_says_what_is_compared(tmp_path: Path) -> None:

@@ -69,6 +69,18 @@ def test_one_run():
     assert large[0] == 2 * small[0]
 
 
+def test_validation_accuracy_has_the_last_panel():
+    beside = {"validation": {"scan": 20.0, "print": 30.0}}
+    runs = [history("fedavg", beside=beside), history("fpl", beside=beside)]
+    plot = figures.curves(runs)
+    assert titles(plot) == ["average over domains", "scan", "print", "validation average"]
+    axis = axes(plot.panels[-1])
+    assert axis.get_ylabel() == "validation accuracy, %"
+    assert list(axis.lines[0].get_ydata()) == [25.0] * 4
+    assert axes(plot.panels[0]).get_ylabel() == "test accuracy, %"
+    assert "validation" not in titles(figures.curves([*runs, history("fedprox")]))
+
+
 def test_several_methods_and_seeds():
     runs = [history(m, s, level=v) for m, v in (("a", 20), ("b", 40)) for s in (0, 1, 5)]
     plot = figures.curves(runs)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from tests.studies.made_runs import DOMAINS, make_study, rising, study
 
@@ -104,3 +105,30 @@ def test_a_sweep_is_drawn_over_the_unseen_domain(tmp_path: Path) -> None:
     assert "30.0 to 30.0 %" in heat.panels[0].alt
     labels = [key.label for key in swept_over(tmp_path, "each", {"tau": [0.02, 0.5]}).legend]
     assert (labels[0], labels[-1]) == ("FPL, unseen average", "FedAvg, unseen average")
+
+
+@pytest.mark.parametrize("over", [{"tau": [0.02, 0.5]}, {"tau": [0.02, 0.5], "upcr": [0, 1]}])
+def test_a_sweep_is_read_by_its_validation_accuracy(tmp_path: Path, over: dict[str, Any]) -> None:
+    def by_test(run: PlannedRun) -> dict[str, float]:
+        return dict.fromkeys(DOMAINS, 10.0 + run.line.row.options.get("tau", 0))
+
+    def validation(run: PlannedRun) -> float:
+        return 50.0 - run.line.row.options.get("tau", 0)
+
+    settings = {**study().settings, "validate": "unused"}
+    made = study(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}], settings=settings)
+    folder = make_study(made, tmp_path / "s", by_test, validation=validation)
+    drawn = sweep(made, 0, folder.tables()[0])
+    assert drawn is not None
+    if len(over) == 1:
+        (panel,) = drawn.panels
+        assert panel.alt == (
+            "Accuracy over tau: FPL is best on validation images with 50.0 % at tau = 0.02."
+        )
+        assert "validation" in [key.label for key in drawn.legend]
+    else:
+        test, chosen = drawn.panels
+        assert "validation average" in chosen.title and "best at tau = 0.02" in chosen.alt
+        assert "best" not in test.alt
+    for panel in drawn.panels:
+        panel.draw(Figure().subplots())

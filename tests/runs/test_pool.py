@@ -88,8 +88,8 @@ def test_what_is_unfinished_diverged_or_damaged(tmp_path: Path) -> None:
         Pool(tmp_path).select(asked)
     # of another run: a folder that was copied over this one
     (runs["FPL", 0] / "summary.json").write_text(
-        json.dumps(dict.fromkeys(("method", "accuracy", "bytes_up", "bytes_down", "seconds"), 0)
-                   | {"hash": "another"})
+        json.dumps(dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
+                   | {"hash": "another", "method": "fpl", "accuracy": {}})
     )  # fmt: skip
     assert Pool(tmp_path).select(asked) == [None, None]
     (runs["FPL", 0] / "facts.json").write_text("{")  # `protofed run` says so when it is run again
@@ -131,6 +131,6 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path, text: bytes | None) -> N
 
 
 def test_a_packed_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / PACKED).write_bytes(gzip.compress(b'{"format": 2, "name": "x", "facts": {}}\n'))
+    (tmp_path / PACKED).write_bytes(gzip.compress(b'{"format": 3, "name": "x", "facts": {}}\n'))
     with pytest.raises(ProtofedError, match="newer version"):
         _ = Pool(tmp_path).runs

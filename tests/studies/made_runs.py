@@ -11,6 +11,7 @@ from typing import Any
 from tests.data.conftest import Pictures
 
 from protofed.federation.facts import NUMERICS, Facts
+from protofed.runs.folder import RunFolder
 from protofed.studies.definition import Study, parse
 from protofed.studies.folder import StudyFolder
 from protofed.studies.plan import PlannedRun, plan
@@ -61,11 +62,13 @@ def make_runs(
     accuracy: Callable[[PlannedRun], Mapping[str, float]] = flat,
     skip: Collection[tuple[str, int]] = (),
     rounds: int = 3,
+    validation: Callable[[PlannedRun], float] | None = None,
     **facts: Any,
 ) -> dict[tuple[str, int], Path]:
     """Write the runs of a study as if they had been done; returns folders by label and seed.
 
-    ``skip`` has the (label, seed) that are left out. ``facts`` change what the runs found.
+    ``skip`` has the (label, seed) that are left out. ``validation`` gives the accuracy on the
+    validation images, the same in every domain. ``facts`` change what the runs found.
     """
     found = replace(FACTS, **facts)
     folders = {}
@@ -75,8 +78,7 @@ def make_runs(
         hash = found.run_hash(run.config)
         folder = pool / found.run_name(run.config)
         folders[run.line.label, run.seed] = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(run.config.toml())
+        RunFolder(folder).save_config(run.config)
         known = {**found.to_dict(), "run": hash, "config": run.config.hash}
         (folder / "facts.json").write_text(json.dumps(known))
         values = dict(accuracy(run))
@@ -85,6 +87,9 @@ def make_runs(
             "accuracy": values, "average": average, "loss": {"ce": 1.0}, "bytes_up": 1_000_000,
             "bytes_down": 2_000_000, "seconds": {"train": 1.0, "evaluate": 0.5},
         }  # fmt: skip
+        if validation is not None:
+            seen = [d for d, n in run.config.domain_clients.items() if n]
+            record["beside"] = {"validation": dict.fromkeys(seen, validation(run))}
         lines = [json.dumps({"round": t, **record}) + "\n" for t in range(rounds)]
         (folder / "rounds.jsonl").write_text("".join(lines))
         held = run.config.domain_clients
@@ -97,6 +102,10 @@ def make_runs(
             "device": found.device, "precision": found.precision,
             "split": {"clients": dict(held), "samples": dict(run.config.domain_samples)},
         }  # fmt: skip
+        if validation is not None:
+            seen = [d for d, n in held.items() if n]
+            summary["validated"] = dict.fromkeys(seen, 30)
+            summary["beside"] = {"validation": dict.fromkeys((*seen, "average"), validation(run))}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folders
 

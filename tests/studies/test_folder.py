@@ -19,6 +19,7 @@ from tests.studies.made_runs import (
 )
 
 from protofed.errors import ProtofedError
+from protofed.federation.facts import NUMERICS
 from protofed.files import Damaged
 from protofed.studies.definition import FolderImages
 from protofed.studies.folder import StudyFolder, TaskTable, to_text
@@ -139,12 +140,13 @@ def test_a_table_says_in_which_facts_its_runs_differ(tmp_path: Path) -> None:
     settings = {k: v for k, v in TINY.items() if k != "device"}
     made = study(settings=settings, rows={"FedAvg": "fedavg"}, seeds=2)
     make_runs(made, tmp_path, skip={("FedAvg", 1)})
-    seed_1 = {"device": "cuda", "precision": "bf16", "numerics": 2, "digest": "f" * 64}
+    seed_1 = {"device": "cuda", "precision": "bf16", "numerics": 0, "digest": "f" * 64}
     make_runs(made, tmp_path, skip={("FedAvg", 0)}, **seed_1)
     table = table_of(StudyFolder.create(tmp_path / "s", made, tmp_path))
     assert table.rows[0].seeds == 2
     assert table.notes == (
-        "The runs of this table differ in the version of the arithmetic (numerics): 1 and 2.",
+        "The runs of this table differ in the version of the arithmetic (numerics): "
+        f"0 and {NUMERICS}.",
         "The runs of this table differ in device: cpu and cuda.",
         "The runs of this table differ in precision: bf16 and fp32.",
         "The runs of this table differ in images (digest): None and ffffffffffff.",
@@ -298,3 +300,56 @@ def test_the_runs_are_found_by_task_row_and_seed(tmp_path: Path) -> None:
     assert to_text(made, folder.tables(), "markdown").count("## ") == 2
     stored = found["more", "FedAvg", 1]
     assert stored is not None and set(stored.summary["accuracy"].values()) == {41.0}
+
+
+# ---- validation ---------------------------------------------------------------------------------
+
+VALIDATED = {**TINY, "validate": "unused"}
+
+
+def by_tau(run: PlannedRun) -> float:
+    """Validation prefers tau = 0.1; methods without one are better still."""
+    return {None: 90.0, 0.1: 61.0, 0.2: 60.0}[run.line.row.options.get("tau")]
+
+
+def test_a_sweep_is_chosen_by_validation_not_by_test(tmp_path: Path) -> None:
+    def by_test(run: PlannedRun) -> dict[str, float]:
+        return dict.fromkeys(DOMAINS, 100 * run.line.row.options.get("tau", 0))
+
+    sweep = [{"over": {"tau": [0.1, 0.2]}, "rows": ["FPL"]}]
+    rows = {"FedAvg": "fedavg", "FedProx": "fedprox", "FPL": "fpl"}
+    made = study(settings=VALIDATED, sweep=sweep, seeds=1, rows=rows)
+    table = table_of(make_study(made, tmp_path / "s", by_test, validation=by_tau))
+    assert table.notes == ("Chosen by validation accuracy: FPL, tau=0.1.",)
+    header, body = table.grid()
+    place = header.index("validation average")
+    assert [line.cells[place].text for line in body] == ["90.0", "90.0", "61.0", "60.0"]
+    assert [line.cells[place].mark for line in body] == ["best", "best", "second", ""]
+    assert not any(cell.mark for line in body for cell in line.cells[:place])
+    assert "validated on training images that no client holds (scan 30, " in table.caption
+    assert "Chosen by validation accuracy" in to_text(made, [table], "markdown")
+    lines = csv.DictReader(io.StringIO(to_text(made, [table], "csv")))
+    found = [line["mean"] for line in lines if line["column"] == "validation average"]
+    assert found == ["90.0000", "90.0000", "61.0000", "60.0000"]
+
+
+def test_of_methods_one_is_chosen_and_only_among_complete_rows(tmp_path: Path) -> None:
+    def validation(run: PlannedRun) -> float:
+        return {"FedAvg": 50.0, "FPL": 60.0, "Prox": 70.0}[run.line.label]
+
+    rows = {"FedAvg": "fedavg", "FPL": "fpl", "Prox": "fedprox"}
+    made = study(settings=VALIDATED, rows=rows)
+    folder = make_study(made, tmp_path / "s", skip={("Prox", 1)}, validation=validation)
+    assert table_of(folder).notes == ("Chosen by validation accuracy: FPL.",)
+    one = study(settings=VALIDATED, rows={"FPL": "fpl"})
+    assert table_of(StudyFolder.create(tmp_path / "one", one, tmp_path)).notes == ()
+
+
+def test_unseen_domains_are_validated_on_the_seen_ones(tmp_path: Path) -> None:
+    def validation(run: PlannedRun) -> float:
+        return 50.0 + DOMAINS.index(str(run.unseen))
+
+    made = study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1, settings=VALIDATED)
+    table = table_of(make_study(made, tmp_path / "s", rising, validation=validation))
+    assert table.rows[0].beside["validation average"].mean == 51.5
+    assert "(scan 30, print 30, photo 30, inverse 30)" in table.caption

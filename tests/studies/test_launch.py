@@ -16,7 +16,7 @@ from protofed.runs.run import run
 from protofed.studies.definition import FolderImages, load, parse
 from protofed.studies.execution import Job
 from protofed.studies.folder import StudyFolder
-from protofed.studies.launch import adhoc, prepare, shard_of
+from protofed.studies.launch import adhoc, prepare, protocol_note, shard_of
 from protofed.studies.plan import Selection, plan
 
 
@@ -168,3 +168,27 @@ def test_where_the_images_are_not_what_is_complete_is_taken(
     other = pets.with_images({"folder:gone/pets": FolderImages(("a",), ("digest",))})
     with pytest.raises(DataMissing):
         prepare(other, tmp_path / "runs")
+
+
+# ---- validation and protocols -------------------------------------------------------------------
+
+
+def test_validation_images_are_looked_for_before_anything_runs(tmp_path: Path) -> None:
+    made = study(settings={**TINY, "validate": 0.1})
+    with pytest.raises(ProtofedError, match=r"FedAvg  seed 0: .*1 of domain 'scan'"):
+        prepare(made, tmp_path / "runs")
+    fedmd = study(settings={**TINY, "validate": "unused"}, rows={"FedMD": "fedmd"})
+    with pytest.raises(ProtofedError, match="FedMD  seed 0: fedmd trains on public images"):
+        prepare(fedmd, tmp_path / "runs")
+
+
+def test_papers_that_train_otherwise_are_named() -> None:
+    rows = {"fpl": ("fpl", {}), "i2pfl": ("i2pfl", {}), "fedseproto": ("fedseproto", {})}
+
+    def note(task: str, **settings: Any) -> str:
+        return protocol_note(adhoc("compare", "Three", task, rows, [0, 1], settings))
+
+    assert "otherwise: i2pfl: batch 32 (here 64); fedseproto: model cnn3 (here" in note("digits")
+    assert "comes from the method" in note("digits")
+    assert "otherwise: fpl: batch 64 (here 32); fedseproto" in note("digits", protocol="i2pfl")
+    assert note("glyphs") == ""

@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 
 from protofed.data.sources import PUBLISHED
+from protofed.methods import create
 from protofed.studies.definition import builtin, load
 from protofed.studies.plan import Selection, plan
 
@@ -22,7 +23,7 @@ NAMES = {
     "i2pfl-table5", "i2pfl-table6",
     "i2pfl-table7", *(f"i2pfl-fig{n}" for n in range(4, 12)), "fedseproto-table1",
     "fedseproto-table2", "fedseproto-table3", "fedseproto-fig2", "fedseproto-fig3",
-    "fedseproto-fig4",
+    "fedseproto-fig4", "readings",
 }  # fmt: skip
 ROWS = {"fpl-table2": 8, "i2pfl-table2": 9, "i2pfl-table3": 11, "i2pfl-table7": 9,
         "fedseproto-table1": 9, "fedseproto-table2": 9, "fedseproto-table3": 5}  # fmt: skip
@@ -59,6 +60,7 @@ SAMPLES = {"digits": [600, 72, 732, 100], "office_caltech": [0.2] * 4, "pacs": [
 def test_every_table_and_figure_is_there():
     assert set(builtin()) == NAMES
     assert builtin()[:4] == ("fpl-table1", "fpl-table2", "fpl-table3", "fpl-fig1")
+    assert builtin()[-1] == "readings"
     assert builtin().index("i2pfl-table3") + 1 == builtin().index("i2pfl-table3-marsfl")
 
 
@@ -106,7 +108,7 @@ def test_the_settings_are_the_papers(name):
             clients = tuple(int(d != run.unseen) for d in config.domain_clients)
         elif name == "fedseproto-table3":
             model = "cnn3,cnn2"
-        assert config.protocol == name.split("-")[0]
+        assert config.protocol == ("fpl" if name == "readings" else name.split("-")[0])
         assert (config.rounds, config.batch, config.model) == (rounds, batch, model)
         assert tuple(config.domain_clients.values()) == clients
         assert list(config.domain_samples.values()) == SAMPLES[config.task]
@@ -160,6 +162,15 @@ def test_the_documented_oddities_are_noted():
     assert any("2.08" in n for n in load("fpl-fig5").notes)
     assert any("6/4/3/7" in n for n in load("fpl-table2").tasks["digits"].notes)
     assert math.isnan(load("fpl-fig4").printed["digits"]["FPL, tau=0.01"].values["average"])
+
+
+def test_readings_has_both_of_every_paper_and_both_directions_of_the_ema():
+    runs = {run.line.label: run.config.method for run in plan(load("readings"))}
+    for name, label in (("fpl", "FPL"), ("i2pfl", "I²PFL"), ("fedseproto", "FedSeProto")):
+        for reading in ("published", "printed"):
+            asked = create(name, {"reading": reading}, "office_caltech")
+            assert runs[f"{label}, {reading}"] == asked
+    assert runs["I²PFL, EMA as the text"] == runs["I²PFL, published"].with_options(ema="as_text")
 
 
 def test_numbers_that_two_tables_share():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -19,13 +20,15 @@ from protofed.cli.options import HELP
 from protofed.cli.output import console
 from protofed.cli.report import report
 from protofed.cli.run import run, show
+from protofed.cli.runs import runs_app
 from protofed.cli.study import study_app
 from protofed.cli.tasks import tasks
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
 ORDER = (
-    "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "report", "deploy",
+    "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "runs", "report",
+    "deploy",
 )  # fmt: skip
 
 
@@ -50,7 +53,7 @@ app = typer.Typer(
 )
 for command in (tasks, methods, run, show, compare, sweep, report):
     app.command(context_settings=HELP)(command)
-for group in (data_app, study_app, deploy_app):
+for group in (data_app, study_app, runs_app, deploy_app):
     app.add_typer(group)
 
 
@@ -63,13 +66,22 @@ def _root(
         raise typer.Exit
 
 
+def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
+    text = f"[yellow]warning:[/yellow] {escape(str(message))}"
+    Console(stderr=True).print(text, soft_wrap=True, highlight=False)
+
+
 def main() -> None:
-    """The entry point: errors are one line, with exit code 2."""
+    """The entry point: errors are one line, with exit code 2, and so are warnings."""
+    warnings.showwarning = _print_warning
     try:
         app()
     except ProtofedError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
+    except OSError as error:  # of a place that only the system knows to be bad
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error)[:300])}", soft_wrap=True)
+        sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer's code for Ctrl-C
             text = "stopped; what is complete is kept: the same command resumes (run: --resume)"

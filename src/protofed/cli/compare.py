@@ -21,7 +21,7 @@ from protofed.cli.options import (
     output_option,
     with_settings,
 )
-from protofed.cli.output import console, print_tables
+from protofed.cli.output import console, print_tables, say
 from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, parse_sweep, words
 from protofed.errors import ProtofedError
 
@@ -60,7 +60,7 @@ def compare(
     """
     from protofed.config import EACH, short_task
     from protofed.methods import METHODS, method_class
-    from protofed.studies.launch import adhoc
+    from protofed.studies.launch import adhoc, protocol_note
 
     task = task or "glyphs"
     at_least_one(seeds=seeds)
@@ -81,8 +81,9 @@ def compare(
     on = {None: "", EACH: ", unseen domains"}.get(left_out, f" without {left_out}")
     title = f"Methods on {task}{on}"
     study = adhoc("compare", title, task, rows, range(first, first + seeds), settings)
+    study = study.with_note(warning := protocol_note(study))
     path = out or pool / f"compare-{short_task(task)}-{study.hash}"
-    run_study(study, path, pool, jobs, shard, tensorboard)
+    run_study(study, path, pool, jobs, shard, tensorboard, warning=warning)
 
 
 @with_settings()
@@ -154,12 +155,14 @@ def run_study(
     shard: str | None,
     tensorboard: bool,
     selection: Selection | None = None,
+    warning: str = "",
 ) -> None:
     """Run what the pool lacks, then write and print the tables; with ``shard`` only a part's runs.
 
     The study's folder is made before its runs: `protofed study table` can show what is there so
     far, and a folder that holds another study is an error now, not after hours.
     """
+    from protofed.observers.progress import protocol_line
     from protofed.report.study_figures import write_figures
     from protofed.studies.execution import default_jobs, raise_failures, run_all
     from protofed.studies.folder import StudyFolder
@@ -170,6 +173,10 @@ def run_study(
     part, chosen = parse_shard(shard), selection or Selection()
     study, work = prepare(study, pool, selection=chosen, shard=part, tensorboard=tensorboard)
     folder = StudyFolder.create(path, study, pool) if part is None else None
+    for line in dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work):
+        say(line)
+    if warning:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
     failed = run_all(work, jobs or default_jobs(work), console)
     made = folder.tables() if folder is not None else []
     if part is not None:

@@ -1,16 +1,22 @@
-"""``protofed data``: download a task's files, check them, look at them."""
+"""``protofed data``: download a task's files, check them, look at them; the cache of images."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from protofed.cli.options import with_settings
 from protofed.cli.output import console, say
+from protofed.config import SETTINGS
+from protofed.errors import unknown
 
 data_app = typer.Typer(
     name="data",
@@ -21,39 +27,35 @@ data_app = typer.Typer(
 )
 
 TaskArgument = Annotated[str, typer.Argument(help="A task's name, or folder:PATH.")]
-ALL_DATA = "Folder of all data; default: $PROTOFED_DATA, else the cache folder."
-DataOption = Annotated[Path | None, typer.Option(metavar="DIR", help=ALL_DATA)]
-TestSplitOption = Annotated[
-    str | None,
-    typer.Option("--test-split", help="Another way to divide the images into training and test."),
-]
+FILES = ("data", "test_split", "max_image_pixels", "max_unpacked_gb")
+"""The settings of all commands that read images."""
 
 
 @data_app.command()
+@with_settings(only=(*FILES, "image_size", "skip_bad"))
 def show(
+    *,
     task: TaskArgument,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "-o", metavar="FILE", help="Write a contact sheet (PNG) to this file."
+            "--out",
+            "-o",
+            metavar="FILE",
+            help="Write a contact sheet (PNG), which others cannot read, to this file.",
         ),
     ] = None,
     images: Annotated[
         int, typer.Option(min=1, help="Images per class and domain on the contact sheet.")
     ] = 4,
-    data: DataOption = None,
-    image_size: Annotated[int | None, typer.Option(help="Side of the images in pixels.")] = None,
-    test_split: TestSplitOption = None,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out files that cannot be decoded.")
-    ] = False,
+    settings: dict[str, Any],
 ) -> None:
     """Count a task's images by domain, class and split; with --out, write a contact sheet."""
     from protofed.data import load_task
     from protofed.data.inspect import class_counts, contact_sheet
     from protofed.files import write_atomic
 
-    loaded = load_task(task, data, image_size=image_size, test_split=test_split, skip_bad=skip_bad)
+    loaded = load_task(task, **settings)
     say(f"{task}: {loaded.note}")
     table = Table("class", box=None, header_style="bold")
     found = class_counts(loaded)
@@ -70,19 +72,20 @@ def show(
     left_out = f"; left out {len(skipped)} files:{_names(skipped)}" if skipped else ""
     say("training + test images" + left_out)
     if out is not None:
-        write_atomic(out, contact_sheet(loaded, images))
+        write_atomic(out, contact_sheet(loaded, images), private=True)
         say(f"wrote the contact sheet to {out}")
 
 
 @data_app.command()
-def verify(task: TaskArgument, data: DataOption = None, test_split: TestSplitOption = None) -> None:
+@with_settings(only=FILES)
+def verify(*, task: TaskArgument, settings: dict[str, Any]) -> None:
     """Check a task's images: counts, files that cannot be decoded, duplicates.
 
     Exits with code 2 if files cannot be decoded. Duplicates are listed for you to judge.
     """
     from protofed.data import inspect
 
-    report = inspect.verify(task, data, test_split)
+    report = inspect.verify(task, **settings)
     say(f"{task}: {report.task.note}")
     for domain, (have, official) in report.counts.items():
         line = f"{domain}: {have[0]} training and {have[1]} test images"
@@ -108,7 +111,7 @@ def _names(names: Sequence[str], most: int = 10) -> str:
 @data_app.command()
 def fetch(
     task: Annotated[str, typer.Argument(help="digits, office_caltech, pacs or vlcs.")],
-    to: Annotated[Path | None, typer.Option(help=ALL_DATA)] = None,
+    to: Annotated[Path | None, typer.Option(help=SETTINGS["data"].help)] = None,
     domain: Annotated[str | None, typer.Option(help="Only this domain's files.")] = None,
 ) -> None:
     """Download a task's files, check them, and say what has to be downloaded by hand.
@@ -132,3 +135,38 @@ def fetch(
     if left:
         raise typer.Exit(1)
     say(f"{root / task} is complete; protofed data verify {task} checks every image")
+
+
+@data_app.command()
+def cache(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Entries; default: all.")
+    ] = None,
+    purge: Annotated[bool, typer.Option("--purge", help="Delete them.")] = False,
+) -> None:
+    """List the cache of decoded images: pixels of every task and folder that was loaded.
+
+    Only you can read it. What is deleted is decoded again when it is needed.
+    """
+    from protofed.data import cache
+    from protofed.files import writing
+
+    folder = cache.entries_folder()
+    found = {entry.name: entry for entry in cache.entries()}
+    for name in names or ():
+        if name not in found:
+            raise unknown("entry of the cache", name, found)
+    chosen = [found[name] for name in names or found]
+    table = Table("entry", "images", "size", "made", "from", box=None, header_style="bold")
+    for entry in chosen:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.made))
+        row = (entry.name, str(entry.images), decimal(entry.size), made, entry.source)
+        table.add_row(*map(escape, row))
+    if chosen:
+        # where there is no terminal there is no width to keep to either
+        (console if console.is_terminal else Console(file=console.file, width=400)).print(table)
+    total = f"{len(chosen)} entries, {decimal(sum(entry.size for entry in chosen))}"
+    if purge:
+        with writing(folder):
+            cache.purge([entry.name for entry in chosen])
+    say(f"deleted {total} from {folder}" if purge else f"{total} in {folder}")

@@ -52,6 +52,7 @@ def methods(
 
 def _show(name: str, task: str) -> None:
     from protofed.data import TASKS
+    from protofed.method import READING, READINGS
     from protofed.methods import method_class
 
     if task and task not in TASKS:
@@ -66,18 +67,28 @@ def _show(name: str, task: str) -> None:
     if not cls.hypers():
         console.print("\nno hyper-parameters")
         return
-    default = f"on {task}" if task else "default"
-    table = Table("hyper-parameter", "symbol", default, "meaning", box=None, header_style="bold")
-    defaults = cls.defaults(task)
+    switches = cls.switches()
+    columns = {r: cls.defaults(task, r) for r in READINGS}
+    if not switches:
+        columns = {"default": cls.defaults(task)}
+    titles = [f"{title} on {task}" if task else title for title in columns]
+    table = Table("hyper-parameter", "symbol", *titles, "meaning", box=None, header_style="bold")
     for key, hyper in cls.hypers().items():
         meaning = hyper.meaning
         if hyper.choices:
             meaning += f" [{' | '.join(hyper.choices)}]"
         if hyper.per_task and not task:
             meaning += f" ({', '.join(f'{t}: {v}' for t, v in hyper.per_task.items())})"
-        table.add_row(key, hyper.symbol, str(defaults[key]), escape(meaning))
+        values = [str(column[key]) for column in columns.values()]
+        style = "bold" if key in switches else ""
+        table.add_row(key, hyper.symbol, *values, escape(meaning), style=style)
     console.print()
     console.print(table)
+    if switches:
+        console.print(
+            f"[dim]published is the default; --set {READING}=printed takes the other column, and "
+            "what is set by itself wins over it.[/dim]"
+        )
 
 
 def _check(target: str) -> None:

@@ -75,6 +75,25 @@ TensorBoardOption = Annotated[
         help="Write every round for TensorBoard, live: tensorboard --logdir FOLDER.",
     ),
 ]
+
+
+def _trust(given: bool) -> None:
+    if given:
+        from protofed.methods import trust_code
+
+        trust_code()
+
+
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        callback=_trust,
+        help="Execute the Python files that a config, study or run names as its method. Without "
+        "it, only a file given on the command line is executed.",
+    ),
+]
+"""Its work is done before the command begins."""
 ImagesOption = Annotated[
     int,
     typer.Option(

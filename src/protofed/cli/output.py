@@ -36,11 +36,15 @@ def status() -> Iterator[Callable[[str], None]]:
         yield tell
 
 
+def wide_console() -> Console:
+    """The console; where there is no terminal there is no width to keep to either."""
+    return console if console.is_terminal else Console(file=console.file, width=400)
+
+
 def print_table(header: Sequence[str], body: Any, caption: str) -> None:
     from protofed.studies.render import to_terminal
 
-    # where there is no terminal there is no width to keep to either
-    wide = console if console.is_terminal else Console(file=console.file, width=400)
+    wide = wide_console()
     for part in to_terminal(header, body, wide):
         console.print()
         wide.print(part)

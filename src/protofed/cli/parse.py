@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import tomllib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protofed.config import SETTINGS
+from protofed.config import MOST_SEEDS, SETTINGS
 from protofed.errors import ProtofedError, unknown
+from protofed.toml import parse_toml
 
 
 def value(text: str) -> Any:
     """A number or a boolean as TOML reads it; anything else is a word."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"v = {text}")["v"]
+    except ValueError:
         return text
 
 
@@ -57,30 +58,35 @@ def by_method(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def parse_setting(name: str, typed: Any) -> Any:
-    """What was typed for a setting, as its value; only tables and rounds are typed as text."""
+    """What was typed for a setting, as its value; tables, rounds and parts are typed as text."""
     kind = SETTINGS[name].kind
     if kind == "table":
         return per_domain(name, typed)
+    if kind == "part":
+        return value(typed)
     if kind == "rounds":
         return [value(r) for r in typed.split(",")] if typed != "none" else "none"
     return typed
 
 
 def at_least_one(**numbers: int | None) -> None:
-    """An error where one of these options is given and below 1."""
+    """An error where one of these options is given and below 1, or absurdly large."""
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ProtofedError(f"--{name} must be at least 1, got {number}")
+        if number is not None and not 1 <= number <= MOST_SEEDS:
+            raise ProtofedError(
+                f"--{name} must be at least 1 and at most {MOST_SEEDS}, got {number!r:.100}"
+            )
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:
     """``2/5`` as (2, 5)."""
     if text is None:
         return None
-    part, slash, parts = text.partition("/")
-    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise ProtofedError(f"cannot read --shard '{text}'", "write --shard 1/4, up to 4/4")
-    return int(part), int(parts)
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise ProtofedError(f"cannot read --shard '{text:.100}'", "write --shard 1/4, up to 4/4")
+    return part, parts
 
 
 def words(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:

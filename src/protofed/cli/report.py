@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from protofed.cli.options import ImagesOption
+from protofed.cli.options import ImagesOption, TrustOption
 from protofed.cli.output import console, status
 from protofed.errors import ProtofedError
 
@@ -26,6 +26,7 @@ def report(
     ] = None,
     images: ImagesOption = 500,
     title: Annotated[str, typer.Option(help="The page's title; default: methods and task.")] = "",
+    trust_code: TrustOption = False,
 ) -> None:
     """Make one self-contained page: tables, curves, features, prototypes, configuration.
 

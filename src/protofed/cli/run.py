@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,15 +17,43 @@ from protofed.cli.options import (
     SetOption,
     TaskOption,
     TensorBoardOption,
+    TrustOption,
     output_option,
     with_settings,
 )
-from protofed.cli.output import console, print_results
+from protofed.cli.output import console, print_results, say
 from protofed.cli.parse import assignments
 from protofed.errors import ProtofedError
 
+if TYPE_CHECKING:
+    from protofed.config import Config
+    from protofed.runs import RunFolder
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM, which batch systems send, stops as Ctrl-C does; a second signal is ignored.
+
+    A study passes Ctrl-C on to its runs, which have it from the terminal already; a checkpoint is
+    being written then.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for other in signals:
+            signal.signal(other, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
 
 @with_settings()
+@stopped_by_sigterm()
 def run(
     *,
     task: TaskOption = None,
@@ -36,6 +64,7 @@ def run(
             help="A TOML file, e.g. another run's config.toml; other options override it."
         ),
     ] = None,
+    trust_code: TrustOption = False,
     set_: SetOption = None,
     pool: PoolOption = Path("runs"),
     out: Annotated[
@@ -62,8 +91,8 @@ def run(
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
-    Ctrl-C writes a checkpoint; the same command with --resume continues from it
-    and ends with exactly the same numbers.
+    Ctrl-C, or SIGTERM, writes a checkpoint; the same command with --resume continues from it
+    and ends with exactly the same numbers. Asked for more rounds, it extends a finished run.
     """
     from protofed.config import merged_config, task_settings
     from protofed.data import load_task
@@ -72,6 +101,7 @@ def run(
     from protofed.observers.progress import RunProgress
     from protofed.runs import RunFolder, load_run
     from protofed.runs import run as run_federation
+    from protofed.runs.pool import shorter_run
 
     asked = merged_config(config, task, method, assignments(set_), settings)
     loaded = load_task(asked.task, **task_settings(asked))
@@ -88,8 +118,13 @@ def run(
             console.print(f"{folder.path} already holds this run, complete:")
             print_results([load_run(folder.path, model=False)])
         return
-    if resume and not quiet and folder.starts_over(asked):
-        console.print(f"no checkpoint in {folder.path} to resume from: the run starts over")
+    if resume and not overwrite:
+        shorter = None
+        if out is None and not folder.has_checkpoint:
+            shorter = shorter_run(pool, complete, facts)
+        told = _prepare_to_resume(folder, asked, shorter)
+        if told and not quiet:
+            say(told)
     observers: list[Observer] = [] if quiet else [RunProgress(console)]
     if tensorboard:
         from protofed.observers.tensorboard import TensorBoard
@@ -99,15 +134,14 @@ def run(
         from protofed.observers.profile import Profile
 
         observers.append(recorder := Profile(folder.path))
-    with stopped_by_sigterm():
-        result = run_federation(
-            config=asked,
-            task=loaded,
-            out=folder.path,
-            resume=resume,
-            overwrite=overwrite,
-            observers=observers,
-        )
+    result = run_federation(
+        config=asked,
+        task=loaded,
+        out=folder.path,
+        resume=resume,
+        overwrite=overwrite,
+        observers=observers,
+    )
     if quiet:
         return
     folder.save_file("curves.png", result.plot())
@@ -121,26 +155,19 @@ def run(
         )
 
 
-@contextmanager
-def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM, which batch systems send, stops as Ctrl-C does; a second signal is ignored.
-
-    A study passes Ctrl-C on to its runs, which have it from the terminal already; a checkpoint is
-    being written then.
-    """
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for other in signals:
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, stop) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _prepare_to_resume(folder: RunFolder, config: Config, shorter: RunFolder | None) -> str:
+    """What a person should know of a run that is resumed; ``shorter`` is one it may extend."""
+    if shorter is not None:
+        rounds = len(shorter.records())
+        shorter.require_extendable(config, rounds)
+        folder.copy_progress(shorter)
+        return f"{folder.path} extends {shorter.path}: rounds {rounds} → {config.rounds}"
+    if not folder.exists:
+        return f"there is no run in {folder.path} to resume: it starts from the beginning"
+    if folder.starts_over(config):
+        return f"no checkpoint in {folder.path} to resume from: the run starts over"
+    changed = ", ".join(folder.differences(config))
+    return f"{folder.path}: {changed}" if changed else ""
 
 
 def show(run: Annotated[Path, typer.Argument(help="A run's folder, finished or not.")]) -> None:

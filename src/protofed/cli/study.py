@@ -18,6 +18,7 @@ from protofed.cli.options import (
     SetOfMethodOption,
     ShardOption,
     TensorBoardOption,
+    TrustOption,
     output_option,
     with_settings,
 )
@@ -66,7 +67,7 @@ def list_() -> None:
 
 
 @study_app.command("show", context_settings=HELP)
-def show_study(name: NameArgument) -> None:
+def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
     """Show a study: rows, settings, the numbers that the paper prints, and notes."""
     from protofed.studies.definition import load
     from protofed.studies.plan import columns, plan, study_tasks
@@ -121,6 +122,7 @@ def run_(
             "--on", metavar="TASK", help="Another task in place of the study's: --on glyphs."
         ),
     ] = None,
+    trust_code: TrustOption = False,
     set_: SetOfMethodOption = None,
     pool: PoolOption = Path("runs"),
     out: Annotated[
@@ -140,14 +142,13 @@ def run_(
     Runs that the pool already has, from whatever command, are not done again; interrupted ones
     resume. Settings that are given here hold for all runs of the study.
     """
-    from protofed.methods import method_class
     from protofed.studies.definition import load
     from protofed.studies.plan import Selection
 
     at_least_one(seeds=seeds)
     study = load(name)
     known = {row.method: row.method for row in study.rows.values() if not row.missing}
-    known |= {method_class(m).name: m for m in known}
+    known |= {row.make().name: row.method for row in study.rows.values() if not row.missing}
     study = study.overridden(on, settings, by_method(assignments(set_), known))
     chosen = Selection(
         words(tasks),
@@ -181,6 +182,7 @@ def table_(
     write: Annotated[
         bool, typer.Option("--write", help="Also write the tables and figures into the folder.")
     ] = False,
+    trust_code: TrustOption = False,
 ) -> None:
     """Print a study's tables from the runs in the pool so far; what is missing is shown as —.
 
@@ -210,6 +212,7 @@ def pack_(
     to: Annotated[Path, typer.Option("--to", help="The new folder, e.g. results/NAME.")],
     pool: PoolOption = Path("runs"),
     images: ImagesOption = 500,
+    trust_code: TrustOption = False,
 ) -> None:
     """Pack a study into a few small files: its definition, its runs, its table, its pictures.
 

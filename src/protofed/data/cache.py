@@ -3,7 +3,8 @@
 An entry is named after a hash of what it was made from. It consists of ``NAME.npy`` with the pixels
 and ``NAME.json`` with labels, notes and checksums. Both are written under a temporary name first,
 and two processes that make the same entry write the same bytes. A damaged entry counts as missing,
-and a cache folder that cannot be written does not stop a run.
+and a cache folder that cannot be written does not stop a run. Images may be private, so only their
+owner can read the entries.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +66,14 @@ def entry_name(task: str, size: int, *made_from: object) -> str:
 def load(name: str) -> Decoded | None:
     """An entry, or None if it is missing or damaged."""
     try:
-        about = json.loads((_folder() / f"{name}.json").read_text("utf-8"))
+        about = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
         # Copy on write: a tensor must be writable, and the file must not change.
-        pixels = np.load(_folder() / f"{name}.npy", mmap_mode="c", allow_pickle=False)
+        pixels = np.load(entries_folder() / f"{name}.npy", mmap_mode="c", allow_pickle=False)
         # A CRC detects a damaged file three times as fast as a cryptographic hash.
         if about["digest"] != _digest(about) or about["crc"] != zlib.crc32(pixels.data):
             return None
         return _decoded(about, pixels)
-    except (OSError, ValueError, KeyError, TypeError):
+    except Exception:  # whatever is wrong with it, it is made again
         return None
 
 
@@ -83,16 +84,19 @@ def store(
     parts: Parts,
     notes: Sequence[str] = (),
     skipped: Sequence[str] = (),
+    source: Sequence[str] = (),
 ) -> Decoded:
     """Write an entry and return what it holds; ``skipped`` are the files not decoded.
 
-    Pixels from ``scratch`` are moved, others copied.
+    ``source`` says where the images were, for a person who looks at the cache. Pixels from
+    ``scratch`` are moved, others copied.
     """
     about = {
         "classes": classes,
         "parts": parts,
         "notes": notes,
         "skipped": skipped,
+        "source": source,
         "shape": pixels.shape,
         "crc": zlib.crc32(pixels.data),
         "sha256": hashlib.sha256(pixels.data).hexdigest(),
@@ -113,11 +117,14 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
     """An array to fill: a temporary file in the cache folder, or memory if that cannot be made."""
     path = None
     try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        handle, text = tempfile.mkstemp(dir=_folder(), prefix=f".{name}.", suffix=".tmp")
+        entries_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            entries_folder().chmod(0o700)  # older versions let others in
+        handle, text = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
         os.close(handle)
         path = Path(text)
         pixels: Pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
+        _reserve(path)
     except OSError:
         pixels = np.empty(shape, np.uint8)
     try:
@@ -136,15 +143,67 @@ def recall(*key: object) -> str:
 
 def remember(name: str, *key: object) -> None:
     with contextlib.suppress(OSError):
-        write_atomic(_note(key), name)
+        write_atomic(_note(key), name, private=True)
 
 
-def _folder() -> Path:
+@dataclass(frozen=True)
+class CacheEntry:
+    """An entry as it is on disk: its number of images, its files' bytes, and when it was made."""
+
+    name: str
+    source: str
+    images: int
+    size: int
+    made: float
+
+
+def entries() -> list[CacheEntry]:
+    """All entries, the newest first; also what is left of those that were never finished."""
+    found: dict[str, list[Path]] = {}
+    for path in entries_folder().glob("*"):
+        if path.is_file():
+            found.setdefault(_owner(path), []).append(path)
+    return sorted((_entry(*item) for item in found.items()), key=lambda entry: -entry.made)
+
+
+def purge(names: Collection[str]) -> None:
+    """Delete these entries. A process that uses one keeps what it has."""
+    for path in entries_folder().glob("*"):
+        if path.is_file() and _owner(path) in names:
+            path.unlink()
+    for note in _note(()).parent.glob("*"):
+        if note.read_text("utf-8").strip() in names:
+            note.unlink()
+
+
+def _owner(path: Path) -> str:
+    """The entry's name that a file has, also a temporary one: .NAME.npy.0a1b.tmp."""
+    return path.name.lstrip(".").partition(".")[0]
+
+
+def _entry(name: str, files: list[Path]) -> CacheEntry:
+    source, images = "unfinished or damaged", 0
+    with contextlib.suppress(Exception):
+        about = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
+        source, images = ", ".join(about.get("source", ())), int(about["shape"][0])
+    stats = [path.stat() for path in files]
+    made = max(s.st_mtime for s in stats)
+    return CacheEntry(name, source, images, sum(s.st_size for s in stats), made)
+
+
+def _reserve(path: Path) -> None:
+    """Make sure that the disk has room: writing to a mapped file without any ends the process."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+def entries_folder() -> Path:
     return cache_folder() / "decoded"
 
 
 def _note(key: object) -> Path:
-    return _folder() / "stamps" / _hash(key)
+    return entries_folder() / "stamps" / _hash(key)
 
 
 def _keep(name: str, about: Mapping[str, Any], pixels: np.memmap[Any, Any]) -> None:
@@ -154,9 +213,8 @@ def _keep(name: str, about: Mapping[str, Any], pixels: np.memmap[Any, Any]) -> N
         path = Path(str(pixels.filename))
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        path.chmod(0o644)
-        path.replace(_folder() / f"{name}.npy")
-        write_atomic(_folder() / f"{name}.json", json.dumps(about))
+        path.replace(entries_folder() / f"{name}.npy")
+        write_atomic(entries_folder() / f"{name}.json", json.dumps(about), private=True)
 
 
 def _decoded(about: Mapping[str, Any], pixels: Pixels) -> Decoded:

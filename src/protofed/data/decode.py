@@ -9,8 +9,9 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,23 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
 from rich.progress import Progress
 
-from protofed.data.task import Sample
+from protofed.data.task import MAX_IMAGE_PIXELS, Sample
 
 Bytes = NDArray[np.uint8]
 
 PATIENCE_SECONDS = 2.0
 """How long decoding may take before a progress bar appears."""
 
+FILE_BYTES = 8
+"""The most bytes that a file has for each pixel: 16 bits of four channels, not compressed."""
+
+PIXEL_BYTES = 32
+"""The most memory that decoding takes for each pixel, its file included: JPEG 2000 in RGBA."""
+
 _CHUNK = 32
+
+# Not all that Pillow knows: it would hand PostScript to a program that runs it.
+_FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000", "AVIF")
 
 # What Pillow's plugins raise on bytes that are not an image, or a truncated one.
 _BAD = (OSError, ValueError, SyntaxError, EOFError, struct.error, IndexError, TypeError, KeyError,
@@ -36,35 +46,89 @@ class BadImage(Exception):
     """Bytes that cannot be decoded as an image."""
 
 
-def decode(content: bytes | Bytes, size: int) -> Bytes:
+class Budget:
+    """An amount that threads share: one that needs more than is left waits for the others."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self._left = total
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def hold(self, amount: int) -> Iterator[None]:
+        if not amount:
+            yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: amount <= self._left)
+            self._left -= amount
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._left += amount
+                self._changed.notify_all()
+
+
+def decode(content: bytes | Bytes, size: int, budget: Budget | None = None) -> Bytes:
     """An image file (or an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
 
     Resized to a square with bilinear interpolation, ignoring the aspect ratio, as the papers do.
+    ``budget`` are the pixels that may be decoded at a time.
     """
-    if isinstance(content, np.ndarray):
-        image = Image.fromarray(content)
-    elif not content:
+    budget = budget or Budget(MAX_IMAGE_PIXELS)
+    if not len(content):
         raise BadImage("it is empty")
-    else:
-        try:
-            image = _rgb(Image.open(io.BytesIO(content)))
-        except _BAD as error:
-            known = not isinstance(error, UnidentifiedImageError)
-            raise BadImage(str(error) if known else "it is not an image") from None
-    # A gray array is resized before it gets three channels: a third of the work, the same bytes.
-    x = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
+    try:
+        if isinstance(content, np.ndarray):
+            image = Image.fromarray(content)
+        else:
+            image = Image.open(io.BytesIO(content), formats=_formats())
+        width, height = image.size
+        pixels = max(width, size) * max(height, size)
+        if pixels > budget.total:
+            advice = f"--max-image-pixels {pixels} allows that"
+            raise BadImage(f"it has {width} × {height} pixels; {advice}")
+        with budget.hold(pixels):
+            if not isinstance(content, np.ndarray):
+                image = _rgb(image)
+            # A gray array is resized before it gets three channels: the same bytes.
+            x = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
+    except _BAD as error:
+        known = not isinstance(error, UnidentifiedImageError)
+        raise BadImage(str(error) if known else "it is not an image") from None
     return np.ascontiguousarray(np.broadcast_to(x, (3, size, size)) if x.ndim == 2
                                 else x.transpose(2, 0, 1))  # fmt: skip
 
 
-def decode_all(samples: Sequence[Sample], pixels: Bytes, title: str) -> dict[int, str]:
+@cache
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
+
+
+def decode_all(
+    samples: Sequence[Sample], pixels: Bytes, title: str, most: int = MAX_IMAGE_PIXELS
+) -> dict[int, str]:
     """Decode the samples into the rows of ``pixels``; returns the rows that failed, and why.
 
     In threads, not processes: Pillow decodes and resizes without holding the interpreter's lock.
+    No image has more than ``most`` pixels, and neither have all that are decoded at a time: it
+    takes no more than ``PIXEL_BYTES`` times as much memory.
     """
     size = pixels.shape[-1]
     bad: dict[int, str] = {}
     stop = threading.Event()
+    # always taken in this order, so that nobody waits for a file while another waits for pixels
+    files, budget = Budget(FILE_BYTES * most), Budget(most)
+
+    def one(sample: Sample) -> Bytes:
+        if sample.size > files.total:
+            raise BadImage(
+                f"its file has {sample.size} bytes, too many for an image of {most} pixels; "
+                f"--max-image-pixels {-(-sample.size // FILE_BYTES)} allows that"
+            )
+        with files.hold(sample.size):
+            return decode(sample.read(), size, budget)
 
     def chunk(start: int) -> int:
         end = min(start + _CHUNK, len(samples))
@@ -72,7 +136,7 @@ def decode_all(samples: Sequence[Sample], pixels: Bytes, title: str) -> dict[int
             if stop.is_set():
                 break
             try:
-                pixels[i] = decode(samples[i].read(), size)
+                pixels[i] = one(samples[i])
             except (BadImage, OSError) as error:
                 pixels[i] = 0
                 bad[i] = str(error)
@@ -89,6 +153,7 @@ def decode_all(samples: Sequence[Sample], pixels: Bytes, title: str) -> dict[int
     task = progress.add_task(text, total=len(samples))
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of unusual metadata
+        _no_other_limit(),
         ThreadPoolExecutor(cores or 1) as pool,
         contextlib.ExitStack() as at_end,
     ):
@@ -103,13 +168,23 @@ def decode_all(samples: Sequence[Sample], pixels: Bytes, title: str) -> dict[int
     return dict(sorted(bad.items()))
 
 
+@contextlib.contextmanager
+def _no_other_limit() -> Iterator[None]:
+    """Without Pillow's own limit on pixels, which cannot be set for one image."""
+    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
+
+
 def _rgb(image: Image.Image) -> Image.Image:
     """The image upright and in RGB.
 
     EXIF rotation is applied. Transparent pixels become white, as on paper: the colors below them
     are not meant to be seen. Of 16 bits per pixel, the upper 8 are kept.
     """
-    image = ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):
         deep = np.asarray(image)
         if image.mode == "I" and (deep.min() < 0 or deep.max() > 65535):
@@ -119,7 +194,7 @@ def _rgb(image: Image.Image) -> Image.Image:
     elif image.mode == "F":
         raise BadImage("its pixels are floating-point numbers: their range is unknown")
     if image.has_transparency_data:
-        clear = image.convert("RGBA")
+        clear = image if image.mode == "RGBA" else image.convert("RGBA")
         image = Image.new("RGBA", clear.size, "white")
         image.alpha_composite(clear)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

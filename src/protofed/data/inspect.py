@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from protofed.data.decode import FILE_BYTES
 from protofed.data.load import load_task, task_files
 from protofed.data.sources import PUBLISHED
-from protofed.data.task import SPLITS, Task
+from protofed.data.task import MAX_IMAGE_PIXELS, SPLITS, Reading, Task
+from protofed.data.unpack import MAX_UNPACKED_GB
 
 _GAP = 4
 _MARGIN = 10
@@ -93,8 +98,15 @@ class Report:
     repeated: int = 0
 
 
-def verify(name: str, data: str | Path | None = None, test_split: str | None = None) -> Report:
-    task = load_task(name, data, test_split=test_split, skip_bad=True)
+def verify(
+    name: str,
+    data: str | Path | None = None,
+    test_split: str | None = None,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    max_unpacked_gb: float = MAX_UNPACKED_GB,
+) -> Report:
+    reading = Reading(True, max_image_pixels, max_unpacked_gb)
+    task = load_task(name, data, test_split=test_split, **vars(reading))
     report = Report(task, bad=task.skipped)
     published = PUBLISHED.get(name)
     # the published counts are those of the default split
@@ -103,7 +115,7 @@ def verify(name: str, data: str | Path | None = None, test_split: str | None = N
     for domain, images in task.domains.items():
         report.counts[domain] = ((len(images.train), len(images.test)), counts.get(domain))
     first: dict[bytes, dict[str, tuple[str, str, int]]] = {}
-    for domain, split, label, title, content in _contents(task, data):
+    for domain, split, label, title, content in _contents(task, data, reading):
         seen = first.setdefault(hashlib.sha256(content).digest(), {})
         for other, (where, before, known) in seen.items():
             if (where, known) != (domain, label):
@@ -117,7 +129,9 @@ def verify(name: str, data: str | Path | None = None, test_split: str | None = N
     return report
 
 
-def _contents(task: Task, data: str | Path | None) -> Iterator[tuple[str, str, int, str, bytes]]:
+def _contents(
+    task: Task, data: str | Path | None, reading: Reading
+) -> Iterator[tuple[str, str, int, str, bytes]]:
     """Domain, split, label, name and content of every image: of its file, if it has one."""
     if task.test_split is None:
         for name, domain in task.domains.items():
@@ -125,10 +139,13 @@ def _contents(task: Task, data: str | Path | None) -> Iterator[tuple[str, str, i
                 for i, (x, y) in enumerate(zip(images.x, images.y.tolist(), strict=True)):
                     yield name, split, y, f"{name} {split}[{i}]", x.numpy().tobytes()
         return
-    _, plan = task_files(task.name, data, task.test_split)
+    _, plan = task_files(task.name, data, task.test_split, reading)
     for (name, split), samples in plan().parts.items():
         for sample in samples:
-            content = sample.read()
-            if len(content):  # empty files are bad, not duplicates
+            content: bytes | NDArray[np.uint8] = b""
+            if sample.size <= FILE_BYTES * reading.max_image_pixels:
+                with suppress(OSError):
+                    content = sample.read()
+            if len(content):  # the others are bad, not duplicates
                 raw = content if isinstance(content, bytes) else content.tobytes()
                 yield name, split, sample.label, sample.name, raw

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import PIL
 from torch import Tensor
 
@@ -22,8 +24,15 @@ from protofed.data.info import FOLDER, describe
 from protofed.data.listing import content_key, stamp
 from protofed.data.locate import locate
 from protofed.data.sources import PUBLISHED
-from protofed.data.sources.folder import TEST_SPLITS, folder_path, folder_plan, public_plan
-from protofed.data.task import Plan, Task
+from protofed.data.sources.folder import (
+    TEST_SPLITS,
+    class_warnings,
+    folder_path,
+    folder_plan,
+    public_plan,
+)
+from protofed.data.task import MAX_IMAGE_PIXELS, Plan, Reading, Task
+from protofed.data.unpack import MAX_UNPACKED_GB, unpacking_at_most
 from protofed.errors import ProtofedError, unknown
 
 _OPTIONS: dict[str, tuple[Any, str]] = {
@@ -33,8 +42,11 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "test_split": (str, "a name"),
     "skip_bad": (bool, "true or false"),
     "augment": (str, "a name"),
+    "max_image_pixels": (int, "a whole number of at least 1"),
+    "max_unpacked_gb": (int | float, "a number of gigabytes"),
 }
 """The type that an option of ``load_task`` must have, and how to say it."""
+_RANGES = {"image_size": (8, 1024), "max_image_pixels": (1, inf), "max_unpacked_gb": (0, inf)}
 
 
 def load_task(
@@ -45,6 +57,8 @@ def load_task(
     test_split: str | None = None,
     skip_bad: bool = False,
     augment: str | None = None,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    max_unpacked_gb: float = MAX_UNPACKED_GB,
 ) -> Task:
     """The named task, or ``folder:PATH`` for your own tree ``domain/class/image``.
 
@@ -56,10 +70,15 @@ def load_task(
         test_split: another way to divide the images, e.g. ``kfold_leaky`` of pacs.
         skip_bad: leave out files that cannot be decoded.
         augment: ``crop`` or ``large``.
+        max_image_pixels: images with more are bad; no more are decoded at a time.
+        max_unpacked_gb: what a compressed file or an archive may unpack to, in gigabytes.
+
+    Warns of classes that are probably misspelled.
     """
     info = describe(name)
     _check(data=data, image_size=image_size, flip=flip, test_split=test_split, skip_bad=skip_bad,
-           augment=augment)  # fmt: skip
+           augment=augment, max_image_pixels=max_image_pixels,
+           max_unpacked_gb=max_unpacked_gb)  # fmt: skip
     if augment is not None and augment not in AUGMENTS:
         raise unknown("augmentation", augment, AUGMENTS)
     if name == "glyphs":
@@ -74,9 +93,13 @@ def load_task(
     split = test_split or info.test_splits[0]
     if split not in info.test_splits:
         raise unknown(f"test split of {name}", split, info.test_splits)
-    paths, plan = task_files(name, data, split)
+    reading = Reading(skip_bad, max_image_pixels, max_unpacked_gb)
+    paths, plan = task_files(name, data, split, reading)
     size, kind = image_size or info.image_size, name.partition(":")[0]
-    images = _decoded(kind, paths, size, split, skip_bad, plan)
+    images = _decoded(kind, paths, size, split, reading, plan)
+    if kind == FOLDER.rstrip(":"):
+        for text in class_warnings(images.classes, images.domains):
+            warnings.warn(f"{name}: {text}", stacklevel=2)
     published = PUBLISHED.get(name)
     notes = [info.about or f"Images of {paths[0]}.", *images.notes]
     if images.skipped:
@@ -99,36 +122,45 @@ def load_task(
     )
 
 
-def site_images(path: Path, size: int, skip_bad: bool) -> Decoded:
+def site_images(path: Path, size: int, reading: Reading) -> Decoded:
     """The images of one site, ``class/image`` or ``{train,test}/class/image``, as one domain."""
-    plan = partial(folder_plan, path, one_domain=True)
-    return _decoded("site", [path], size, TEST_SPLITS[0], skip_bad, plan)
+    plan = _limited(reading, partial(folder_plan, path, one_domain=True))
+    return _decoded("site", [path], size, TEST_SPLITS[0], reading, plan)
 
 
-def public_images(path: Path, size: int, skip_bad: bool) -> Tensor:
+def public_images(path: Path, size: int, reading: Reading) -> Tensor:
     """All images in a folder or archive, without labels: uint8 [N, 3, size, size]."""
-    plan = partial(public_plan, path)
-    found = _decoded("public", [path], size, TEST_SPLITS[0], skip_bad, plan)
+    plan = _limited(reading, partial(public_plan, path))
+    found = _decoded("public", [path], size, TEST_SPLITS[0], reading, plan)
     (domain,) = found.domains.values()
     return domain.train.x
 
 
 def task_files(
-    name: str, data: str | Path | None, test_split: str
+    name: str, data: str | Path | None, test_split: str, reading: Reading
 ) -> tuple[list[Path], Callable[[], Plan]]:
     """Where a task's files are, and what reads them into a plan."""
     if name.startswith(FOLDER):
         path = folder_path(name)
-        return [path], partial(folder_plan, path)
+        return [path], _limited(reading, partial(folder_plan, path))
     paths = locate(PUBLISHED[name], data)
-    return paths, partial(PUBLISHED[name].plan, paths, test_split)
+    return paths, _limited(reading, partial(PUBLISHED[name].plan, paths, test_split))
+
+
+def _limited(reading: Reading, plan: Callable[[], Plan]) -> Callable[[], Plan]:
+    def limited() -> Plan:
+        with unpacking_at_most(reading.max_unpacked_gb):
+            return plan()
+
+    return limited
 
 
 def _check(**options: Any) -> None:
     for name, value in options.items():
         kind, words = _OPTIONS[name]
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-        if value is not None and not (right and (name != "image_size" or 8 <= value <= 1024)):
+        least, most = _RANGES.get(name, (value, value))
+        if value is not None and not (right and least <= value <= most):
             raise ProtofedError(f"{name} must be {words}, got {value!r}")
 
 
@@ -137,7 +169,7 @@ def _decoded(
     paths: list[Path],
     size: int,
     test_split: str,
-    skip_bad: bool,
+    reading: Reading,
     plan: Callable[[], Plan],
 ) -> Decoded:
     """The images of files, from the cache if it has them.
@@ -146,7 +178,7 @@ def _decoded(
     again. The content is hashed once: afterwards names, sizes and times stand for it, as in git.
     """
     # without skip_bad first: that entry has no bad images, so it serves both
-    skips = (False, True) if skip_bad else (False,)
+    skips = (False, reading.max_image_pixels) if reading.skip_bad else (False,)
     asked = [(PIL.__version__, kind, size, test_split, skip) for skip in skips]
     before = stamp(paths)
     for options in asked:
@@ -159,19 +191,23 @@ def _decoded(
         if found := cache.load(entry):
             cache.remember(entry, before, *options)
             return found
-    result = _decode_plan(entry, plan(), kind, size, skip_bad)
+    result = _decode_plan(entry, plan(), kind, size, reading, [str(p) for p in paths])
     if stamp(paths) == before:  # else a file changed while it was read
         cache.remember(entry, before, *options)
     return result
 
 
-def _decode_plan(entry: str, plan: Plan, title: str, size: int, skip_bad: bool) -> Decoded:
+def _decode_plan(
+    entry: str, plan: Plan, title: str, size: int, reading: Reading, source: list[str]
+) -> Decoded:
     """Decode all images of the plan and store them in the cache."""
     samples = [s for part in plan.parts.values() for s in part]
-    with cache.scratch(entry, (len(samples), 3, size, size)) as pixels:
-        bad = decode_all(samples, pixels, title)
+    with ExitStack() as at_end:
+        shape = (3, size, size)
+        pixels = at_end.enter_context(cache.scratch(entry, (len(samples), *shape)))
+        bad = decode_all(samples, pixels, title, reading.max_image_pixels)
         skipped = [f"{samples[i].name}: {why}" for i, why in bad.items()]
-        if bad and not skip_bad:
+        if bad and not reading.skip_bad:
             shown = "; ".join(f"'{samples[i].name}': {why}" for i, why in list(bad.items())[:5])
             more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise ProtofedError(
@@ -179,12 +215,16 @@ def _decode_plan(entry: str, plan: Plan, title: str, size: int, skip_bad: bool) 
                 "fix or remove them, or leave them out with --skip-bad",
             )
         if bad:
-            pixels = np.delete(pixels, list(bad), axis=0)
+            good = [i for i in range(len(samples)) if i not in bad]
+            kept = at_end.enter_context(cache.scratch(entry, (len(good), *shape)))
+            for row, i in enumerate(good):  # one at a time: all of them may not fit into memory
+                kept[row] = pixels[i]
+            pixels = kept
         parts = []
-        row = itertools.count()
+        row_of = itertools.count()
         for (domain, split), own in plan.parts.items():
-            labels = [s.label for s in own if next(row) not in bad]
+            labels = [s.label for s in own if next(row_of) not in bad]
             if not labels:
                 raise ProtofedError(f"no image for {split} is left of domain '{domain}'")
             parts.append((domain, split, labels))
-        return cache.store(entry, pixels, plan.classes, parts, plan.notes, skipped)
+        return cache.store(entry, pixels, plan.classes, parts, plan.notes, skipped, source)

@@ -10,6 +10,7 @@ from protofed.data.cache import cache_folder
 from protofed.data.listing import hidden, is_archive
 from protofed.data.sources.published import PublishedTask, plain
 from protofed.data.task import DataMissing
+from protofed.errors import ProtofedError
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _LIST = re.compile(r".+_(train|crossval|val|test)(_kfold)?\.txt", re.IGNORECASE)
@@ -23,7 +24,14 @@ def data_root(data: str | Path | None = None) -> Path:
 
 def locate(task: PublishedTask, data: str | Path | None = None) -> list[Path]:
     """The files and folders that belong to the task, or an error that says where it looked."""
-    root, name = data_root(data), task.info.name
+    try:
+        return _locate(task, data_root(data))
+    except OSError as error:
+        raise ProtofedError(f"cannot read '{error.filename}': {error.strerror}") from None
+
+
+def _locate(task: PublishedTask, root: Path) -> list[Path]:
+    name = task.info.name
     tried = [str(root)]
     if root.is_file():
         if is_archive(root):
@@ -73,4 +81,4 @@ def _lists(folder: Path) -> list[Path]:
     below = sorted(p for p in folder.iterdir() if p.is_dir() and not hidden(p.name))
     wanted = [p for p in below if plain(p.name) in ("lists", "txtlists", "splits", "kfold")]
     texts = [p for f in (folder, *wanted) for p in sorted(f.glob("*.txt"))]
-    return [p for p in texts if _LIST.fullmatch(p.name)]
+    return [p for p in texts if _LIST.fullmatch(p.name) and p.is_file()]

@@ -5,18 +5,18 @@ A file's format is recognized by its content, never by its name.
 
 from __future__ import annotations
 
-import bz2
-import gzip
+import io
 import math
 import re
+import struct
 import zipfile
-import zlib
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from protofed.data.unpack import DAMAGE, Allowance, opened, read_member, unpacked, unzipped
 from protofed.errors import ProtofedError
 
 Bytes = NDArray[np.uint8]
@@ -30,7 +30,8 @@ _MAGIC = {
     b"MATLAB 7.3": "mat-hdf5",
     b"\x89HDF\r\n\x1a\n": "mat-hdf5",
 }
-_DAMAGE = (OSError, EOFError, ValueError, KeyError, zlib.error, zipfile.BadZipFile)
+_COMPRESSED = 15  # the type of an element of a MATLAB file
+_LONGEST_LINE = 1 << 16
 
 
 class Arrays(NamedTuple):
@@ -44,7 +45,9 @@ class Arrays(NamedTuple):
 def sniff(path: Path) -> str | None:
     """``idx-images``, ``idx-labels``, ``libsvm``, ``mat``, ``mat-hdf5``, ``npz`` or ``None``."""
     try:
-        with _opened(path) as file:
+        if not path.is_file():
+            return None
+        with opened(path) as file:
             head = file.read(4096)
         for magic, kind in _MAGIC.items():
             if head.startswith(magic):
@@ -55,77 +58,123 @@ def sniff(path: Path) -> str | None:
             with zipfile.ZipFile(path) as archive:
                 if {"images.npy", "labels.npy"} <= set(archive.namelist()):
                     return "npz"
-    except _DAMAGE:
+    except DAMAGE:
         pass
     return None
 
 
 def read_idx(path: Path) -> Bytes:
     """MNIST's format, gzipped or not: unsigned bytes in any number of dimensions."""
-    content = _unpacked(path)
-    if content[:3] != b"\0\0\x08":
-        raise _damaged(path, "it is not an idx file of bytes")
-    dims = content[3]
-    shape = tuple(np.frombuffer(content, ">u4", dims, offset=4).tolist())
-    body = content[4 + 4 * dims :]
-    if len(body) != math.prod(shape):
-        raise _damaged(path, f"{len(body)} bytes where its header says {math.prod(shape)}")
-    return np.frombuffer(body, np.uint8).reshape(shape)
+    try:
+        content = unpacked(path, Allowance(path))
+        if content[:3] != b"\0\0\x08":
+            raise ValueError("it is not an idx file of bytes")
+        dims = content[3]
+        shape = struct.unpack_from(f">{dims}I", content, 4)
+        body = np.frombuffer(content, np.uint8, offset=4 + 4 * dims)
+        if len(body) != math.prod(shape):
+            raise ValueError(f"{len(body)} bytes where its header says {math.prod(shape)}")
+        return body.reshape(shape)
+    except DAMAGE as error:
+        raise _damaged(path, str(error)) from None
 
 
 def read_libsvm(path: Path) -> Arrays:
     """USPS from libsvm: 256 values in [-1, 1] per line, labels 1 to 10 for the digits 0 to 9."""
-    rows = [(n, row) for n, row in enumerate(_unpacked(path).splitlines(), 1) if row.strip()]
-    values = np.zeros((len(rows), 256))  # libsvm leaves out zeros
-    labels = np.zeros(len(rows), np.int64)
-    for i, (number, row) in enumerate(rows):
+    allowance = Allowance(path)
+    images, labels = [], []
+    try:
+        content = io.BytesIO(unpacked(path, allowance))
+    except DAMAGE as error:
+        raise _damaged(path, str(error)) from None
+    for number, line in enumerate(content, 1):
+        if not line.strip():
+            continue
+        allowance.take(1 << 10)
         try:
-            fields = np.array(row.replace(b":", b" ").split(), np.float64)
-            index = fields[1::2].astype(np.int64) - 1
-            if len(fields) % 2 == 0 or (len(index) and not 0 <= index.min() <= index.max() < 256):
-                raise ValueError
-            values[i, index] = fields[2::2]
-            labels[i] = int(fields[0]) - 1
+            label, pixels = _libsvm_line(line)
         except ValueError:
             raise _damaged(path, f"line {number} is not a label and up to 256 values") from None
-    if len(rows) and not -1 <= values.min() <= values.max() <= 1:
-        raise _damaged(path, "its values are not in [-1, 1]")
+        images.append(pixels)
+        labels.append(label - 1)
+    shape = (-1, 16, 16)
+    return _checked(path, Arrays(np.array(images, np.uint8).reshape(shape), np.array(labels, int)))
+
+
+def _libsvm_line(line: bytes) -> tuple[int, Bytes]:
+    if len(line) > _LONGEST_LINE:
+        raise ValueError
+    fields = np.array(line.replace(b":", b" ").split(), np.float64)
+    label, index, given = fields[0], fields[1::2], fields[2::2]
+    if label not in range(1, 11) or not set(index) <= set(range(1, 257)):
+        raise ValueError
+    values = np.zeros(256)  # libsvm leaves out zeros
+    values[index.astype(np.int64) - 1] = given
+    if not -1 <= values.min() <= values.max() <= 1:
+        raise ValueError
     # truncated, not rounded: torchvision does so, and the published numbers come from it
-    images = ((values + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
-    return _checked(path, Arrays(images, labels))
+    return int(label), ((values + 1) / 2 * 255).astype(np.uint8)
 
 
 def read_mat(path: Path) -> Arrays:
     """SVHN's cropped digits: X [32, 32, 3, N], and y where 10 stands for the digit 0."""
-    from scipy.io import loadmat  # slow to import, and rarely needed
+    from scipy.io import loadmat, whosmat  # slow to import, and rarely needed
     from scipy.io.matlab import MatReadError
 
     try:
-        content = loadmat(path, variable_names=["X", "y"])
+        file = _unpacked_mat(path)
+        kinds = {name: kind for name, _, kind in whosmat(file)}
+        if kinds["X"] != "uint8" or kinds["y"] in ("cell", "struct", "object", "function"):
+            raise ValueError("they are not arrays of numbers")
+        content = loadmat(file, variable_names=["X", "y"])
         images = np.ascontiguousarray(np.moveaxis(content["X"], 3, 0))
         labels = content["y"].reshape(-1).astype(np.int64)
-    except (*_DAMAGE, MatReadError, TypeError, NotImplementedError) as error:
+    except (*DAMAGE, MatReadError) as error:
         raise _damaged(path, f"it has no X and y like SVHN's files ({error})") from None
     return _checked(path, Arrays(images, np.where(labels == 10, 0, labels)))
+
+
+def _unpacked_mat(path: Path) -> io.BytesIO:
+    """A MATLAB 5 file with its compressed elements unpacked, which SciPy would do without limit."""
+    allowance = Allowance(path)
+    content = unpacked(path, allowance)
+    order, at = "<" if content[126:128] == b"IM" else ">", 128
+    plain = io.BytesIO()
+    plain.write(content[:at])
+    while at < len(content):
+        kind, size = struct.unpack_from(f"{order}2I", content, at)
+        element, at = content[at : at + 8 + size], at + 8 + size
+        for step in unzipped(element[8:], allowance) if kind == _COMPRESSED else [element]:
+            plain.write(step)
+    plain.seek(0)
+    return plain
 
 
 def read_npz(path: Path) -> Arrays:
     """``images`` and ``labels``, and ``suggested_split`` if one file holds both parts."""
     try:
-        with np.load(path, allow_pickle=False) as content:
-            images, labels = content["images"], content["labels"].astype(np.int64)
-            split = content.get("suggested_split")
-    except _DAMAGE as error:
+        allowance, split = Allowance(path), None
+        with zipfile.ZipFile(path) as archive:
+
+            def array(name: str) -> Any:
+                content = io.BytesIO(read_member(archive, archive.getinfo(name), allowance))
+                return np.lib.format.read_array(content, allow_pickle=False)
+
+            images, labels = array("images.npy"), array("labels.npy").astype(np.int64)
+            if "suggested_split.npy" in archive.namelist():
+                split = array("suggested_split.npy").astype(np.int64)
+    except DAMAGE as error:
         raise _damaged(path, str(error)) from None
-    return _checked(path, Arrays(images, labels, None if split is None else split.astype(np.int64)))
+    return _checked(path, Arrays(images, labels, split))
 
 
 def _checked(path: Path, arrays: Arrays) -> Arrays:
     images, labels, split = arrays
-    if images.dtype != np.uint8 or not (images.ndim == 3 or images.shape[3:] == (3,)):
+    right = images.ndim == 3 or images.shape[3:] == (3,)
+    if images.dtype != np.uint8 or not right or 0 in images.shape[1:3]:
         raise _damaged(path, f"images are {images.dtype} {images.shape}, not bytes [N, H, W(, 3)]")
     if labels.shape != images.shape[:1] or (split is not None and split.shape != labels.shape):
-        raise _damaged(path, f"{len(images)} images but {len(labels)} labels")
+        raise _damaged(path, f"{len(images)} images but {labels.size} labels")
     if len(labels) and not 0 <= labels.min() <= labels.max() <= 9:
         raise _damaged(path, f"labels go from {labels.min()} to {labels.max()}, not 0 to 9")
     return arrays
@@ -141,23 +190,6 @@ def read_arrays(path: Path, kind: str) -> Arrays:
     if kind == "mat-hdf5":
         raise _damaged(path, "it is a MATLAB 7.3 file; SVHN's own files have version 5")
     return {"libsvm": read_libsvm, "mat": read_mat, "npz": read_npz}[kind](path)
-
-
-def _opened(path: Path) -> BinaryIO:
-    """The file, open for reading; unpacked if it is compressed."""
-    with path.open("rb") as file:
-        head = file.read(3)
-    if head[:2] == b"\x1f\x8b":
-        return cast(BinaryIO, gzip.open(path))
-    return cast(BinaryIO, bz2.open(path)) if head == b"BZh" else path.open("rb")
-
-
-def _unpacked(path: Path) -> bytes:
-    try:
-        with _opened(path) as file:
-            return file.read()
-    except _DAMAGE as error:
-        raise _damaged(path, str(error)) from None
 
 
 def _damaged(path: Path, why: str) -> ProtofedError:

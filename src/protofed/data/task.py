@@ -10,9 +10,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError
 
 SPLITS = ("train", "test")
+
+MAX_IMAGE_PIXELS = 100_000_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read that may be bad, or made to use up the memory.
+
+    ``skip_bad``: files that cannot be decoded are left out. ``max_image_pixels`` may be in one
+    image, and in all that are decoded at a time. ``max_unpacked_gb`` is what a compressed file or
+    an archive may unpack to.
+    """
+
+    skip_bad: bool = False
+    max_image_pixels: int = MAX_IMAGE_PIXELS
+    max_unpacked_gb: float = MAX_UNPACKED_GB
 
 
 class DataMissing(ProtofedError):
@@ -21,11 +38,15 @@ class DataMissing(ProtofedError):
 
 @dataclass(frozen=True)
 class Sample:
-    """An image to decode: its name for messages, its label, and its file's bytes or its pixels."""
+    """An image to decode: its name for messages, its label, and its file's bytes or its pixels.
+
+    ``size`` is the number of bytes that reading it takes; 0 if they are in memory already.
+    """
 
     name: str
     label: int
     read: Callable[[], bytes | NDArray[np.uint8]]
+    size: int = 0
 
 
 Parts = dict[tuple[str, str], list[Sample]]
@@ -136,7 +157,7 @@ class Task:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in self.domains.keys() & {"average", "seen average"}:
+        for name in self.domains.keys() & {"average", "seen average", "validation average"}:
             raise ProtofedError(
                 f"a domain cannot be called '{name}': tables have a column of that name",
                 "rename its folder",

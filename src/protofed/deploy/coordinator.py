@@ -288,7 +288,9 @@ class Coordinator:
                 train=name in sampled,
                 evaluate=evaluate,
                 accepted=self.accepted.get(name, ""),
-                kept=self.ledger.kept.get(name, ""),
+                kept=[
+                    kept[name] for kept in (self.ledger.kept, self.ledger.older) if kept.get(name)
+                ],
             )
             for name in nodes
             if name in sampled or evaluate

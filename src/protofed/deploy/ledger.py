@@ -33,6 +33,8 @@ class Ledger:
         self.spec, self.config, self.members = spec, spec.config, members
         self.kept: dict[str, str] = {}
         """Each site's private state as of the last checkpoint."""
+        self.older: dict[str, str] = {}
+        """The same as of the checkpoint before it."""
         self.samples: dict[str, int] = {}
         self.tested: dict[str, int] = {}
         self.wire: dict[str, dict[str, int]] = {}
@@ -56,7 +58,8 @@ class Ledger:
             config, hash, facts, resume=resume, overwrite=overwrite, deployed=True
         ) as found:
             if found is not None:
-                self.kept = dict(found.extra["accepted"])
+                self.kept, older = dict(found.extra["accepted"]), self.folder.older_checkpoint()
+                self.older = dict(older.extra["accepted"]) if older else {}
                 self.samples, self.wire = found.extra["samples"], found.extra["wire"]
             yield found
 
@@ -65,11 +68,12 @@ class Ledger:
     ) -> Checkpoint:
         """What to resume from after a complete round; the bytes are counted until it is written."""
         extra = {"accepted": dict(accepted), "samples": self.samples, "wire": self.wire}
-        return Checkpoint(self.spec.hash, round, state, pending=pending, extra=extra)
+        rounds = self.config.rounds
+        return Checkpoint(self.spec.hash, round, state, {}, pending, extra, rounds)
 
     def checkpoint(self, done: Checkpoint) -> None:
         self.folder.save_checkpoint(done)
-        self.kept = done.extra["accepted"]
+        self.older, self.kept = self.kept, done.extra["accepted"]
 
     def count_bytes(self, wire: Mapping[str, Mapping[str, int]]) -> None:
         """Add the bytes of an exchange to each site's."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -30,6 +29,7 @@ from protofed.deploy.spec import skeleton
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError, unknown
 from protofed.files import check_format
+from protofed.toml import parse_toml
 
 FEDERATION_FILE = "federation.toml"
 _SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -163,12 +163,12 @@ def _curve_point(load: Callable[[bytes], Any], key: bytes) -> bytes | None:
 def read_toml(path: Path, valid: Iterable[str]) -> dict[str, Any]:
     """The content of a file that ``deploy init`` wrote, which may have only these keys."""
     try:
-        raw = tomllib.loads(path.read_text("utf-8"))
+        raw = parse_toml(path.read_text("utf-8"))
     except OSError as error:
         raise ProtofedError(
             f"cannot read '{path}': {error.strerror}", "protofed deploy init writes it"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # also bytes that are not text
         raise ProtofedError(f"'{path}' is not valid TOML: {error}") from None
     check_format(path, raw.pop("format", None))
     for key in raw.keys() - set(valid):

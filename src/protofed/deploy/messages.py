@@ -26,8 +26,8 @@ class Request:
     evaluate: bool
     accepted: str
     """The private state to continue from: that of the site's last accepted reply ("" = none)."""
-    kept: str
-    """The same as of the server's last checkpoint: the site must be able to return to it."""
+    kept: list[str] = field(default_factory=list)
+    """The same as of the server's two checkpoints: the site must be able to return to them."""
 
 
 @dataclass(frozen=True)

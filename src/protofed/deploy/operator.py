@@ -38,6 +38,11 @@ def plan_run(
     given = {"checkpoint_every": 1, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
     config = merged_config(file, members.task or members.skeleton(), method, options, given)
+    if config.validate is not None:
+        raise ProtofedError(
+            "validate works only in the simulator: sites report their test accuracy alone",
+            "choose there (protofed sweep --validate 0.1), then start the run without it",
+        )
     wanted = config.method.public_images
     if public is not None:
         if wanted is None:

@@ -15,11 +15,12 @@ import torch
 from flwr.app import RecordDict
 
 from protofed import tree
-from protofed.config import AUTO, DEVICES, task_settings
+from protofed.config import AUTO, DEVICES, READ_SETTINGS, SETTINGS, task_settings
 from protofed.data import Images, Share, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.data.load import site_images
 from protofed.data.sources.folder import folder_path
+from protofed.data.task import Reading
 from protofed.deploy.members import Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read, write
 from protofed.deploy.spec import RunSpec, unpack
@@ -59,7 +60,7 @@ class SiteConfig:
     public: str | None
     """The folder of public images, for methods that need some."""
     device: str
-    skip_bad: bool
+    reading: Reading
 
 
 def read_site_config(
@@ -67,7 +68,7 @@ def read_site_config(
 ) -> SiteConfig:
     """Read a site's settings from its folder; ``data`` and ``public`` override them."""
     path = folder / SITE_FILE
-    raw = read_toml(path, ("site", "data", "public", "device", "skip_bad"))
+    raw = read_toml(path, ("site", "data", "public", "device", *READ_SETTINGS))
     members = read_members(folder)
     name, device = raw.get("site", ""), raw.get("device", AUTO)
     if name not in members.sites:
@@ -79,8 +80,9 @@ def read_site_config(
             raise ProtofedError(f"{key} in '{path}' must be a folder, got {raw[key]!r}")
     with _advice_for_sites():
         device = find_device(device)
+    given = {n: SETTINGS[n].check(f"{n} in '{path}'", raw[n]) for n in READ_SETTINGS if n in raw}
     data, public = data or raw.get("data"), public or raw.get("public")
-    return SiteConfig(folder, name, members, data, public, device, bool(raw.get("skip_bad")))
+    return SiteConfig(folder, name, members, data, public, device, Reading(**given))
 
 
 def own_images(site: SiteConfig, spec: RunSpec) -> tuple[Images, Images, PublicSampler | None]:
@@ -91,8 +93,9 @@ def own_images(site: SiteConfig, spec: RunSpec) -> tuple[Images, Images, PublicS
     if site.members.task is None:
         train, test = folder_images(site, spec.task.classes, spec.task.image_size)
         return train, test, _public(site, spec, spec.task, [])
-    # the files of a built-in task may be elsewhere on this machine
-    task = load_task(spec.config.task, **(task_settings(spec.config) | {"data": site.data}))
+    # the files of a built-in task may be elsewhere on this machine, and its limits are its own
+    own = vars(site.reading) | {"data": site.data, "skip_bad": spec.config.skip_bad}
+    task = load_task(spec.config.task, **(task_settings(spec.config) | own))
     if task.classes != spec.task.classes or (task.digest or None) != spec.facts.digest:
         raise ProtofedError(f"the images of task '{task.name}' here differ from the run's")
     shares = {s.name: s for s in make_shares(spec.config, task)}
@@ -115,7 +118,7 @@ def folder_images(site: SiteConfig, classes: tuple[str, ...], size: int) -> tupl
     if not path.is_dir():
         raise ProtofedError(f"there is no folder '{path}'", "it must be a tree class/image")
     with _advice_for_sites():
-        found = site_images(path, size, site.skip_bad)
+        found = site_images(path, size, site.reading)
     for name in found.classes:
         if name not in classes:
             raise unknown(f"class of the federation (a folder in '{path}'):", name, classes)
@@ -132,7 +135,7 @@ def check_public(site: SiteConfig) -> str:
         return str(folder_path(source, "point to it with --public PATH"))
     wanted, task = PublicImages(source, images=1), site.members.skeleton()
     with _advice_for_sites():
-        return describe_digest(public_digest(wanted, task, skip_bad=site.skip_bad))
+        return describe_digest(public_digest(wanted, task, reading=site.reading))
 
 
 def _public(
@@ -158,7 +161,7 @@ def _public(
     data = site.data if site.members.task is not None else None
     with _advice_for_sites():
         found = make_public_sampler(
-            wanted, task, shares, spec.config.seed, site.device, data, site.skip_bad
+            wanted, task, shares, spec.config.seed, site.device, data, site.reading
         )
     assert found is not None
     if found.digest != expected:
@@ -176,9 +179,13 @@ def _advice_for_sites() -> Iterator[None]:
     try:
         yield
     except ProtofedError as error:
-        hint = error.hint.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
-        hint = hint.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
-        raise type(error)(error.message, hint) from None
+        raise type(error)(_for_site(error.message), _for_site(error.hint)) from None
+
+
+def _for_site(text: str) -> str:
+    text = text.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
+    text = text.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
+    return re.sub(r"--max-(\w+)-(\w+) (\d[\d.]*)", rf"max_\1_\2 = \3 in {SITE_FILE}", text)
 
 
 class PrivateStates:
@@ -204,7 +211,7 @@ class PrivateStates:
     def save(self, round: int, state: Tree) -> str:
         """Save a state; returns its name."""
         name = f"{round}-{secrets.token_hex(4)}"
-        tree.save(state, self._path(name))
+        tree.save(state, self._path(name), private=True)
         return name
 
     def keep_only(self, *needed: str) -> None:
@@ -247,7 +254,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             method, network, setup.sizes, [site.name], rounds=config.rounds, seed=config.seed
         )
         mine = server.initial_client(network.state_dict())
-    states.keep_only(request.accepted, request.kept)
+    states.keep_only(request.accepted, *request.kept)
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )
@@ -261,7 +268,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
         if request.round == config.rounds:  # the run is over: the site gets its model
             own = {"model": mine.get("model", {}) | received.get("model", {})}
             path = site.folder / "models" / f"{run.name}.safetensors"
-            tree.save(own, path, {"hash": run.hash})
+            tree.save(own, path, {"hash": run.hash}, private=True)
     message: Tree = {}
     if request.train:
         domain = site.members.sites[site.name].domain

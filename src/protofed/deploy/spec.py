@@ -88,7 +88,7 @@ def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, i
         )
     shares = make_shares(config, task) if task.has_images else []
     sampler = make_public_sampler(
-        wanted, task, shares, config.seed, "cpu", config.data, config.skip_bad
+        wanted, task, shares, config.seed, "cpu", config.data, config.reading
     )
     assert sampler is not None
     return sampler.counts
@@ -138,7 +138,7 @@ def unpack(text: str) -> RunSpec:
         public = {str(name): int(n) for name, n in parts["public"].items()}
         spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
         claimed = parts["hash"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtofedError(f"the run's configuration cannot be read: {error!r}") from None
     if spec.hash != claimed:
         raise ProtofedError(

@@ -16,8 +16,13 @@ from protofed.federation.setup import ClientData, Setup
 from protofed.method import Batch, BatchSource
 
 EVALUATION_BATCH = 256
-_PREPARED_BYTES = 128 << 20  # larger sets of images are not kept a second time for cropping
+PREPARED_BYTES = 128 << 20  # larger sets of images are not kept a second time for cropping
 _CHUNK_BYTES = 8 << 20  # float images made at once: small enough to stay in a CPU cache
+
+
+def evaluation_batch(side: int) -> int:
+    """How many images are tested at once: fewer of large ones, whose activations take gigabytes."""
+    return max(1, min(EVALUATION_BATCH, EVALUATION_BATCH * 64**2 // side**2))
 
 
 class ClientBatches:
@@ -70,7 +75,7 @@ class ClientBatches:
         """
         x, augment = self.images.x, self.augment
         plain = augment.resized_crop is None and augment.jitter is None and not augment.grayscale
-        if self._prepared is None and plain and x.numel() <= _PREPARED_BYTES:
+        if self._prepared is None and plain and x.numel() <= PREPARED_BYTES:
             self._prepared = padded(x, augment)
         return self._prepared
 

@@ -3,7 +3,7 @@
 A private state is what a client keeps from one round to the next and does not send, e.g. its own
 BatchNorm statistics. States of a round in progress are staged, and take effect when the round is
 accepted. On disk each state is a file of its own, written next to the old one; a checkpoint says
-which files are current, and all others can be removed.
+which files are current. Those of the checkpoint before it are kept, and all others can be removed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class ClientStore:
         self._staged: Index = {}
         # states in memory that a checkpoint has written too, with their files
         self._saved: dict[str, tuple[Tree, str]] = {}
+        self._before: set[str] = set()  # files that the checkpoint before the last one names
 
     def get(self, name: str) -> Tree:
         """A client's state as of the last accepted round."""
@@ -91,25 +92,35 @@ class ClientStore:
             files[name] = file
         return files
 
-    def restore(self, files: Mapping[str, str]) -> None:
-        """Continue from the states that a checkpoint names."""
+    def restore(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
+        """Continue from the states that a checkpoint names; ``before`` are the older one's."""
         self._current, self._used = dict(files), 0
+        self._before = set(before.values())
         self.clean(files)
 
     def clean(self, files: Mapping[str, str]) -> None:
-        """Remove all files but these, which a checkpoint names, and those of current states."""
+        """After a checkpoint that names these files: remove what neither it nor the last needs."""
+        named = set(files.values())
         if self.folder is not None and self.folder.is_dir():
-            held = set(files.values()) | {
-                s for i in (self._current, self._staged) for s in i.values() if isinstance(s, str)
-            }
+            held = (
+                named
+                | self._before
+                | {
+                    s
+                    for i in (self._current, self._staged)
+                    for s in i.values()
+                    if isinstance(s, str)
+                }
+            )
             for path in self.folder.iterdir():
                 if path.name not in held:
                     path.unlink()
+        self._before = named
 
     def _write(self, name: str, state: Tree, round: int) -> str:
         assert self.folder is not None
         file = f"{quote(name, safe='')}.{round}.safetensors"
-        tree.save(state, self.folder / file)
+        tree.save(state, self.folder / file, private=True)
         return file
 
     def _read(self, file: str) -> Tree:

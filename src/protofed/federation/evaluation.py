@@ -13,7 +13,7 @@ from protofed import keys, tree
 from protofed.data.augment import normalized
 from protofed.data.task import Images
 from protofed.errors import Diverged, ProtofedError
-from protofed.federation.batches import EVALUATION_BATCH
+from protofed.federation.batches import evaluation_batch
 from protofed.federation.finite import require_finite_model
 from protofed.federation.model_state import load_model, model_entries
 from protofed.federation.setup import Setup
@@ -42,7 +42,7 @@ def evaluate_job(
     received: Tree,
     mine: Callable[[str], Tree],
     round: int,
-    batch: int = EVALUATION_BATCH,
+    batch: int | None = None,
 ) -> Scores:
     """The scores of a job, computed in the network of its model."""
     private = {} if job.client is None else mine(job.client)
@@ -57,7 +57,7 @@ def evaluate(
     mine: Tree,
     tests: Mapping[str, Images],
     round: int = 0,
-    batch: int = EVALUATION_BATCH,
+    batch: int | None = None,
 ) -> Scores:
     """Accuracy in percent on each test set of the model ``mine | received``.
 
@@ -92,8 +92,9 @@ def _accuracies(
     name: str,
     images: Images,
     round: int,
-    batch: int,
+    batch: int | None,
 ) -> dict[str, float]:
+    batch = batch or evaluation_batch(images.x.shape[-1])
     method, key = setup.method, keys.key(setup.seed, round, "evaluation")
     zero = torch.zeros((), dtype=torch.int64, device=client.key.device)
     hits: dict[str, Tensor] = {}
@@ -135,7 +136,7 @@ def _diverged(method: Method, model: Slot, domain: str) -> Diverged:
     """The error for scores that are not finite, unless the model itself is not finite."""
     require_finite_model(model, "the model")
     return Diverged(
-        f"{method.name}'s scores for test images of {domain} are not finite",
+        f"{method.name}'s scores for images of {domain} are not finite",
         "the model's entries are finite, but may be too large for its activations: try a smaller "
         "--lr; or check the method's predict",
     )

@@ -22,7 +22,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.public_images import public_digest
 from protofed.version import __version__
 
-NUMERICS = 1
+NUMERICS = 2
 """Raised whenever the golden values, or the rounding of lanes, change.
 
 Numbers of runs with different values are not comparable to the last digit.
@@ -30,6 +30,14 @@ Numbers of runs with different values are not comparable to the last digit.
 
 DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
+
+FACTS_SHAPE = {
+    "numerics?": int,
+    **dict.fromkeys(("device?", "precision?", "engine?", "engine_reason?", "hardware?"), str),
+    **dict.fromkeys(("run?", "config?"), str),
+    "versions?": {str: str},
+}
+"""What is counted on in ``facts.json``."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class Facts:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Facts:
         """Facts from plain data; keys of later versions are ignored."""
+        if missing := [f.name for f in fields(cls) if f.name not in found]:
+            raise ProtofedError(f"the run's facts lack {', '.join(missing)}")
         return cls(**{f.name: found[f.name] for f in fields(cls)})
 
 
@@ -80,7 +90,7 @@ def discover(config: Config, task: Task) -> Facts:
         engine=engine,
         engine_reason=reason,
         digest=task.digest or None,
-        public_digest=public_digest(wanted, task, config.data, config.skip_bad),
+        public_digest=public_digest(wanted, task, config.data, config.reading),
         hardware=_hardware(device),
         versions={
             "protofed": __version__,

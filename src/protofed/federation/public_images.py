@@ -27,10 +27,11 @@ from protofed.data.info import FOLDER
 from protofed.data.load import public_images
 from protofed.data.sources import PUBLISHED
 from protofed.data.sources.folder import folder_path
+from protofed.data.split import UNUSED, unused
+from protofed.data.task import Reading
 from protofed.errors import ProtofedError, unknown
 from protofed.method import PublicImages
 
-UNUSED = "unused"
 FOLDER_POOL = "folder"
 """The pool of a folder's images. It is a key of the draws, so it is the same on all machines."""
 
@@ -95,11 +96,11 @@ def make_public_sampler(
     seed: int,
     device: torch.device | str = "cpu",
     data: str | Path | None = None,
-    skip_bad: bool = False,
+    reading: Reading = Reading(),  # noqa: B008 (frozen)
 ) -> PublicSampler | None:
     """A sampler of the public images a method wants, for a task split into these shares.
 
-    ``data`` and ``skip_bad`` are passed to ``load_task`` if the images are another task's.
+    ``data`` and ``reading`` say where and how images are read that are not the task's own.
     """
     if wanted is None:
         return None
@@ -107,12 +108,12 @@ def make_public_sampler(
     images: Mapping[str, Tensor]
     found: Mapping[str, Tensor]
     if is_from_task(wanted, task):
-        found = _unused(task, shares)
+        found = unused(task, shares)
         if wanted.source != UNUSED:
             found = {wanted.source: found.get(wanted.source, torch.empty(0, dtype=torch.int64))}
         images = {name: task.domains[name].train.x for name in found}
     else:
-        images, found, digest = _external_images(wanted.source, task, data, skip_bad)
+        images, found, digest = _external_images(wanted.source, task, data, reading)
     some = {name: rows for name, rows in found.items() if len(rows)}
     if not some:
         raise ProtofedError(
@@ -133,12 +134,15 @@ def is_from_task(wanted: PublicImages, task: Task) -> bool:
 
 
 def public_digest(
-    wanted: PublicImages | None, task: Task, data: str | Path | None = None, skip_bad: bool = False
+    wanted: PublicImages | None,
+    task: Task,
+    data: str | Path | None = None,
+    reading: Reading = Reading(),  # noqa: B008 (frozen)
 ) -> str | None:
     """The digest of public images that are not the task's own: their number and a hash."""
     if wanted is None or is_from_task(wanted, task):
         return None
-    return _external_images(wanted.source, task, data, skip_bad).digest
+    return _external_images(wanted.source, task, data, reading).digest
 
 
 def describe_digest(digest: str | None) -> str:
@@ -161,12 +165,12 @@ class _ExternalImages(NamedTuple):
 
 
 def _external_images(
-    source: str, task: Task, data: str | Path | None, skip_bad: bool
+    source: str, task: Task, data: str | Path | None, reading: Reading
 ) -> _ExternalImages:
     """Images that are not the task's: those of a folder, or of another task."""
     if source.startswith(FOLDER):
         path = folder_path(source, "write public=folder:PATH; any tree of images will do")
-        x = public_images(path, task.image_size, skip_bad)
+        x = public_images(path, task.image_size, reading)
         hashes = [hashlib.sha256(image.numpy()).digest() for image in x]
         order = sorted(range(len(x)), key=hashes.__getitem__)
         whole = hashlib.sha256(b"".join(hashes[i] for i in order)).hexdigest()
@@ -176,7 +180,7 @@ def _external_images(
         valid = (UNUSED, *task.domains, *TASKS, f"{FOLDER}PATH")
         raise unknown("source of public images", source, valid)
     size = task.image_size if source in PUBLISHED else None  # glyphs have one size
-    other = load_task(source, data, image_size=size, skip_bad=skip_bad)
+    other = load_task(source, data, image_size=size, **vars(reading))
     if other.image_size != task.image_size:
         raise ProtofedError(
             f"public images of {other.name} have {other.image_size} pixels, but those of "
@@ -187,13 +191,3 @@ def _external_images(
     pools = {name: torch.arange(len(x)) for name, x in images.items()}
     total = sum(map(len, pools.values()))
     return _ExternalImages(images, pools, f"{total}-{other.digest}" if other.digest else None)
-
-
-def _unused(task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
-    """The training images that no client holds, for each domain that has clients."""
-    free = {
-        s.domain: torch.ones(len(task.domains[s.domain].train), dtype=torch.bool) for s in shares
-    }
-    for share in shares:
-        free[share.domain][share.rows] = False
-    return {domain: mask.nonzero()[:, 0] for domain, mask in free.items()}

@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
+from protofed.data.split import UNUSED, hold_out, validation_rows
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_state import ClientStore
 from protofed.federation.engine import engine_factory
 from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.facts import DTYPES, Facts, discover
 from protofed.federation.finite import require_finite_model
+from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries
-from protofed.federation.public_images import make_public_sampler
+from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Method, Sizes
@@ -85,8 +88,7 @@ class Clients(Mapping[str, ClientData]):
         if name in self._kept:
             return self._kept[name]
         share, device = self._shares[name], self._device
-        images = self._task.domains[share.domain].train
-        own = Images(images.x[share.rows].to(device), images.y[share.rows].to(device))
+        own = _taken(self._task.domains[share.domain].train, share.rows, device)
         client = ClientData(name, share.domain, own, self._models[name])
         if device.type != "cpu":
             self._kept[name] = client
@@ -121,10 +123,14 @@ class Federation:
         self.hash, self.name = self.facts.run_hash(config), self.facts.run_name(config)
         self.config = config = self.facts.applied(config)
         """The config with what was found: clients, device, precision, engine."""
+        self.memory = estimate(config, self.task, client_states is not None)
+        """What the run takes; one that takes more than there is does not start."""
+        self.memory.require()
         self.method = config.method
         sizes = (len(self.task.classes), self.task.image_size, config.width, config.norm)
         require_fit(self.method, config.models, *sizes)
         self.shares = make_shares(config, self.task)
+        validation = rows_to_validate(config, self.task, self.shares)
         device = torch.device(config.device)
         self.models = client_models(config.model, [s.name for s in self.shares])
         """The model of each client."""
@@ -135,7 +141,7 @@ class Federation:
         network = next(iter(self._initial.values()))
         public = make_public_sampler(
             self.method.public_images, self.task, self.shares, config.seed, device,
-            config.data, config.skip_bad,
+            config.data, config.reading,
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
@@ -144,6 +150,11 @@ class Federation:
             name: tested_images(self.task, name, config.leave_out, device)
             for name in self.task.domains
         }
+        self.validation = {
+            name: _taken(self.task.domains[name].train, rows, device)
+            for name, rows in validation.items()
+        }
+        """By domain, the images to choose by; empty if none were asked for."""
         self.server = Server(
             self.method,
             network,
@@ -236,27 +247,32 @@ class Federation:
     def evaluate(self, observers: Sequence[Observer] = ()) -> Scores:
         """Accuracy per domain: of the global model, or of the clients' own models.
 
-        With ``everyone`` the clients' mean on their own domains is there too, as ``own``.
+        With ``everyone`` the clients' mean on their own domains is there too, as ``own``; and with
+        validation images the accuracy on these, as ``validation``.
         """
         round, found = max(0, self.server.round - 1), list[Scores]()
-        jobs = self._eval_jobs(round)
+        tests = self._eval_jobs(round, self.tests)
+        jobs = tests + (self._eval_jobs(round, self.validation) if self.validation else [])
         scored = self.engine.evaluate(jobs, self.server.broadcast(), self.store.get, round)
         for done, scores in enumerate(scored, start=1):
             found.append(scores)
             for observer in observers:
                 observer.tested(round, done, len(jobs))
+        found, validated = found[: len(tests)], found[len(tests) :]
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
         if self.method.evaluates == "everyone":
-            domains = [self.clients.domain(job.client) for job in jobs if job.client]
+            domains = [self.clients.domain(job.client) for job in tests if job.client]
             own = [{d: s["accuracy"][d]} for d, s in zip(domains, found, strict=True)]
             means["own"] = _means(own, self.tests)
+        if validated:
+            means["validation"] = _means([s["accuracy"] for s in validated], self.validation)
         return means
 
-    def _eval_jobs(self, round: int) -> list[EvalJob]:
+    def _eval_jobs(self, round: int, images: Mapping[str, Images]) -> list[EvalJob]:
         """Who is tested on what. A domain without clients is tested with all clients' models."""
         who = self.method.evaluates
         if who == "global":
-            return [EvalJob(next(iter(self._initial)), None, self.tests)]
+            return [EvalJob(next(iter(self._initial)), None, images)]
         seen = {share.domain for share in self.shares}
         return [
             EvalJob(
@@ -264,7 +280,7 @@ class Federation:
                 share.name,
                 {
                     d: t
-                    for d, t in self.tests.items()
+                    for d, t in images.items()
                     if who == "everyone" or d == share.domain or d not in seen
                 },
             )
@@ -316,7 +332,7 @@ class Federation:
 
 def make_shares(config: Config, task: Task) -> list[Share]:
     """The part of the task that each client of a run holds."""
-    return split(
+    shares = split(
         task,
         config.domain_clients,
         config.domain_samples,
@@ -326,6 +342,24 @@ def make_shares(config: Config, task: Task) -> list[Share]:
         dirichlet=config.dirichlet,
         quantity=config.quantity,
     )
+    if isinstance(config.validate, float):
+        return hold_out(task, shares, config.validate, config.seed)
+    return shares
+
+
+def rows_to_validate(config: Config, task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
+    """Per domain, the training images that a run is validated on; none unless asked for."""
+    public, validate = config.method.public_images, config.validate
+    if validate is not None and public is not None:
+        same = is_from_task(public, task) if validate == UNUSED else False
+        if same or public.source == task.name:
+            raise ProtofedError(
+                f"{config.method.name} trains on public images from '{public.source}', which "
+                f"would be among those of validate = {validate}",
+                "use other public images: --set public=TASK"
+                + ", or hold out a part of each client's: --validate 0.1" * same,
+            )
+    return validation_rows(task, shares, validate)
 
 
 CONTRACT = {
@@ -436,6 +470,10 @@ def tested_images(task: Task, name: str, left_out: str | None, device: torch.dev
         both = (images, task.domains[name].train)
         images = Images(torch.cat([i.x for i in both]), torch.cat([i.y for i in both]))
     return Images(images.x.to(device), images.y.to(device))
+
+
+def _taken(images: Images, rows: Tensor, device: torch.device) -> Images:
+    return Images(images.x[rows].to(device), images.y[rows].to(device))
 
 
 def _table_row(task: Task, share: Share, model: str) -> dict[str, Any]:

@@ -18,8 +18,8 @@ Deviations
     (3)  The authors' code steps the optimizer of a client's network here, so the
          header never changes. This is SGD on the header, without momentum; η = 0.01,
          B = 10 and E = 10 are hyper-parameters.
-    (2)  Features of the last local epoch, or of a clean pass afterwards
-         (`proto_pass`), as in FedProto.
+    (2)  A clean pass after training, which the authors' code makes too. `proto_pass`:
+         post (default), last_epoch (features of the last local epoch, as in FedProto).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FedGH(Method):
     eta: float = hyper(0.01, "η", "learning rate at the server", above=0)
     header_epochs: int = hyper(10, "E", "the server's epochs over the class means", least=1)
     header_batch: int = hyper(10, "B", "class means in a batch at the server", least=1)
-    proto_pass: str = proto_pass_hyper("features of (2)")
+    proto_pass: str = proto_pass_hyper("features of (2)", "post")
 
     def shared(self, entry: Entry) -> Shared:
         return "down" if entry.name.startswith(HEADER) else "no"

@@ -32,6 +32,7 @@ Deviations
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,7 @@ class FedPLVM(Method):
 
     name = "fedplvm"
     paper = "Wang et al., NeurIPS 2024"
+    protocol: ClassVar = {"batch": 32, "epochs": 2, "momentum": 0.5}
     slots = Slots(up={"prototypes": "local clusters"}, down={"prototypes": "global clusters"})
 
     alpha: float = hyper(0.25, "α", "power of the cosine in the contrast", above=0)

@@ -22,24 +22,31 @@ Equations as printed; → says where each is computed, and how if it differs.
             KL of a unit-variance Gaussian around z, ½ z² averaged over d
             (`kl=unit`, default); `kl=moments` takes the batch's mean and
             variance in each dimension. MSE is a mean over pixels and batch.
+            `decoder_step` multiplies the decoder's gradient alone.
     (11)  L_KD = 1/|D_n| Σ_i ( −log exp(s_1) / (exp(s_1) + exp(s_2)) )
           s_1 = KL(H(z) ‖ H(z^s)), s_2 = KL(H(z) ‖ H(z^d))
           → distillation. As printed it equals softplus(s_2 − s_1), and
             minimizing it *raises* the semantic branch's divergence; computed is
             softplus(s_1 − s_2). `kd_sign`: corrected (default), printed. The
             teacher H(z), of the F being trained (not phase 1's), is held
-            constant; s_2 is clamped at 50.
+            constant. The corrected sign raises s_2, clamped at 50; the printed
+            one has no clamp.
     (12)  c_n^k = 1/|D_n^k| Σ_i F_n^s(F_n(x_i))
-          → method.Client.class_means. After training in Algorithm 1;
-            `proto_pass` as in FPL.
+          → method.Client.class_means, after training: algorithm 1 says so, and
+            no code says otherwise. `proto_pass`: post (default), last_epoch.
     (13)  L_Proto = 1/K Σ_k ( 1/|D_n^k| Σ_i ‖F_n^s(F_n(x_i)) − c_g^k‖² )
           → to_prototypes: over the batch's classes that have a c_g, and the
             mean over d, beside λ = 1. `proto_reduction`: mean (default), sum
-            (as printed; use λ near 0.01 with it).
+            (as printed: d times stronger, so use λ near 0.01 with it).
     (14)  L_CE = 1/|D_n| Σ_i −y_i log(H_n(z_i^s))
     (15)  L = L_CE + α L_KD + β L_MI + λ L_Proto
           → FedSeProto.loss. α, β, λ are in a supplement that was not
-            available: 1, 0.01, 1 are ours.
+            available: 1, 1, 1 are ours. β was chosen among 0.01, 0.1, 1 and
+            `decoder_step` among 1, 10, 100 by validation accuracy on unused
+            training images of Office-Caltech (40 rounds, seeds 100 and 101): it
+            is 58.0 to 59.0 for all that do not diverge, which is noise, and
+            highest for β = 1 with step 1. What differs is the decoder: its
+            error falls from 2.8 to 1.2 there, with β = 0.01 only to 2.7.
     (16)  w = Σ_n |D_n|/|D| w_n
           → federation.server.Server.finish. w: F, F^s and H. F^d and G never
             leave the client.
@@ -64,13 +71,21 @@ Deviations under the equations, and where the paper is silent
     has no c_g in the next. With α = β = λ = 0 it is not FedAvg: F^s and the two
     phases remain.
 
+Readings
+    published  what the code most plausibly does: none is public (default)
+    printed    equations and algorithm 1 to the letter: `kd_sign=printed` (11),
+               `proto_reduction=sum` (13). The two phases stay: the text has them.
+
 Ablations
-    figure 3   `alpha=0` (without L_KD), `beta=0` (L_MI), `lam=0` (L_Proto)
+    figure 3   `alpha=0` (without L_KD), `beta=0` (L_MI), `lam=0` (L_Proto). With
+               β = 0.01 L_MI would be nearly off, and removing it would remove
+               almost nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -134,10 +149,6 @@ class SeparatedNetwork(Network):
             nn.ConvTranspose2d(32, 3, 4, 2, 1),
         )
 
-    def decode(self, out: SeparatedOutput) -> Tensor:
-        """G(z^s ∘ z^d)."""
-        return self.decoder(torch.cat([out.feature, out.domain], 1))  # type: ignore[no-any-return]
-
     def forward(self, x: Tensor) -> SeparatedOutput:
         """z^s and H(z^s), with z and z^d beside them."""
         z = self.encoder(x)
@@ -151,22 +162,32 @@ class FedSeProto(PrototypeMethod):
 
     name = "fedseproto"
     paper = "Lai et al., ECAI 2024"
-    detached_terms = ("kd",)  # the teacher
+    protocol: ClassVar = {"model": "cnn3"}  # the rest is in a supplement that was not obtained
 
     alpha: float = hyper(1.0, "α", "weight of L_KD (0 = off)", least=0)
-    beta: float = hyper(0.01, "β", "weight of L_MI (0 = off)", least=0)
+    beta: float = hyper(1.0, "β", "weight of L_MI (0 = off)", least=0)
     lam: float = hyper(1.0, "λ", "weight of L_Proto (0 = off)", least=0)
+    decoder_step: float = hyper(1.0, "", "factor of the decoder's gradient in (10)", above=0)
     first_phase: float = hyper(0.2, "", "share of the epochs that phase 1 gets", above=0, most=1)
-    kd_sign: str = hyper("corrected", "", "sign of (11)", choices=("corrected", "printed"))
+    kd_sign: str = hyper(
+        "corrected", "", "sign of (11)", choices=("corrected", "printed"), printed="printed"
+    )
     kl: str = hyper("unit", "", "KL to N(0,1) in (10)", choices=("unit", "moments"))
-    proto_reduction: str = hyper("mean", "", "(13) over the d dimensions", choices=("mean", "sum"))
-    proto_pass: str = proto_pass_hyper("features of (12)")
+    proto_reduction: str = hyper(
+        "mean", "", "(13) over the d dimensions", choices=("mean", "sum"), printed="sum"
+    )
+    proto_pass: str = proto_pass_hyper("features of (12)", "post")
     share: str = share_hyper()
 
     @property
     def slots(self) -> Slots:
         words = "" if self.without_model else "encoder, semantic encoder, head"
         return replace(super().slots, model=words)
+
+    @property
+    def detached_terms(self) -> tuple[str, ...]:
+        """The teacher's, and the one whose gradient is scaled."""
+        return ("kd",) if self.decoder_step == 1 else ("kd", "mi_error")
 
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return SeparatedNetwork(backbone, sizes)
@@ -197,9 +218,12 @@ class FedSeProto(PrototypeMethod):
             kd = distillation(from_z, out.logits, from_z_d, self.kd_sign)
             terms["kd"] = self.alpha * kd
         if self.beta:
-            image = network.decode(out)
+            # scaled on both sides of the decoder, so that only its own gradient changes
+            both = scaled_gradient(torch.cat([out.feature, out.domain], 1), 1 / self.decoder_step)
+            error = F.mse_loss(network.decoder(both).to(batch.x.dtype), batch.x)
             kl = to_normal(out.feature, self.kl) + to_normal(out.domain, self.kl)
-            terms["mi"] = self.beta * (kl + F.mse_loss(image.to(batch.x.dtype), batch.x))
+            terms["mi_kl"] = self.beta * kl
+            terms["mi_error"] = self.beta * scaled_gradient(error, self.decoder_step)
         if self.lam:
             C = Prototypes.of(client.received["prototypes"])
             distance = to_prototypes(out.feature, batch.y, C, self.proto_reduction)
@@ -215,8 +239,17 @@ def distillation(teacher: Tensor, semantic: Tensor, domain: Tensor, sign: str) -
         F.kl_div(logits.log_softmax(1), target, reduction="none", log_target=True).sum(1)
         for logits in (semantic, domain)
     )
-    s2 = s2.clamp(max=50)  # otherwise the domain branch is pushed away without end
-    return F.softplus(s1 - s2 if sign == "corrected" else s2 - s1).mean()
+    if sign == "printed":
+        return F.softplus(s2 - s1).mean()
+    # without the clamp the domain branch is pushed away without end
+    return F.softplus(s1 - s2.clamp(max=50)).mean()
+
+
+def scaled_gradient(value: Tensor, factor: float) -> Tensor:
+    """The same value, with ``factor`` times its gradient."""
+    if factor == 1:
+        return value
+    return value.detach() + factor * (value - value.detach())
 
 
 @full_precision

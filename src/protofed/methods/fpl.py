@@ -12,9 +12,9 @@ class, in which each cluster counts once, however many clients it has (UPCR).
 Equations as printed; → says where each is computed, and how if it differs.
 
     (2)   c_m^k = 1/|S_m^k| Σ_{(x_i,y_i) ∈ S_m^k} f_m(x_i)
-          → method.Client.class_means. Algorithm 1 does it after training; the
-            published code uses features of the last local epoch, while it
-            trains. `proto_pass`: last_epoch (default), post.
+          → method.Client.class_means. Algorithm 1 does it after training (post);
+            the code uses features of the last local epoch, while it trains.
+            `proto_pass`: last_epoch (default), post.
     (3)   G^k = 1/N Σ_{m=1..N} c_m^k
           → FPL.aggregate, over the owners of class k. For ablations only.
     (4)   A^k(m,n) = 1 if n = v_m^k or m = v_n^k or v_m^k = v_n^k, else 0
@@ -50,6 +50,12 @@ The paper prints 3/7/6/4 clients for Digits (MNIST/USPS/SVHN/SYN); its code now 
 6/4/3/7, as here.
 
 Deviations: under (2), (4), (7), (8), (10).
+
+Readings
+    published  as the authors' code does it (default)
+    printed    equations and algorithm 1 to the letter: `proto_pass=post` (2),
+               `finch_level=first` (4), `upcr_reduction=sum` (10). (7) stays as
+               in the code: a τ that multiplies would undo the contrast.
 
 Ablations
     table 1    neither, CPCL only, UPCR only, both: `cpcl=0`, `upcr=0`
@@ -89,6 +95,7 @@ class FPL(Method):
 
     name = "fpl"
     paper = "Huang et al., CVPR 2023"
+    protocol = "fpl"
 
     tau: float = hyper(0.02, "τ", "temperature of the contrast (7)", above=0)
     cpcl: float = hyper(1.0, "", "weight of CPCL (the paper: 1; 0 = off)", least=0, weight=True)
@@ -100,10 +107,16 @@ class FPL(Method):
         "unbiased", "U", "what UPCR draws features to", choices=("unbiased", "global")
     )
     finch_level: str = hyper(
-        "last", "", "FINCH partition: the first or the last", choices=("first", "last")
+        "last",
+        "",
+        "FINCH partition: the first or the last",
+        choices=("first", "last"),
+        printed="first",
     )
-    upcr_reduction: str = hyper("mean", "", "(10) over the d dimensions", choices=("mean", "sum"))
-    proto_pass: str = proto_pass_hyper("features of (2)")
+    upcr_reduction: str = hyper(
+        "mean", "", "(10) over the d dimensions", choices=("mean", "sum"), printed="sum"
+    )
+    proto_pass: str = proto_pass_hyper("features of (2)", printed="post")
 
     @property
     def slots(self) -> Slots:

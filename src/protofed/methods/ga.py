@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class FedAvgGA(Method):
 
     name = "fedavg_ga"
     paper = "Zhang et al., CVPR 2023"
+    protocol: ClassVar = {"model": "resnet18", "batch": 16, "epochs": 5, "lr": 0.001}
     slots = Slots(
         up={"scores": "two scores on held-out samples"},
         server={"ga": "weight and last own score of every client"},

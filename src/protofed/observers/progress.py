@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from protofed.config import Config
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
@@ -29,10 +31,21 @@ def print_plain(console: Console, line: str) -> None:
 
 def duration(seconds: float) -> str:
     """``8 s``, ``3:20 min``, ``2:05 h``."""
+    if not math.isfinite(seconds):
+        return "?"
     if seconds < 60:
         return f"{seconds:.0f} s"
     unit, size = ("min", 60) if seconds < 3600 else ("h", 3600)
     return f"{int(seconds // size)}:{int(seconds % size // (size // 60)):02d} {unit}"
+
+
+def protocol_line(config: Config) -> str:
+    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``."""
+    return (
+        f"protocol {config.protocol}: {' and '.join(config.models)}, {config.image_size}×"
+        f"{config.image_size} pixels, batch {config.batch}, epochs {config.epochs}, "
+        f"rounds {config.rounds}"
+    )
 
 
 def client_lines(federation: Federation) -> list[str]:
@@ -50,6 +63,8 @@ def client_lines(federation: Federation) -> list[str]:
             text += f", {classes} of {total} classes"
             if len(federation.config.models) > 1:
                 text += ": " + ", ".join(f"{row['client']} {row['model']}" for row in own)
+            if domain in federation.validation:
+                text += f"; validated on {len(federation.validation[domain])} other images"
         else:
             reason = "left out" if domain == unseen else "no clients"
             text = f"{reason}: only tested on, with {len(federation.tests[domain])} images"
@@ -77,12 +92,12 @@ class RunProgress(Observer):
         resumed = f", resumed after round {len(records)}" if records else ""
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
-            f"{config.seed}: {len(federation.clients)} clients, {config.rounds} rounds "
-            f"of {config.epochs} epochs, {' and '.join(config.models)}, "
+            f"{config.seed}: {len(federation.clients)} clients, "
             f"engine {federation.facts.engine}{resumed}"
         )
+        print_plain(self.console, f"  {protocol_line(config)}")
         skipped = [f"  skipped file: {name}" for name in federation.task.skipped]
-        for line in client_lines(federation) + skipped:
+        for line in [*client_lines(federation), f"  {federation.memory}", *skipped]:
             print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),

@@ -20,7 +20,7 @@ from protofed.analysis import Clusters, Distances, Floats, Ints
 from protofed.config import EACH
 from protofed.report.palette import CLASS_COLORS, COLORS, Look, looks_of
 from protofed.report.plot import INK, Key, Panel, Plot, faint, ink, linestyle
-from protofed.runs.records import over_rounds
+from protofed.runs.records import VALIDATION, over_rounds
 from protofed.studies.definition import Study, point_label, show
 from protofed.studies.history import RunHistory
 from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title
@@ -49,7 +49,11 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
     """
     keys = _keys(runs, looks)
     accuracies = [over_rounds(run.rounds, run.unseen) for run in runs]
-    values = {column: _by_label(runs, [a[column] for a in accuracies]) for column in accuracies[0]}
+    values = {
+        column: _by_label(runs, [a[column] for a in accuracies])
+        for column in accuracies[0]
+        if all(column in a for a in accuracies)  # only some rows of a study may be validated
+    }
     limits = _limits(v for own in values.values() for v in own.values())
 
     def panel(column: str) -> Panel:
@@ -62,6 +66,8 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
                 if len(v) > 1:
                     _draw_band(axis, key.color, rounds, v.min(0), v.max(0))
             _accuracy_axis(axis, limits)
+            if column == VALIDATION:
+                axis.set_ylabel("validation accuracy, %")
             axis.set_xlabel("round")
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
@@ -73,7 +79,8 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
 
     return Plot(
         "curves",
-        "Test accuracy in % after each round: mean over seeds; the band spans the seeds.",
+        "Test accuracy in % after each round: mean over seeds; the band spans the seeds."
+        + " The last panel is of the validation images." * (VALIDATION in values),
         tuple(map(panel, values)),
         keys,
         heading=heading,
@@ -183,7 +190,13 @@ def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     main, title = _main_column(table)
     if len(over) == 2:
         labels = study.sweeps[number].rows
-        panels = tuple(_sweep_heat_map(study, number, label, rows, main) for label in labels)
+        validated = any(VALIDATION in rows[label].beside for label in swept)
+        columns = (main, VALIDATION) if validated else (main,)
+        panels = tuple(
+            _sweep_heat_map(study, number, label, rows, column)
+            for label in labels
+            for column in columns
+        )
         return Plot(name, f"Accuracy in %, {title}, mean over seeds.", panels, heading=heading)
     panel, keys = _sweep_lines(study, number, table, rows)
     caption = (
@@ -214,14 +227,20 @@ def _sweep_lines(
             continue
         color = looks[label].color
         others = [c for c in COLORS if c != color]
+        validated = any(VALIDATION in row.beside for row in own)
         columns = sorted(table.columns, key=lambda c: c != main) if len(points) == 1 else [main]
-        for i, column in enumerate(columns):
+        for i, column in enumerate([*columns, *[VALIDATION] * validated]):
             found = {x: s for x, row in enumerate(own) if (s := row.at(column)) is not None}
-            if found and column == main:
-                series.append(("main", Key(f"{label}, {title}", *looks[label]), found))
+            if found and column == (VALIDATION if validated else main):
                 best = max(found, key=lambda x: found[x].mean)
                 at = f"{found[best].mean:.1f} % at {name} = {show(values[best])}"
-                best_points.append(f"{label} is best with {at}")
+                by = " on validation images" * validated
+                best_points.append(f"{label} is best{by} with {at}")
+            if found and column == main:
+                series.append(("main", Key(f"{label}, {title}", *looks[label]), found))
+            elif found and column == VALIDATION:
+                whose = f"{label}, " * (len(points) > 1)
+                series.append(("validation", Key(f"{whose}validation", color, "dotted"), found))
             elif found:
                 series.append(("other", Key(column, others[(i - 1) % len(others)]), found))
         paper = {x: row.paper[main] for x, row in enumerate(own) if main in row.paper}
@@ -242,13 +261,17 @@ def _sweep_lines(
                 _draw_band(axis, key.color, x, mean - std, mean + std)
             elif kind == "other":
                 axis.plot(x, mean, color=key.color, linewidth=0.9, marker=".", markersize=3)
+            elif kind == "validation":
+                _draw_line(axis, key, x, mean, marker="o", markersize=4)
             elif kind == "paper":
                 axis.plot(x, mean, "D", color=key.color, fillstyle="none")
             else:
                 style = linestyle(key.shape)
                 axis.axhline(mean[0], linestyle=style, color=key.color, linewidth=1.2)
         axis.set_xticks(range(len(values)), [show(v) for v in values])
-        axis.set(xlim=(-0.3, len(values) - 0.7), xlabel=name, ylabel="test accuracy, %")
+        validated = any(kind == "validation" for kind, *_ in series)
+        ylabel = "accuracy, %" if validated else "test accuracy, %"
+        axis.set(xlim=(-0.3, len(values) - 0.7), xlabel=name, ylabel=ylabel)
         axis.grid(axis="y")
 
     alt = f"Accuracy over {name}: {'; '.join(best_points)}."
@@ -274,7 +297,8 @@ def _sweep_heat_map(
         axis.set_yticks(range(len(ys)), [show(v) for v in ys])
         axis.set(xlabel=second, ylabel=first)
 
-    best = np.unravel_index(np.nanargmax(values), values.shape) if there.size else None
+    chooses = column == VALIDATION or not any(VALIDATION in row.beside for row in rows.values())
+    best = np.unravel_index(np.nanargmax(values), values.shape) if there.size and chooses else None
     at = f"; best at {first} = {show(ys[best[0]])}, {second} = {show(xs[best[1]])}" if best else ""
     span = f"{low:.1f} to {high:.1f} %"
     alt = f"Accuracy ({column}) of {label} over {first} and {second}: {span}{at}."

@@ -28,9 +28,9 @@ def facts(group: Group) -> dict[str, str]:
         "Seeds": ", ".join(map(str, group.seeds)),
         "Training": _common(group, _training),
         "Model": _common(group, _model),
-        "Precision": _common(group, lambda r: f"{r.summary['precision']} on {r.summary['device']}"),
+        "Precision": _common(group, _precision),
         "BatchNorm": _common(group, lambda r: str(r.summary.get("batchnorm", "?"))),
-        "Tested": _common(group, lambda r: TESTED[r.summary.get("evaluated", "global")]),
+        "Tested": _common(group, lambda r: TESTED.get(r.summary.get("evaluated", "global"), "?")),
         "Weights of the average": _common(group, _weights),
     }
 
@@ -61,9 +61,13 @@ def _sizes_of_group(group: Group) -> str:
     return _common(group, _sizes_of_run)
 
 
+def _precision(run: Result) -> str:
+    return f"{run.summary.get('precision', '?')} on {run.summary.get('device', '?')}"
+
+
 def _sizes_of_run(run: Result) -> str:
-    split = run.summary["split"]
-    return client_sizes(split["clients"], split["samples"])
+    split = run.summary.get("split", {})
+    return client_sizes(split.get("clients", {}), split.get("samples", {}))
 
 
 def _common(group: Group, describe: Callable[[Result], str]) -> str:

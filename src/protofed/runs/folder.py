@@ -4,16 +4,17 @@
     facts.json               what was found when the run started: images, device, versions
     clients.json             who holds what
     rounds.jsonl             one record per round
-    checkpoint.safetensors   the state after a complete round
-    clients/                 the clients' private states that the checkpoint names
+    checkpoint.safetensors   the state after a complete round; checkpoint.previous.safetensors is
+                             the one before, from which a run resumes if the last is damaged
+    clients/                 the clients' private states that the two checkpoints name
     prototypes/, snapshots/  messages and models of single rounds (``runs.artifacts``)
     model.safetensors        the trained model
     summary.json             written last: a folder that has it is finished
     diverged.txt             what diverged, if the run did
 
 Every file is replaced atomically, and a record is on disk before the checkpoint that counts it, so
-a run that is killed at any moment resumes from its last checkpoint. Nothing in a folder is executed
-by reading it.
+a run that is killed at any moment resumes from its last checkpoint. Every file has a checksum that
+is verified when it is read. Nothing in a folder is executed by reading it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,16 +35,24 @@ from protofed import tree
 from protofed.config import Config, changes_numbers, make_config, read_config, short_task
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError
+from protofed.federation.facts import FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
     Damaged,
     check_format,
+    checksum,
+    make_folder,
     read_json,
+    sync_folder,
     write_atomic,
     write_json,
     writing,
 )
+from protofed.methods import RecordedMethod, known_class
 from protofed.runs.records import Record, Records, read_records, to_line
+from protofed.runs.summary import SUMMARY_SHAPE
+from protofed.shape import require_shape
+from protofed.toml import parse_toml
 from protofed.tree import Slot, Tree
 
 CONFIG = "config.toml"
@@ -51,13 +60,14 @@ FACTS = "facts.json"
 CLIENTS = "clients.json"
 ROUNDS = "rounds.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
+PREVIOUS = "checkpoint.previous.safetensors"
 MODEL = "model.safetensors"
 SUMMARY = "summary.json"
 DIVERGED = "diverged.txt"
 LOCK = ".lock"
 
 FILES = (
-    *(CONFIG, FACTS, CLIENTS, ROUNDS, CHECKPOINT, DIVERGED, MODEL, SUMMARY),
+    *(CONFIG, FACTS, CLIENTS, ROUNDS, PREVIOUS, CHECKPOINT, DIVERGED, MODEL, SUMMARY),
     *("curves.png", "trace.json.gz"),
 )
 """All files that a run leaves in its folder, in the order in which they are written."""
@@ -66,12 +76,14 @@ ARTIFACTS = ("prototypes", "snapshots")
 FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
-REQUIRED_SUMMARY = ("hash", "method", "accuracy", "bytes_up", "bytes_down", "seconds")
 BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
 
 CLIENT_SLOT = "client"
 """The slot of a model file that has the clients' own entries, as ``NAME/ENTRY``."""
+
+_CHECKSUM = "# checksum "
+"""Starts the first line of a run's ``config.toml``."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -89,6 +101,8 @@ class Checkpoint:
     """In a deployment: the last round's record, whose accuracy comes with the next replies."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What only a deployment has to remember; a simulation's is empty."""
+    rounds: int = 0
+    """How many rounds the run was asked for; 0 if that was not written down."""
 
     @property
     def records(self) -> int:
@@ -117,11 +131,14 @@ class RunFolder:
         resume: bool = False,
         overwrite: bool = False,
         deployed: bool = False,
+        hash_of: Callable[[int], str] | None = None,
     ) -> Iterator[Checkpoint | None]:
         """Make the folder this run's alone, ready for its next round.
 
         Yields the checkpoint to resume from, or None for a run that starts from the beginning.
         If the run may not use the folder, that is an error, and nothing in it has changed.
+        ``hash_of`` gives the hash of the same run with another number of rounds: then the run in
+        the folder may be one of other rounds, which this one extends.
         """
         if self.path.exists() and not self.path.is_dir():
             raise ProtofedError(
@@ -131,17 +148,30 @@ class RunFolder:
             raise ProtofedError(
                 "--resume continues a run, --overwrite starts over", "give one of them"
             )
-        text = config.toml()
+        config.method.require_plain_hypers()
         with writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
         with self._locked():
-            checkpoint = None
+            checkpoint, damage, records = None, None, Records()
             if self._is_used():
-                checkpoint = self._claim(config, hash, facts, resume, overwrite, deployed)
-            records = self._counted_records(checkpoint)
+                self._require_free(resume, overwrite)
+                if resume:
+                    checkpoint, damage = self._newest_whole()
+                    self._require_same(checkpoint, config, hash, facts, deployed, hash_of)
             if checkpoint is None:
                 self._clear()
-            write_atomic(self.config_file, text)
+            else:
+                records = read_records(self.rounds_file, checkpoint.records)
+                if damage is not None:
+                    warnings.warn(
+                        f"{damage.message}; resuming from the checkpoint before it, of round "
+                        f"{checkpoint.round}",
+                        stacklevel=4,
+                    )
+                    write_atomic(self.path / CHECKPOINT, (self.path / PREVIOUS).read_bytes())
+                if checkpoint.round < config.rounds:
+                    self._remove(SUMMARY, MODEL)
+            self.save_config(config)
             if facts is not None:
                 write_json(self.path / FACTS, facts)
             write_atomic(self.rounds_file, "".join(map(to_line, records)))
@@ -149,7 +179,7 @@ class RunFolder:
 
     def starts_over(self, config: Config, facts: Mapping[str, Any] | None = None) -> bool:
         """Whether resuming this run starts over: it stopped before its first checkpoint."""
-        kept = any((self.path / name).is_file() for name in (CHECKPOINT, SUMMARY))
+        kept = self.has_checkpoint or self.is_finished()
         return not kept and self.exists and not self.differences(config, facts)
 
     def differences(self, config: Config, facts: Mapping[str, Any] | None = None) -> list[str]:
@@ -158,7 +188,7 @@ class RunFolder:
         try:
             text = self.config_file.read_text("utf-8")
             found, asked = _numeric_settings(text), _numeric_settings(config.toml())
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        except (OSError, ValueError):
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
         del asked["format"]
@@ -172,26 +202,47 @@ class RunFolder:
         names = [name for name in BINDING_FACTS if name in before and name in now]
         return {name: before[name] for name in names}, {name: now[name] for name in names}
 
-    def _claim(
-        self,
-        config: Config,
-        hash: str,
-        facts: Mapping[str, Any] | None,
-        resume: bool,
-        overwrite: bool,
-        deployed: bool,
-    ) -> Checkpoint | None:
-        """The checkpoint of a folder in use; an error if the run may not use it."""
+    def _require_free(self, resume: bool, overwrite: bool) -> None:
         if not self.exists:
             raise ProtofedError(f"'{self.path}' is not a run's folder", "choose another --out")
-        if overwrite:
-            return None
-        if not resume:
+        if not (resume or overwrite):
             raise ProtofedError(
                 f"'{self.path}' already holds a run",
                 "--resume continues it, --overwrite starts over, --out takes another folder",
             )
-        checkpoint = self.checkpoint()
+
+    def _newest_whole(self) -> tuple[Checkpoint | None, Damaged | None]:
+        """The newest checkpoint that is whole, and what is wrong with a newer one."""
+        damage = None
+        for file in (CHECKPOINT, PREVIOUS):
+            try:
+                if (found := self._generation(file)) is not None:
+                    return found, damage
+            except Damaged as error:
+                damage = damage or error
+        if damage is not None:
+            raise damage
+        return None, None
+
+    def _generation(self, file: str) -> Checkpoint | None:
+        """A checkpoint whose records and clients' states are known to be as they were written."""
+        found = self.checkpoint(file)
+        if found is not None:
+            read_records(self.rounds_file, found.records)
+            for state in found.clients.values():
+                self.client_state(state)
+        return found
+
+    def _require_same(
+        self,
+        checkpoint: Checkpoint | None,
+        config: Config,
+        hash: str,
+        facts: Mapping[str, Any] | None,
+        deployed: bool,
+        hash_of: Callable[[int], str] | None,
+    ) -> None:
+        """An error if the run in the folder is another one."""
         different = ", ".join(self.differences(config, facts))
         if checkpoint is None:
             if different:
@@ -205,12 +256,22 @@ class RunFolder:
                     f"'{self.path}' holds a finished run without its checkpoint",
                     "there is nothing to resume; --overwrite runs it again",
                 )
-            return None
+            return
         before, now = self._binding_facts(facts)
-        if checkpoint.hash != hash or before != now:
+        asked, same = checkpoint.rounds, checkpoint.hash == hash
+        if hash_of is not None and not same and checkpoint.hash == hash_of(asked):
+            self.require_extendable(config, asked)
+            same = True
+        if not same or before != now:
             raise ProtofedError(
-                f"'{self.path}' holds a checkpoint of another configuration ({checkpoint.hash}, "
-                f"not {hash}): {different or 'the code of the method'}",
+                f"'{self.path}' holds a checkpoint of another configuration: "
+                f"{different or 'the code of the method'}",
+                "choose another --out, or start over with --overwrite",
+            )
+        if checkpoint.round > config.rounds:
+            raise ProtofedError(
+                f"'{self.path}' already has {checkpoint.round} rounds, and {config.rounds} are "
+                "asked for",
                 "choose another --out, or start over with --overwrite",
             )
         if bool(checkpoint.extra) != deployed:
@@ -219,20 +280,15 @@ class RunFolder:
                 f"'{self.path}' holds a run of {kinds[not deployed]}, not of {kinds[deployed]}",
                 "choose another folder, or start over with --overwrite",
             )
-        return checkpoint
 
-    def _counted_records(self, checkpoint: Checkpoint | None) -> Records:
-        """The records of the rounds that the checkpoint has, and not of later ones."""
-        if checkpoint is None:
-            return Records()
-        found = Records(read_records(self.rounds_file)[: checkpoint.records])
-        if len(found) != checkpoint.records:
+    def require_extendable(self, config: Config, rounds: int) -> None:
+        """An error if the config's run cannot continue the one here, of that many rounds."""
+        if config.method.uses_rounds:
             raise ProtofedError(
-                f"'{self.path}' has a checkpoint of round {checkpoint.round} but records of "
-                f"{len(found)} rounds",
-                "start over with --overwrite",
+                f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
+                f"round of {config.method.name} depends on how many there are in all",
+                "without --resume and in another folder, it runs from the beginning",
             )
-        return found
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -275,11 +331,22 @@ class RunFolder:
         """
         for name in reversed(FILES):
             if name != CONFIG:
-                (self.path / name).unlink(missing_ok=True)
+                self._remove(name)
         for name in FOLDERS:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
+    def _remove(self, *names: str) -> None:
+        """Remove files; they are gone from the disk, in this order, when this returns."""
+        for name in names:
+            if (self.path / name).is_file():
+                (self.path / name).unlink()
+                sync_folder(self.path)
+
     # ---- writing -----------------------------------------------------------------------------
+
+    def save_config(self, config: Config) -> None:
+        text = config.toml()
+        write_atomic(self.config_file, f"{_CHECKSUM}{checksum(text)}\n{text}")
 
     def save_clients(self, table: Sequence[Mapping[str, Any]]) -> None:
         write_json(self.path / CLIENTS, {"clients": table})
@@ -292,15 +359,45 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def save_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Replace the checkpoint: with this one write the clients' states that it names count."""
+        """Write a checkpoint: with this one write the clients' states that it names count.
+
+        The last one becomes the one before.
+        """
         metadata = {
             "round": checkpoint.round,
+            "rounds": checkpoint.rounds,
             "hash": checkpoint.hash,
             "clients": dict(checkpoint.clients),
             "pending": checkpoint.pending,
             **checkpoint.extra,
         }
-        tree.save(checkpoint.state, self.path / CHECKPOINT, metadata)
+        last, link = self.path / CHECKPOINT, self.path / f".{PREVIOUS}.tmp"
+        with writing(self.path / PREVIOUS):
+            if last.is_file():
+                link.unlink(missing_ok=True)
+                try:  # a second name, so that at no moment there is no checkpoint
+                    os.link(last, link)
+                except OSError:  # a file system that has no links
+                    last.replace(self.path / PREVIOUS)
+                else:
+                    link.replace(self.path / PREVIOUS)
+                    link.unlink(missing_ok=True)  # if it was there by that name already
+        tree.save(checkpoint.state, last, metadata)
+
+    def copy_progress(self, other: RunFolder) -> None:
+        """Make this folder a copy of another run's as if that had not been finished.
+
+        Private files stay private: modes are copied, those of folders before anything is in them.
+        """
+        first = [other.path / name for name in (CONFIG, FACTS, CLIENTS, ROUNDS)]
+        inner = [path for name in FOLDERS for path in sorted((other.path / name).glob("*"))]
+        last = [other.path / name for name in (PREVIOUS, CHECKPOINT)]
+        for path in filter(Path.is_file, (*first, *inner, *last)):
+            target = self.path / path.relative_to(other.path)
+            make_folder(target.parent)
+            shutil.copymode(path.parent, target.parent)
+            write_atomic(target, path.read_bytes())
+            shutil.copymode(path, target)
 
     def save_artifact(
         self, kind: str, round: int, content: Tree, metadata: Mapping[str, Any]
@@ -337,6 +434,10 @@ class RunFolder:
     def exists(self) -> bool:
         """Whether the folder is a run's."""
         return self.config_file.is_file()
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return any((self.path / name).is_file() for name in (CHECKPOINT, PREVIOUS))
 
     @property
     def has_model(self) -> bool:
@@ -378,7 +479,14 @@ class RunFolder:
 
     def settings(self) -> dict[str, Any]:
         """The complete settings, as ``make_config`` takes them."""
+        if not self.exists:
+            raise Damaged(self.config_file, "it is missing")
+        head, _, text = self.config_file.read_text("utf-8", errors="replace").partition("\n")
+        if head.startswith(_CHECKSUM) and head != f"{_CHECKSUM}{checksum(text)}":
+            raise Damaged(self.config_file, "its content does not match its checksum")
         found = read_config(self.config_file)
+        if not head.startswith(_CHECKSUM) and parse_toml(f"{head}\n{text}").get("format", 1) > 1:
+            raise Damaged(self.config_file, "its checksum is missing")
         if missing := [name for name in REQUIRED_SETTINGS if name not in found]:
             raise Damaged(self.config_file, f"it lacks {', '.join(missing)}")
         return found
@@ -386,22 +494,25 @@ class RunFolder:
     def facts(self) -> dict[str, Any]:
         """What was found when the run started; empty where none were written down."""
         path = self.path / FACTS
-        return read_json(path) if path.is_file() else {}
+        return require_shape(path, read_json(path), FACTS_SHAPE) if path.is_file() else {}
 
     def records(self) -> Records:
         """The rounds that are complete by now; a finished run has at least one."""
         if not (self.rounds_file.is_file() or self.is_finished()):
             return Records()
         found = read_records(self.rounds_file)
-        if not found and self.is_finished():
-            raise Damaged(self.rounds_file, "it has no rounds, though the run is finished")
+        if self.is_finished() and not 0 < len(found) == self.summary().get("rounds", len(found)):
+            raise Damaged(
+                self.rounds_file, f"it has {len(found)} rounds, not all of a finished run"
+            )
         return found
 
     def summary(self) -> dict[str, Any]:
-        return read_json(self.path / SUMMARY, REQUIRED_SUMMARY)
+        path = self.path / SUMMARY
+        return require_shape(path, read_json(path), SUMMARY_SHAPE)
 
-    def checkpoint(self) -> Checkpoint | None:
-        path = self.path / CHECKPOINT
+    def checkpoint(self, file: str = CHECKPOINT) -> Checkpoint | None:
+        path = self.path / file
         if not path.is_file():
             return None
         state, extra = tree.load(path)
@@ -409,7 +520,18 @@ class RunFolder:
             hash, round, clients = (extra.pop(name) for name in ("hash", "round", "clients"))
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
-        return Checkpoint(hash, round, state, clients, extra.pop("pending", None), extra)
+        pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
+        kinds = ((hash, str), (round, int), (rounds, int), (clients, dict), (pending, dict | None))
+        right = all(isinstance(value, kind) for value, kind in kinds)
+        if not right or not all(isinstance(f, str) and Path(f).name == f for f in clients.values()):
+            raise Damaged(path, "its metadata is not that of a checkpoint")
+        return Checkpoint(hash, round, state, clients, pending, extra, rounds)
+
+    def older_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint before the last one, if it is there and whole."""
+        with suppress(Damaged):
+            return self.checkpoint(PREVIOUS)
+        return None
 
     def client_state(self, file: str) -> Tree:
         """The private state in a file that the checkpoint names."""
@@ -417,7 +539,9 @@ class RunFolder:
 
     def model(self) -> tuple[Slot, dict[str, Slot]]:
         """The global model, and what each client with a model of its own has of it."""
-        slots, _ = tree.load(self.path / MODEL)
+        slots, metadata = tree.load(self.path / MODEL)
+        if self.is_finished() and metadata.get("hash") != self.summary()["hash"]:
+            raise Damaged(self.path / MODEL, "it is the model of another run")
         clients: dict[str, Slot] = {}
         for name, t in slots.get(CLIENT_SLOT, {}).items():
             client, _, entry = name.rpartition("/")
@@ -436,6 +560,52 @@ class RunFolder:
     def _artifact(self, kind: str, round: int) -> Path:
         return self.path / kind / f"{round}.safetensors"
 
+    # ---- verifying ---------------------------------------------------------------------------
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether the folder is of a format whose files carry checksums."""
+        try:
+            return self.config_file.read_bytes().startswith(_CHECKSUM.encode())
+        except OSError:
+            return True
+
+    def damage(self) -> dict[str, str]:
+        """What is wrong with the folder's files, by their names; all of them are read."""
+        found: dict[str, str] = {}
+
+        def read(name: str, reader: Callable[..., object], *given: object) -> None:
+            try:
+                reader(*given)
+            except Damaged as error:
+                found[os.path.relpath(error.path, self.path)] = error.why
+            except ProtofedError as error:
+                found[name] = error.message
+
+        read(CONFIG, self.settings)
+        read(FACTS, self.facts)
+        if (self.path / CLIENTS).is_file():
+            read(CLIENTS, read_json, self.path / CLIENTS)
+        read(ROUNDS, self.records)
+        for path in sorted(self.path.rglob("*.safetensors")):
+            read(path.name, tree.load, path)
+        for file in (CHECKPOINT, PREVIOUS):
+            read(ROUNDS, self._generation, file)
+        if self.is_finished():
+            read(SUMMARY, self.summary)
+            read(MODEL, self.model)
+            if not (self.path / CHECKPOINT).is_file():
+                found[CHECKPOINT] = "it is missing"
+            if not found and self.facts().get("run", "") not in ("", self.summary()["hash"]):
+                found[SUMMARY] = f"it is not of the run that {FACTS} names"
+        return found
+
+
+def started_runs(root: Path) -> list[RunFolder]:
+    """Every run in or below a folder that has written anything, whatever it has lost since."""
+    files = (file for name in (FACTS, ROUNDS, SUMMARY) for file in root.rglob(name))
+    return [RunFolder(path) for path in sorted({file.parent for file in files})]
+
 
 def find_runs(root: Path) -> list[RunFolder]:
     """The run in a folder, or else all runs below it, finished or not."""
@@ -444,12 +614,16 @@ def find_runs(root: Path) -> list[RunFolder]:
     return [RunFolder(path.parent) for path in sorted(root.rglob(CONFIG))]
 
 
-def stored_config(settings: Mapping[str, Any]) -> Config:
-    """The config of a run, from the settings in its folder.
+def stored_config(settings: Mapping[str, Any], method: str) -> Config:
+    """The config of a run, from the settings in its folder; ``method`` is its method's name.
 
-    Its task may be one that a program made, which cannot be described by its name.
+    No code is executed for it. Its task may be one that a program made, which cannot be described
+    by its name.
     """
-    name = settings["task"]
+    settings, name = dict(settings), settings["task"]
+    if known_class(settings["method"]) is None:
+        options = settings.pop("options", {})
+        settings["method"] = RecordedMethod(method, settings["method"], options)
     if name in TASKS or name.startswith(FOLDER):
         return make_config(**settings)
     split, clients, samples = (settings.get(key) for key in ("test_split", "clients", "samples"))
@@ -471,7 +645,7 @@ def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> d
 
 def _numeric_settings(toml: str) -> dict[str, Any]:
     """The settings of a configuration's text that can change a number, by dotted name."""
-    found = tomllib.loads(toml)
+    found = parse_toml(toml)
     found["task"] = short_task(str(found.get("task")))
     flat: dict[str, Any] = {}
     for name, value in found.items():

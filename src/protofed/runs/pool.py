@@ -13,21 +13,40 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config, make_config
+from protofed.config import AUTO, Config, check_settings
 from protofed.errors import ProtofedError
-from protofed.files import FORMAT, Damaged, check_format, write_atomic
-from protofed.runs.folder import RunFolder, plain_settings
-from protofed.runs.records import Records
+from protofed.federation.facts import FACTS_SHAPE, Facts
+from protofed.files import Damaged, sealed, unsealed, write_atomic
+from protofed.runs.folder import RunFolder, plain_settings, stored_config
+from protofed.runs.records import RECORD, Records, require_records
 from protofed.runs.result import Result, load_run
+from protofed.runs.summary import SUMMARY_SHAPE
+from protofed.shape import require_shape
 
 PACKED = "runs.jsonl.gz"
 """The file in which a study keeps its runs: a line for each, with config, facts and rounds."""
 KIND = ("numerics", "device", "precision", "digest", "public_digest")
 """The facts that the runs of one table should share."""
+
+PACKED_SHAPE = {
+    "name": str,
+    "config": {
+        **dict.fromkeys(("task", "method", "protocol"), str),
+        **dict.fromkeys(("seed", "rounds"), int),
+        "model": object,
+        "options?": {},
+    },
+    "facts": FACTS_SHAPE,
+    "summary": SUMMARY_SHAPE,
+    "rounds": [RECORD],
+}
+"""A line of a packed study."""
 
 
 class StoredRun:
@@ -68,7 +87,7 @@ class StoredRun:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The run's config as plain data, as ``make_config`` takes it."""
+        """The run's config as plain data, as ``stored_config`` takes it."""
         return self._line["config"] if self.folder is None else self.folder.settings()
 
     @cached_property
@@ -93,14 +112,13 @@ class StoredRun:
         """The run as a result without its model."""
         if self.folder is not None:
             return load_run(self.folder.path, model=False)
-        config, facts = make_config(**self.config), self.facts
+        config, facts = stored_config(self.config, self.summary["method"]), self.facts
         return Result(
             config, self.records, {}, self.summary, lean=True, facts=facts, analysis=self.analysis
         )
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
         parts = {
-            "format": FORMAT,
             "name": self.name,
             # without where the images lay
             "config": {k: v for k, v in self.config.items() if k != "data"},
@@ -109,7 +127,7 @@ class StoredRun:
             "rounds": self.records,
             "analysis": analysis or self.analysis,
         }
-        return json.dumps(parts, ensure_ascii=False, separators=(",", ":")) + "\n"
+        return json.dumps(sealed(parts), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 class Pool:
@@ -118,6 +136,8 @@ class Pool:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.packed = (path / PACKED).is_file()
+        self.damaged: list[str] = []
+        """What is wrong with the runs that had to be left out, once ``runs`` is read."""
 
     @cached_property
     def runs(self) -> list[StoredRun]:
@@ -127,8 +147,10 @@ class Pool:
         found: list[StoredRun] = []
         for file in sorted(self.path.glob("*/facts.json")):
             folder = RunFolder(file.parent)
-            with suppress(ProtofedError):  # damaged: `protofed run` says so when it is run again
+            try:
                 found.append(StoredRun(file.parent.name, folder.facts(), folder))
+            except ProtofedError as error:
+                self.damaged.append(error.message)
         return found
 
     @cached_property
@@ -161,16 +183,33 @@ class Pool:
         ]
 
 
+def shorter_run(pool: Path, config: Config, facts: Facts) -> RunFolder | None:
+    """The longest finished run of the pool that is the config's, but for fewer rounds."""
+    kind = facts.run_name(config).removesuffix(facts.run_hash(config))
+    found: dict[int, RunFolder] = {}
+    for path in pool.glob(f"{escape(kind)}*"):
+        with suppress(Damaged):
+            rounds = len(RunFolder(path).records()) if RunFolder(path).is_finished() else 0
+            if rounds and path.name == facts.run_name(replace(config, rounds=rounds)):
+                found[rounds] = RunFolder(path)
+    shorter = [rounds for rounds in found if rounds < config.rounds]
+    return found[max(shorter)] if shorter else None
+
+
 def read_packed(file: Path) -> list[StoredRun]:
     found = []
     try:
         for text in gzip.decompress(file.read_bytes()).decode().splitlines():
-            line = json.loads(text)
-            check_format(file, line.get("format"))
+            line = unsealed(file, json.loads(text))
+            require_shape(file, line, PACKED_SHAPE)
+            if not line["rounds"]:
+                raise ValueError(f"{line['name']} has no rounds")
+            require_records(file, line["rounds"])
+            check_settings(line["config"])
             found.append(StoredRun(line["name"], line["facts"], line=line))
     except (OSError, EOFError, zlib.error) as error:  # not a whole gzip file
         raise Damaged(file, str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not lines of runs
+    except (ValueError, TypeError, RecursionError) as error:  # not lines of runs
         raise Damaged(file, str(error)) from None
     return found
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from protofed.errors import ProtofedError
-from protofed.files import Damaged
+from protofed.files import Damaged, sealed, unsealed
+from protofed.shape import misfit
 
 LAST = 5
 """The papers' metric is the mean over this many last rounds, never the best round on test data."""
@@ -22,13 +23,28 @@ SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
 SEEN = "seen average"
 """Of a run that leaves a domain out: the average of the other domains."""
 
-BESIDE = {"own": "own domain"}
+VALIDATION = "validation average"
+"""Of a run with ``validate``: the average over the domains of the accuracy to choose by."""
+
+BESIDE = {"own": "own domain", "validation": VALIDATION}
 """Display names of what a round records under ``beside``: accuracies next to the main one.
 
 Names without an entry are shown as they are.
 """
 
 Record = dict[str, Any]
+
+RECORD = {
+    "round": int,
+    "accuracy": {str: float},
+    "average": float,
+    "beside?": {str: {str: float}},
+    "loss?": {str: float},
+    "bytes_up?": int,
+    "bytes_down?": int,
+    "seconds?": {str: float},
+}
+"""The shape of a record."""
 
 
 class Records(list[Record]):
@@ -75,8 +91,9 @@ def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -
 def beside(record: Mapping[str, Any]) -> dict[str, float]:
     """The averages of the accuracies that a round has next to the main one, by display name.
 
-    ``own domain`` is that of clients with their own models, each tested on its own domain. The
-    others come from other ways to predict that the method has, e.g. by the nearest prototype.
+    ``own domain`` is that of clients with their own models, each tested on its own domain;
+    ``validation average`` that on other images than the test images. The others come from other
+    ways to predict that the method has, e.g. by the nearest prototype.
     """
     found = record.get("beside", {}).items()
     return {BESIDE.get(name, name): _mean(list(each.values())) for name, each in found}
@@ -97,8 +114,15 @@ def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]
 def over_rounds(
     records: Sequence[Mapping[str, Any]], unseen: str | None = None
 ) -> dict[str, list[float]]:
-    """The accuracies of every round by display name; the average or the unseen domain first."""
-    each = [shown({"average": r["average"], **r["accuracy"]}, unseen) for r in records]
+    """The accuracies of every round by display name; the average or the unseen domain first.
+
+    The last one is that on the validation images, if there are any.
+    """
+    each = [
+        shown({"average": r["average"], **r["accuracy"]}, unseen)
+        | {name: a for name, a in beside(r).items() if name == VALIDATION}
+        for r in records
+    ]
     return {name: [values[name] for values in each] for name in (each[0] if each else ())}
 
 
@@ -121,14 +145,15 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def to_line(record: Record) -> str:
-    """A record as a line of ``rounds.jsonl``."""
-    return json.dumps(record, ensure_ascii=False) + "\n"
+    """A record as a line of ``rounds.jsonl``, with its checksum."""
+    return json.dumps(sealed(record), ensure_ascii=False) + "\n"
 
 
-def read_records(path: Path) -> Records:
-    """The complete lines of a ``rounds.jsonl``; a last line that a crash cut off is ignored.
+def read_records(path: Path, count: int | None = None) -> Records:
+    """The first ``count`` lines of a ``rounds.jsonl``, or all that are complete.
 
-    If there is only a ``rounds.jsonl.gz``, as in a packed study, that is read.
+    A last line that a crash cut off is ignored. If there is only a ``rounds.jsonl.gz``, as in an
+    old packed study, that is read.
     """
     packed = path.with_name(f"{path.name}.gz")
     try:
@@ -140,15 +165,29 @@ def read_records(path: Path) -> Records:
         raise Damaged(packed, str(error)) from None
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
-    lines = content.split(b"\n")[:-1]  # what follows the last newline is not a complete line
-    try:
-        found = Records(json.loads(entry) for entry in lines)
-    except ValueError as error:
-        raise Damaged(path, str(error)) from None
-    for number, record in enumerate(found, start=1):
-        if not isinstance(record, dict) or not {"round", "accuracy", "average"} <= record.keys():
-            raise Damaged(path, f"line {number} is not the record of a round")
+    lines = content.split(b"\n")[:-1][:count]  # what follows the last newline is not a whole line
+    found = Records()
+    for number, line in enumerate(lines):
+        try:
+            found.append(unsealed(path, json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Damaged(path, f"line {number + 1}: {error}") from None
+    require_records(path, found)
+    if len(found) < (count or 0):
+        raise Damaged(path, f"it has {len(found)} rounds of {count}")
     return found
+
+
+def require_records(path: Path, records: Any) -> None:
+    """An error where these are not the records of one run, line by line."""
+    for number, record in enumerate(records, start=1):
+        if wrong := misfit(record, RECORD):
+            raise Damaged(path, f"line {number} is not the record of a round: {wrong}")
+        if record["round"] != number - 1:
+            raise Damaged(path, f"line {number} is not the record of round {number}")
+        for name in ("accuracy", "beside"):
+            if record.get(name, {}).keys() != records[0].get(name, {}).keys():
+                raise Damaged(path, f"line {number} does not have the {name} of the first")
 
 
 def without_times(records: Iterable[Record]) -> list[Record]:

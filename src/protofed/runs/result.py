@@ -59,6 +59,12 @@ class Result:
         """Accuracy per domain and ``average``: means of the last five rounds."""
         return last_mean(self.rounds)
 
+    @property
+    def validation(self) -> dict[str, float]:
+        """As ``accuracy``, on the images to choose by; empty if ``validate`` asked for none."""
+        there = "validation" in self.rounds[-1].get("beside", ())
+        return last_mean(self.rounds, "validation") if there else {}
+
     def need_model(self) -> None:
         """An error if the run was read without its model."""
         if self.lean:
@@ -127,7 +133,8 @@ class Result:
 def load_run(folder: str | Path, model: bool = True) -> Result:
     """A finished run, read back from its folder; without its model if there is none.
 
-    This needs neither the task's images nor the device that the run used.
+    This needs neither the task's images nor the device that the run used, and executes no code:
+    a method of one's own is there by name, unless its file has been loaded (``known_class``).
     """
     found = RunFolder(folder)
     if not found.is_finished():
@@ -136,8 +143,8 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
         if (found.path / "study.toml").is_file():
             raise ProtofedError(f"'{folder}' is a study's folder", "name one of the runs in it")
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
-    config = stored_config(found.settings())
     summary, records = found.summary(), found.records()
+    config = stored_config(found.settings(), summary["method"])
     lean = not (model and found.has_model)
     slots, clients = ({}, {}) if lean else found.model()
     return Result(config, records, slots, summary, found.path, lean, clients, found.facts())

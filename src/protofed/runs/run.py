@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def run(
     fields of ``protofed.Config`` (rounds, seed, lr, clients, ...); what is not given comes from
     the task's protocol. ``config`` is a ready ``Config``, or a TOML file over which everything
     that is given here wins. With ``out`` the run keeps a folder, from which ``resume`` continues
-    after a crash.
+    after a crash, or with more ``rounds`` than before.
     """
     if isinstance(config, Config):
         if settings or options or method is not None or isinstance(task, str):
@@ -62,8 +63,15 @@ def run(
         if folder is None:
             return _rounds(federation, None, None, observers)
         found = {**facts.to_dict(), "run": federation.hash, "config": config.hash}
-        opened = folder.open(config, federation.hash, found, resume=resume, overwrite=overwrite)
-        with opened as checkpoint:
+        complete = config.for_task(loaded.info)
+        with folder.open(
+            config,
+            federation.hash,
+            found,
+            resume=resume,
+            overwrite=overwrite,
+            hash_of=lambda rounds: facts.run_hash(replace(complete, rounds=rounds)),
+        ) as checkpoint:
             return _rounds(federation, folder, checkpoint, observers)
 
 
@@ -73,7 +81,7 @@ def _rounds(
     checkpoint: Checkpoint | None,
     observers: Sequence[Observer],
 ) -> Result:
-    config, server, records = federation.config, federation.server, Records()
+    config, server, records, saved = federation.config, federation.server, Records(), 0
     domains = {share.name: share.domain for share in federation.shares}
     artifacts = ArtifactWriter(folder, config, federation.hash, federation.task.classes, domains)
     if folder is not None:
@@ -81,11 +89,20 @@ def _rounds(
             server.state = tree.copy(checkpoint.state, server.device)
             server.round = checkpoint.round
             records = folder.records()
-            federation.store.restore(checkpoint.clients)
+            older = folder.older_checkpoint()
+            federation.store.restore(checkpoint.clients, older.clients if older else {})
+            saved = checkpoint.round if checkpoint.hash == federation.hash else 0
         folder.save_clients(federation.table())
     for observer in observers:
         observer.start(federation, records)
     done: tuple[int, Tree, Index] = (server.round, server.state, federation.store.accept())
+
+    def save() -> None:
+        nonlocal saved
+        if folder is not None and done[0] > saved:
+            _checkpoint(folder, federation, done)
+            saved = done[0]
+
     try:
         while server.round < config.rounds:
             record = federation.run_round((artifacts, *observers))
@@ -94,14 +111,13 @@ def _rounds(
             if folder is not None:
                 folder.append_record(record)
             done = (server.round, server.state, federation.store.accept())
-            if folder is not None and server.round % config.checkpoint_every == 0:
-                _checkpoint(folder, federation, done)
+            if server.round % config.checkpoint_every == 0:
+                save()
             for observer in observers:
                 observer.round(record)
     except BaseException as error:
         # Ctrl-C, a diverging client, a full disk: what is complete is kept, and only that
-        if folder is not None and done[0]:
-            _checkpoint(folder, federation, done)
+        save()
         if folder is not None and isinstance(error, Diverged):
             folder.mark_diverged(str(error))
         for observer in observers:
@@ -116,8 +132,8 @@ def _rounds(
         clients=federation.own_models(),
         facts=federation.facts.to_dict(),
     )
+    save()
     if folder is not None:
-        _checkpoint(folder, federation, done)
         result.save_model(folder)
         folder.finish(result.summary)
     for observer in observers:
@@ -129,19 +145,25 @@ def _checkpoint(folder: RunFolder, federation: Federation, done: tuple[int, Tree
     """Write the state after a complete round; the clients' files count with the checkpoint."""
     round, state, index = done
     files = federation.store.save(index, round)
-    folder.save_checkpoint(Checkpoint(federation.hash, round, state, files))
+    rounds = federation.config.rounds
+    folder.save_checkpoint(Checkpoint(federation.hash, round, state, files, rounds=rounds))
     federation.store.clean(files)
 
 
 @contextmanager
 def memory_errors_in_words() -> Iterator[None]:
-    """A GPU that is too small, or that others use, is something a user can fix."""
+    """Memory that is too small, or that others use, is something a user can fix."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         text = str(error).partition(" Including")[0].partition("\n")[0].rstrip(".")
         hint = "use a smaller --batch or --model, --device cpu, or a GPU that has more of it free"
         raise ProtofedError(f"out of GPU memory: {text}", hint) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        hint = "use a smaller --batch, --image-size or --model, or fewer --workers"
+        raise ProtofedError("out of memory", hint) from error
 
 
 @contextmanager
@@ -161,6 +183,7 @@ def tf32(on: bool) -> Iterator[None]:
 
 def _summary(federation: Federation, records: Records) -> dict[str, Any]:
     config, facts = federation.config, federation.facts
+    validated = {name: len(images) for name, images in federation.validation.items()}
     return summarize(
         config,
         records,
@@ -175,4 +198,5 @@ def _summary(federation: Federation, records: Records) -> dict[str, Any]:
         versions=facts.versions,
         **({"public": public.counts} if (public := federation.setup.public) else {}),
         **({"examined": federation.examined} if federation.examined else {}),
+        **({"validated": validated} if validated else {}),
     )

@@ -8,6 +8,23 @@ from typing import Any
 from protofed.config import Config
 from protofed.runs.records import SEEN, SELECTION, Records, last_mean, shown
 
+SUMMARY_SHAPE = {
+    **dict.fromkeys(("hash", "method"), str),
+    "accuracy": {str: float},
+    **dict.fromkeys(("bytes_up", "bytes_down"), int),
+    "seconds": float,
+    **dict.fromkeys(("task?", "data?", "evaluated?", "batchnorm?", "weights?", "engine?"), str),
+    **dict.fromkeys(("average?", "precision?", "device?"), str),
+    "beside?": {str: {str: float}},
+    "tested?": {str: int},
+    "split?": {"clients": {str: int}, "samples": {str: float}},
+    "clients?": [
+        {"client": str, "domain": str, "samples": int, "model?": str, "per_class?": {str: int}}
+    ],
+    "versions?": {str: str},
+}
+"""What tables and reports count on in ``summary.json``."""
+
 
 def summarize(
     config: Config,

@@ -7,7 +7,7 @@ work the same way, and ``compare`` and ``sweep`` write one. Unknown keys are err
 from __future__ import annotations
 
 import json
-import tomllib
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,12 +17,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from protofed.config import MOST_SEEDS, check_settings, require_known, short_hash
 from protofed.config import SETTINGS as RUN_SETTINGS
-from protofed.config import require_known, short_hash
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
-from protofed.methods import METHODS, method_class
-from protofed.toml import toml_text
+from protofed.method import Method
+from protofed.methods import METHODS, RecordedMethod, fingerprint, is_file, known_class
+from protofed.toml import parse_toml, toml_text
+
+MOST_LINES = 10**4
+"""Of a sweep: a table with more of them would help nobody."""
 
 KINDS = ("table", "curves", "bars", "sweep", "tsne")
 
@@ -37,6 +41,18 @@ _NOT_HASHED = {
 
 
 @dataclass(frozen=True)
+class MethodFile:
+    """What a study that ran with a method of a file knows of it: tables are made without its code.
+
+    ``source`` is the ``fingerprint`` of its code, ``defaults`` its hyper-parameters by task.
+    """
+
+    name: str
+    source: str
+    defaults: Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Row:
     """A method with its hyper-parameters, under the name it has in the table."""
 
@@ -44,29 +60,49 @@ class Row:
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    file: MethodFile | None = None
 
     @property
     def missing(self) -> str:
-        """What this version lacks to run it; empty if nothing."""
-        if self.method in METHODS or ".py" in self.method:
+        """What is missing to run it, or to find its runs; empty if nothing."""
+        if known_class(self.method) or self.file is not None:
             return ""
+        if is_file(self.method):
+            return f"needs code, {self.method}, which only --trust-code executes"
         return f"needs method {self.method}, which this version does not have"
+
+    def make(self, task: str = "") -> Method:
+        """The row's method with its hyper-parameters; the others have the task's defaults."""
+        if cls := known_class(self.method):
+            return cls.create(self.options, task)
+        assert self.file is not None, self.missing
+        defaults = self.file.defaults.get(task, {})
+        own = {  # 1 and 1.0 are the same run
+            n: float(v) if type(v) is int and isinstance(defaults.get(n), float) else v
+            for n, v in self.options.items()
+        }
+        return RecordedMethod(self.file.name, self.method, defaults | own, self.file.source)
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        """The names of its method's hyper-parameters, where they are known."""
+        if cls := known_class(self.method):
+            return tuple(cls.option_names())
+        return tuple(n for d in self.file.defaults.values() for n in d) if self.file else ()
 
     def with_value(self, name: str, value: Any) -> Row:
         """The row with a hyper-parameter of its method, or else a setting, at that value."""
-        hypers = () if self.missing else method_class(self.method).hypers()
-        if name in hypers or (self.missing and name not in SETTINGS):
+        own = self.option_names
+        if name in own or (self.missing and name not in SETTINGS):
             return replace(self, options={**self.options, name: value})
         if name not in SETTINGS:
-            raise unknown(
-                f"hyper-parameter of {self.method}, or setting,", name, (*hypers, *SETTINGS)
-            )
+            raise unknown(f"hyper-parameter of {self.method}, or setting,", name, (*own, *SETTINGS))
         return replace(self, settings={**self.settings, name: value})
 
     def check(self) -> None:
         """An error if the method of this version does not take its hyper-parameters."""
         if not self.missing:
-            method_class(self.method).create(self.options)
+            self.make()
 
 
 @dataclass(frozen=True)
@@ -141,6 +177,8 @@ class Study:
     override: Mapping[str, Any]
     images: Mapping[str, FolderImages]
     """By task, for those that are folders and have been run."""
+    methods: Mapping[str, MethodFile]
+    """By reference, for those that are in files and have been run."""
     raw: Mapping[str, Any]
 
     @cached_property
@@ -174,7 +212,7 @@ class Study:
     def toml(self) -> str:
         """The study as TOML, with all that was changed on the command line."""
         whole = {"format": FORMAT, "name": self.name, **self.raw}
-        return toml_text(whole, nested=("printed", "images"))
+        return toml_text(whole, nested=("printed", "images", "methods"))
 
     def overridden(
         self,
@@ -199,6 +237,11 @@ class Study:
     def with_seeds(self, seeds: Sequence[int]) -> Study:
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
 
+    def with_note(self, note: str) -> Study:
+        """The study with a further note, if there is one."""
+        notes = (*self.notes, *filter(None, [note]))
+        return replace(self, notes=notes, raw={**self.raw, "notes": list(notes)})
+
     def with_images(self, images: Mapping[str, FolderImages]) -> Study:
         if not images:
             return self
@@ -208,6 +251,19 @@ class Study:
         }
         return replace(self, images=images, raw={**self.raw, "images": plain})
 
+    def with_methods(self, tasks: Collection[str]) -> Study:
+        """The study with what its tables need of the methods that are in files."""
+        found = dict(self.methods)
+        for row in self.rows.values():
+            cls = known_class(row.method)
+            if cls is not None and row.method not in METHODS:
+                defaults = {task: cls.create({}, task).options() for task in tasks}
+                found[row.method] = MethodFile(cls.name, fingerprint(row.make()), defaults)
+        if not found:
+            return self
+        plain = {name: vars(file) for name, file in found.items()}
+        return replace(self, methods=found, raw={**self.raw, "methods": plain})
+
     @property
     def is_changed(self) -> bool:
         """Whether settings or hyper-parameters were changed on the command line."""
@@ -216,7 +272,7 @@ class Study:
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
-        aside = ("seeds", "title", "notes", "paper", "name", "pool", "images")
+        aside = ("seeds", "title", "notes", "paper", "name", "pool", "images", "methods")
         asked = {k: v for k, v in self.raw.items() if k not in aside}
         asked["settings"] = _hashed(asked.get("settings", {}))
         override = dict(asked.pop("override", {}))
@@ -242,7 +298,7 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "tsne", "override", "pool", "images", "like",
+    "sweep", "printed", "baseline", "tsne", "override", "pool", "images", "methods", "like",
 )  # fmt: skip
 
 
@@ -277,8 +333,8 @@ def load(name: str) -> Study:
     else:
         raise unknown("study", name, builtin())
     try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        raw = parse_toml(text)
+    except ValueError as error:
         raise ProtofedError(f"study '{name}' is not valid TOML: {error}") from None
     check_format(path, raw.pop("format", None))
     return parse(_completed(raw, where), where)
@@ -327,12 +383,12 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     require_known("key", raw, _KEYS)
     kind = _text(raw, "kind", "table")
     require_known("kind", [kind], KINDS)
-    shared = _table(raw, "settings")
-    require_known("setting", shared, SETTINGS)
+    shared = _settings("setting", _table(raw, "settings"))
     if "protocol" in raw:
         shared = {"protocol": _text(raw, "protocol"), **shared}
     tasks = {n: _task(n, t) for n, t in _table(raw, "tasks").items()}
-    rows = {label: _row(label, r) for label, r in _table(raw, "rows").items()}
+    methods = {name: _method_file(name, m) for name, m in _table(raw, "methods").items()}
+    rows = {label: _row(label, r, methods) for label, r in _table(raw, "rows").items()}
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
@@ -344,7 +400,8 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     require_known("key in [override]", override, ("on", "settings", "options"))
     if "on" in override:
         _text(override, "on")
-    require_known("setting", _table(override, "settings"), SETTINGS)
+    _settings("setting", _table(override, "settings"))
+    _text(raw, "pool", "..")
     rows = _with_options(rows, _table(override, "options"))
     sweeps = tuple(_sweep(s, rows) for s in _list(raw, "sweep", Mapping))
     tsne = _table(raw, "tsne")
@@ -352,7 +409,9 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     _list(tsne, "domains", str)
     kept = tsne.get("rounds", [])
     if not isinstance(kept, list) or not all(type(r) is int and r > 0 for r in kept):
-        raise ProtofedError(f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r}")
+        raise ProtofedError(
+            f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r:.100}"
+        )
     study = Study(
         name=name,
         title=_text(raw, "title", name),
@@ -370,6 +429,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         tsne=tsne,
         override=override,
         images={task: _images(task, found) for task, found in _table(raw, "images").items()},
+        methods=methods,
         raw=raw,
     )
     counts = Counter(line.label for line in study.lines)
@@ -393,7 +453,7 @@ def _task(name: str, raw: Any) -> StudyTask:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"task {name} must be a table", f"write {name} = {{}}")
     settings = {k: v for k, v in raw.items() if k not in ("task", "notes")}
-    require_known(f"setting of task {name}", settings, SETTINGS)
+    _settings(f"setting of task {name}", settings)
     return StudyTask(name, _text(raw, "task", name), settings, tuple(_list(raw, "notes", str)))
 
 
@@ -404,14 +464,26 @@ def _images(task: str, raw: Any) -> FolderImages:
     return FolderImages(tuple(_list(raw, "domains", str)), tuple(_list(raw, "digests", str)))
 
 
-def _row(label: str, raw: Any) -> Row:
+def _method_file(name: str, raw: Any) -> MethodFile:
+    if not isinstance(raw, Mapping):
+        raise ProtofedError(f"[methods.{name}] must be a table")
+    require_known(f"key in [methods.{name}]", raw, ("name", "source", "defaults"))
+    every = _table(raw, "defaults")
+    return MethodFile(
+        _text(raw, "name"), _text(raw, "source"), {task: _table(every, task) for task in every}
+    )
+
+
+def _row(label: str, raw: Any, methods: Mapping[str, MethodFile]) -> Row:
     if isinstance(raw, str):
         raw = {"method": raw}
     if not isinstance(raw, Mapping) or not isinstance(raw.get("method"), str):
         raise ProtofedError(f"row {label} names no method", f'write "{label}" = "fedavg"')
     require_known(f"key of row {label}", raw, ("method", "options", "settings"))
-    row = Row(label, raw["method"], _table(raw, "options"), _table(raw, "settings"))
-    require_known(f"setting of row {label}", row.settings, SETTINGS)
+    method = raw["method"]
+    file = methods.get(method)
+    row = Row(label, method, _table(raw, "options"), _table(raw, "settings"), file)
+    _settings(f"setting of row {label}", row.settings)
     row.check()
     return row
 
@@ -442,6 +514,9 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
                 raise ProtofedError(f"the values of {name} must be a list", f"{name} = [1, 2]")
             for value in values:  # said now, not after an hour of runs
                 rows[label].with_value(name, value).check()
+    points = math.prod(len(values) for values in over.values())
+    if points > MOST_LINES:
+        raise ProtofedError(f"a sweep has {points:g} points, more than {MOST_LINES}")
     once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
     return Sweep(once, labels)
 
@@ -471,29 +546,35 @@ def _printed(
         else:
             raise ProtofedError(
                 f"{label} in [printed.{task}] must be {len(columns)} numbers ({', '.join(columns)})"
-                f" or the average alone, got {entry!r}"
+                f" or the average alone, got {entry!r:.100}"
             )
         if not (std is None or _number(std)):
-            raise ProtofedError(f"std of {label} in [printed.{task}] must be a number, got {std!r}")
+            raise ProtofedError(
+                f"std of {label} in [printed.{task}] must be a number, got {std!r:.100}"
+            )
         found[label] = Printed(values, None if std is None else float(std))
     return columns, found
-
-
-MOST_SEEDS = 10_000
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_SEEDS:
         return tuple(range(value))
-    if isinstance(value, list) and value and all(type(s) is int and s >= 0 for s in value):
+    listed = isinstance(value, list) and 0 < len(value) <= MOST_SEEDS
+    if listed and all(type(s) is int and s >= 0 for s in value):
         return tuple(dict.fromkeys(value))
-    raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r}")
+    raise ProtofedError(f"seeds must be a number of seeds or a list of them, got {value!r:.100}")
+
+
+def _settings(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    require_known(what, given, SETTINGS)
+    check_settings(given)
+    return dict(given)
 
 
 def _table(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = raw.get(key, {})
     if not isinstance(value, Mapping):
-        raise ProtofedError(f"{key} must be a table, got {value!r}")
+        raise ProtofedError(f"{key} must be a table, got {value!r:.100}")
     return dict(value)
 
 
@@ -501,14 +582,14 @@ def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any]:
     value = raw.get(key, [])
     if not isinstance(value, list) or not all(isinstance(v, kind) for v in value):
         of = "texts" if kind is str else "tables"
-        raise ProtofedError(f"{key} must be a list of {of}, got {value!r}")
+        raise ProtofedError(f"{key} must be a list of {of}, got {value!r:.100}")
     return value
 
 
 def _text(raw: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = raw.get(key, default)
     if not isinstance(value, str):
-        raise ProtofedError(f"{key} must be a text, got {value!r}")
+        raise ProtofedError(f"{key} must be a text, got {value!r:.100}")
     return value
 
 

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from protofed.config import Config
 from protofed.errors import Busy, ProtofedError
+from protofed.federation.memory import Memory
 from protofed.observers.progress import accuracies, duration, print_plain
 from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
@@ -62,6 +63,8 @@ class Job:
     overwrite: bool = False
     """Run it again although it is finished: it has not kept what is asked for."""
     gpu: bool = False
+    memory: Memory | None = None
+    """What it takes with one worker, if it is to be done."""
 
     def is_complete(self) -> bool:
         """Whether the run is finished and has kept the models of all rounds asked for."""
@@ -111,14 +114,17 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
 
 
 def default_jobs(jobs: Sequence[Job]) -> int:
-    """Runs at a time: one for each core; on a GPU two, if there is room for a second.
+    """Runs at a time: one for each core, as far as memory allows; on a GPU two, if there is room.
 
     A run alone leaves a GPU idle while it reads images, records its first epochs and writes files.
     Each run has a process, and so a CUDA context, of its own.
     """
     cores = os.cpu_count() or 1
     if not any(job.gpu for job in jobs):
-        return cores
+        needs = [job.memory for job in jobs if job.memory is not None]
+        largest = max((need.total for need in needs), default=0)
+        free = min((need.free for need in needs if need.free is not None), default=0)
+        return max(1, min(cores, free // largest)) if free and largest else cores
     import torch
 
     free, _ = torch.cuda.mem_get_info()
@@ -163,7 +169,7 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Consol
                 for job in left:
                     if job.state == "running":
                         job.refresh()
-                        _poll(job, Path(scratch))
+                        _poll(job, Path(scratch), console)
                 if console.is_terminal:
                     live.update(display(jobs, began, at_once, console))
                 else:
@@ -222,6 +228,7 @@ def _start(job: Job, scratch: Path, at_once: int) -> None:
     if job.config.workers is None:  # runs side by side share the cores
         command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
     command += ["--tensorboard"] * job.tensorboard
+    command += ["--trust-code"]  # whose config this process has made: it has loaded the method
     job.refresh()
     job.started, job.before = time.perf_counter(), len(job.records)
     with _errors(job, scratch).open("wb") as file:
@@ -237,17 +244,20 @@ def _errors(job: Job, scratch: Path) -> Path:
     return scratch / f"{job.folder.path.name}.err"
 
 
-def _poll(job: Job, scratch: Path) -> None:
+def _poll(job: Job, scratch: Path, console: Console) -> None:
     assert job.process is not None
     code = job.process.poll()
     if code is None:
         return
+    text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
+    for line in text.splitlines():
+        if line.startswith("warning: "):
+            print_plain(console, f"{job.name}: {line}")
     if code == 0:
         job.state = "done"
     elif code == Busy.exit_code:
         job.state = "waiting"
     else:
-        text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
         last = text.splitlines()[-1] if text else f"exit code {code}"
         job.state, job.message = "failed", last.removeprefix("error: ")
 
@@ -301,7 +311,7 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
     took: dict[str, list[float]] = {}
     for job in jobs:
         for record in job.records:
-            took.setdefault(job.config.task, []).append(sum(record["seconds"].values()))
+            took.setdefault(job.config.task, []).append(sum(record.get("seconds", {}).values()))
     if not took:
         return None
     mean = {task: sum(s) / len(s) for task, s in took.items()}

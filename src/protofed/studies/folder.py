@@ -21,6 +21,7 @@ from protofed.config import EACH
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 from protofed.runs.pool import PACKED, Pool, StoredRun
+from protofed.runs.records import VALIDATION
 from protofed.studies import render, tables
 from protofed.studies.definition import Study, StudyTask, load
 from protofed.studies.history import RunHistory, join_left_out
@@ -87,6 +88,7 @@ class StudyFolder:
                 )
             study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
             study = study.with_images({**there.images, **study.images})
+        study = study.with_methods([task.task for task in study_tasks(study)])
         study = replace(study, raw={**study.raw, "pool": os.path.relpath(pool, path)})
         write_atomic(path / "study.toml", study.toml())
         return cls(path, study, Pool(pool))
@@ -138,7 +140,8 @@ class StudyFolder:
         ]
         caption = tables.describe(every) if every else "No run is there yet."
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
-        notes = (*notes, *self._mixed(task.name))
+        left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
+        notes = (*notes, *self._mixed(task.name), *self._choices(rows), *left_out)
         return TaskTable(task.name, shown, rows, base or "FedAvg", caption, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
@@ -176,6 +179,17 @@ class StudyFolder:
                 shown = " and ".join(v[:12] for v in values)
                 notes.append(f"The runs of this table differ in {words}: {shown}.")
         return notes
+
+    def _choices(self, rows: Sequence[TableRow]) -> list[str]:
+        """Which values of each sweep, or else which row, the validation accuracy chooses."""
+        groups: dict[tuple[int | None, str], list[TableRow]] = {}
+        for line, row in zip(self.study.lines, rows, strict=True):
+            swept = line.row.label if line.sweep is not None else ""
+            groups.setdefault((line.sweep, swept), []).append(row)
+        if self.study.sweeps:
+            groups.pop((None, ""), None)  # rows that are not swept are there to compare with
+        found = [tables.chosen(own) for own in groups.values() if len(own) > 1]
+        return [f"Chosen by validation accuracy: {row.label}." for row in found if row is not None]
 
     def write_tables(self) -> list[str]:
         """The tables in every format; returns the names of the files."""
@@ -228,13 +242,18 @@ def _joined(runs: Mapping[str, Measure]) -> Measure:
     accuracy = {domain: run.accuracy[domain] for domain, run in runs.items()}
     # the clients of all domains, of which each run was without one's
     every = {d: max(run.settings["clients"].get(d, 0) for run in runs.values()) for d in runs}
-    tested = {domain: run.summary["tested"][domain] for domain, run in runs.items()}
+    tested = {d: run.summary.get("tested", {}).get(d, 0) for d, run in runs.items()}
+    # each run was validated on the domains that it did train on
+    averages = [run.beside[VALIDATION] for run in runs.values() if VALIDATION in run.beside]
+    beside = {"validation": {AVERAGE: fmean(averages)}} if averages else {}
+    counts = [run.summary.get("validated", {}) for run in runs.values()]
+    validated = {d: max(own.get(d, 0) for own in counts) for d in runs}
     return Measure(
         first.seed,
         {**accuracy, AVERAGE: fmean(accuracy.values())},
         sum(run.megabytes for run in runs.values()),
         sum(run.seconds for run in runs.values()),
-        {**first.summary, "tested": tested, "beside": {}},
+        {**first.summary, "tested": tested, "validated": validated, "beside": beside},
         {**first.settings, "leave_out": EACH, "clients": every},
     )
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, short_task, task_settings
+from protofed.config import Config, paper_differences, short_task, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
 from protofed.federation.facts import discover
+from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
+from protofed.federation.simulation import make_shares, rows_to_validate
 from protofed.observers.tensorboard import require_tensorboard
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import Pool, StoredRun
@@ -65,6 +68,23 @@ def prepare(
     return study.with_images({**study.images, **_folder_images(planned)}), list(work.values())
 
 
+def protocol_note(study: Study) -> str:
+    """A warning if papers of the study's methods used another protocol than all of them here."""
+    found: dict[str, str] = {}
+    for run in plan(study):
+        changed = paper_differences(run.config).items()
+        words = [f"{name} {theirs} (here {ours})" for name, (theirs, ours) in changed]
+        if words:
+            found[run.line.label] = f"{run.line.label}: {', '.join(words)}"
+    if not found:
+        return ""
+    return (
+        f"Some methods' papers train otherwise: {'; '.join(found.values())}. All methods share one "
+        "protocol here, so that a difference between them comes from the method, not from its "
+        "model or batch; --protocol chooses it. Hyper-parameters may be tuned for the paper's own."
+    )
+
+
 def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
     """Part ``part`` (from 1) of ``parts`` of the planned runs, sorted by their hashes."""
     hashes = sorted({run.config.hash for run in planned})
@@ -86,6 +106,8 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
         facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
         require_fit(config.method, config.models, *sizes)
+        if config.validate is not None:
+            rows_to_validate(asked, task, make_shares(asked, task))
     except ProtofedError as error:
         raise type(error)(f"{run.name}: {error.message}", error.hint) from None
     folder = RunFolder(pool.path / facts.run_name(asked))
@@ -98,7 +120,16 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
         for stored in pool.candidates(config)
         if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
     ]
-    return _complete(name, config, same_images) or own
+    if found := _complete(name, config, same_images):
+        return found
+    # what it takes alone: runs side by side share the workers
+    memory = estimate(replace(facts.applied(asked), workers=config.workers or 1), task)
+    try:
+        memory.require()
+    except ProtofedError as error:
+        raise type(error)(f"{run.name}: {error.message}", error.hint) from None
+    own.memory = memory
+    return own
 
 
 def _complete(name: str, config: Config, stored: Sequence[StoredRun]) -> Job | None:

@@ -16,7 +16,7 @@ from typing import Any
 from protofed.config import EACH, TASK_SETTINGS, Config, make_config
 from protofed.data import describe, distributions, load_task
 from protofed.errors import ProtofedError, unknown
-from protofed.methods import METHODS, method_class
+from protofed.methods import METHODS, is_file, known_class
 from protofed.models.mixed import model_names
 from protofed.studies.definition import Line, Study, StudyTask
 
@@ -73,10 +73,17 @@ def plan(study: Study, selection: Selection = Selection()) -> list[PlannedRun]: 
 def require_methods(study: Study, selection: Selection) -> None:
     """An error if a chosen row's method is not in this version."""
     for row in (line.row for line in _chosen_lines(study, selection)):
-        if row.missing:  # a table of what is there shows such a row as missing
-            error = unknown(f"method of row {row.label}:", row.method, METHODS)
-            hint = f"{error.hint} --methods runs other rows alone"
-            raise ProtofedError(f"study '{study.name}': {error.message}", hint)
+        if known_class(row.method) is not None:
+            continue
+        if is_file(row.method):  # its runs may be found all the same
+            raise ProtofedError(
+                f"study '{study.name}': row {row.label} names code as its method: {row.method}",
+                "if you trust it: --trust-code",
+            )
+        # a table of what is there shows such a row as missing
+        error = unknown(f"method of row {row.label}:", row.method, METHODS)
+        hint = f"{error.hint} --methods runs other rows alone"
+        raise ProtofedError(f"study '{study.name}': {error.message}", hint)
 
 
 def study_tasks(study: Study) -> list[StudyTask]:
@@ -149,7 +156,7 @@ def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedR
     for domain in unseen:
         given = _without(settings, domain) if domain else settings
         try:
-            method = method_class(line.row.method).create(line.row.options, task.task)
+            method = line.row.make(task.task)
             config = make_config(task.task, method, **{**given, "seed": seed})
         except ProtofedError as error:
             name = f"{task.name}  {line.label}  seed {seed}"

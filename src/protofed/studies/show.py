@@ -52,11 +52,11 @@ def lines(folder: Path) -> list[str]:
     state = "" if done == asked else " [yellow](not finished: protofed run --resume)[/yellow]"
     if not records:
         return [*text, f"no round of {asked} is complete"]
-    up, down = (sum(r[k] for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))
-    seconds = sum(sum(r["seconds"].values()) for r in records)
+    up, down = (sum(r.get(k, 0) for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))
+    seconds = sum(sum(r.get("seconds", {}).values()) for r in records)
     text.append(
         f"{done} of {asked} rounds{state}, {duration(seconds)}, {up:.1f} MB up, {down:.1f} MB "
-        f"down, {found['precision']} on {found['device']}"
+        f"down, {found.get('precision')} on {found.get('device')}"
     )
     unseen = config.get("leave_out")
     last = shown(last_mean(records), unseen)
@@ -76,7 +76,7 @@ def lines(folder: Path) -> list[str]:
             f"  [{style}]{escape(name):<{width}}[/]  {sparkline(column, low, high)}  "
             f"[{style}]{last[name]:5.1f}[/]  [dim]{column[0]:.1f} → {column[-1]:.1f}[/dim]"
         )
-    losses = [sum(r["loss"].values()) for r in records if isinstance(r.get("loss"), dict)]
+    losses = [sum(r["loss"].values()) for r in records if "loss" in r]
     if losses:
         curve = sparkline(losses, min(losses), max(losses))
         text.append(
@@ -89,5 +89,6 @@ def lines(folder: Path) -> list[str]:
         for client in summary.get("clients", []):
             per.setdefault(client["domain"], []).append(client["samples"])
         held = ", ".join(f"{d} {len(n)} × {sum(n) / len(n):.0f}" for d, n in per.items())
-        text.append(f"[dim]clients × samples: {escape(held)}; engine {summary['engine']}[/dim]")
+        engine = escape(summary.get("engine", "?"))
+        text.append(f"[dim]clients × samples: {escape(held)}; engine {engine}[/dim]")
     return text

@@ -14,10 +14,11 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from protofed.config import EACH
+from protofed.data.split import UNUSED
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
 from protofed.runs.folder import plain_settings
-from protofed.runs.records import BESIDE, SEEN, SELECTION
+from protofed.runs.records import BESIDE, SEEN, SELECTION, VALIDATION
 from protofed.studies.history import is_variant
 
 if TYPE_CHECKING:
@@ -241,6 +242,12 @@ def row(
     )
 
 
+def chosen(rows: Sequence[TableRow]) -> TableRow | None:
+    """The row with the best validation accuracy, of those that have all their seeds."""
+    there = [r for r in rows if VALIDATION in r.beside and r.seeds == r.wanted]
+    return max(there, key=lambda r: r.beside[VALIDATION].mean, default=None)
+
+
 def column_title(column: str, unseen: str | None) -> str:
     """The name of a column; ``unseen``: the domain that the runs left out, or ``each``."""
     if unseen == EACH and column == AVERAGE:
@@ -255,7 +262,10 @@ def baseline_name(baseline: str) -> str:
 def grid(
     table: Sequence[TableRow], columns: Sequence[str] = (), baseline: str = BASELINE
 ) -> tuple[list[str], list[TableLine]]:
-    """Header and lines: one for each row and, where the paper prints numbers, one for those."""
+    """Header and lines: one for each row and, where the paper prints numbers, one for those.
+
+    Where there is a validation accuracy, the best by it are marked, not the best on test images.
+    """
     columns = columns or next((r.columns for r in table if r.accuracy), [AVERAGE])
     there = [r for r in table if r.accuracy]
     unseen = {r.unseen for r in there}
@@ -267,16 +277,18 @@ def grid(
     delta = f"Δ {baseline_name(baseline)}{', unseen' if any(unseen) else ''}"
     header = ["method", *(column_title(c, shared) for c in columns)]
     header += [delta] * compared + beside + ["MB", "s"] * bool(there) + ["seeds"] * partial
-    marks = {c: _marks(table, c) for c in columns}
+    marks = {c: _marks(table, c) for c in ([VALIDATION] if VALIDATION in beside else columns)}
+
+    def cell(r: TableRow, column: str, absent: str = "") -> TableCell:
+        return TableCell(_spread(r.at(column)) or absent, marks.get(column, {}).get(r.label, ""))
+
     lines = []
     for r in table:
         cells = [TableCell(r.label + (f" ({r.state})" if r.state else ""))]
-        cells += [
-            TableCell(_spread(r.at(c)) or NO_VALUE, marks[c].get(r.label, "")) for c in columns
-        ]
+        cells += [cell(r, c, NO_VALUE) for c in columns]
         if compared:
             cells.append(TableCell(_signed(r.differences.get(r.main))))
-        cells += [TableCell(_spread(r.beside.get(n))) for n in beside]
+        cells += [cell(r, n) for n in beside]
         if there:
             costs = (r.megabytes, r.seconds)
             cells += [TableCell(NO_VALUE if v is None else f"{v:.0f}") for v in costs]
@@ -372,9 +384,10 @@ def describe(measures: Sequence[Measure]) -> str:
         f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half the "
         f"{CONFIDENCE:.0%} interval; noise: the interval contains 0); "
     ) * (len(seeds) > 1)
+    data = summary.get("data", "?").rstrip(".")
     return (
         f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
-        f"task {first['task']} ({summary['data'].rstrip('.')}), protocol {one('protocol')}, "
+        f"task {first['task']} ({data}), protocol {one('protocol')}, "
         f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}; "
         f"{one('precision')} on {one('device')}; {_tested(measures)}"
@@ -426,7 +439,7 @@ def client_sizes(clients: Mapping[str, int], samples: Mapping[str, float]) -> st
     def amount(n: float) -> str:
         return f"{100 * n:g} %" if isinstance(n, float) else f"{n}"
 
-    return ", ".join(f"{d} {n} × {amount(samples[d])}" for d, n in clients.items() if n)
+    return ", ".join(f"{d} {n} × {amount(samples.get(d, 0))}" for d, n in clients.items() if n)
 
 
 def seed_warning(seeds: int, fewest: int | None = None) -> str:
@@ -450,13 +463,19 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         words.append(f"sizes Dirichlet({beta:g})")
     if settings.get("repair"):
         words.append("missing classes repaired")
+    if (validate := settings.get("validate")) is not None:
+        counts = ", ".join(f"{d} {n}" for d, n in summary["validated"].items())
+        which = "training images that no client holds"
+        if validate != UNUSED:
+            which = f"{100 * validate:g} % of each client's images, held out of its training"
+        words.append(f"validated on {which} ({counts})")
     for client in summary.get("clients", ()):
         if "what was left" in client.get("note", ""):
             words.append(f"{client['client']} only {client['samples']}: what was left")
     if (left_out := settings.get("leave_out")) == EACH:
-        tested = ", ".join(f"{d} {n}" for d, n in summary["tested"].items())
+        tested = ", ".join(f"{d} {n}" for d, n in summary.get("tested", {}).items())
         words.append(f"without those of the unseen domain; test images: {tested}")
     elif left_out is not None:
-        tested = summary["tested"][left_out]
+        tested = summary.get("tested", {}).get(left_out, "?")
         words.append(f"{left_out} left out of training and tested on {tested} images")
     return "".join(f", {w}" for w in words)

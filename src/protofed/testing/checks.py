@@ -345,8 +345,18 @@ def _resume(subject: _Subject) -> str:
             raise AssertionError("the run was not interrupted")
         resumed = run(task, config=config, out=out, resume=True)
         same = _same(whole, resumed) and tree.equal(_kept(whole), _kept(resumed))
-    _require(same, "a resumed run differs from an uninterrupted one")
-    return "interrupted in its second round, resumed, the same bits"
+        _require(same, "a resumed run differs from an uninterrupted one")
+        if subject.method.uses_rounds:
+            return "interrupted in its second round, resumed, the same bits; cannot be extended"
+        longer = dataclasses.replace(config, rounds=config.rounds + 1)
+        extended = run(task, config=longer, out=out, resume=True)
+        same = _same(extended, run(task, config=longer))
+    _require(
+        same,
+        "a run that was extended by a round differs from one that was asked for all of them: what "
+        "depends on the number of rounds must declare `uses_rounds = True`",
+    )
+    return "interrupted and resumed, or extended by a round: the same bits"
 
 
 def _serialization(subject: _Subject) -> str:

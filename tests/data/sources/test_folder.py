@@ -6,6 +6,7 @@ import os
 import shutil
 import tarfile
 import unicodedata
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_hidden_files_and_side_files_are_ignored(tmp_path: Path, pictures: Any) 
     assert load_task(f"folder:{root}").digest == digest
 
 
+@pytest.mark.filterwarnings("ignore:.*one domain only")
 def test_a_class_missing_in_one_domain_is_said(tmp_path: Path, pictures: Any) -> None:
     root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")) + names(("b",), ("c",), 10))
     task = load_task(f"folder:{root}")
@@ -132,6 +134,28 @@ def test_a_class_missing_in_one_domain_is_said(tmp_path: Path, pictures: Any) ->
     assert "b has no images of d" in task.note
     (root / "b" / "d").mkdir()  # an empty folder is the same
     assert "b has no images of d" in load_task(f"folder:{root}").note
+
+
+def test_names_that_are_probably_mistakes_are_warned_of(tmp_path: Path, pictures: Any) -> None:
+    listed = names(("a",), ("Dog", "cat")) + names(("b", "c"), ("dog", "cat", "cow"))
+    root = pictures.tree(tmp_path / "x", listed)
+    for _ in range(2):  # decoded, then from the cache
+        with pytest.warns(UserWarning) as told:
+            load_task(f"folder:{root}")
+        assert [str(w.message).partition("/x: ")[2] for w in told] == [
+            "the classes 'Dog' and 'dog' differ only in case",
+            "classes with images in one domain only: 'Dog' (a)",
+        ]
+    (root / "b").rename(root / "C")
+    with pytest.warns(UserWarning) as told:
+        load_task(f"folder:{root}")
+    assert "the domains 'C' and 'c' differ only in case" in str(told[1].message)
+
+
+def test_classes_of_a_single_domain_are_in_order(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")))
+    with warnings.catch_warnings(action="error"):
+        load_task(f"folder:{root}")
 
 
 def test_a_class_without_any_image_is_refused(tmp_path: Path, pictures: Any) -> None:
@@ -169,7 +193,8 @@ def test_no_folder(tmp_path: Path) -> None:
 def test_a_link_into_itself_ends(tmp_path: Path, pictures: Any) -> None:
     root = pictures.tree(tmp_path / "x", names(("a",), ("c", "d")))
     (root / "a" / "c" / "again").symlink_to(root, target_is_directory=True)
-    load_task(f"folder:{root}")
+    with pytest.raises(ProtofedError, match="again': it is a link to a folder that contains it"):
+        load_task(f"folder:{root}")
 
 
 def spoiled(root: Path, pictures: Any) -> Path:

@@ -15,7 +15,7 @@ from protofed.engines.lanes import engine
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation
 from protofed.method import Batch, Terms
-from protofed.methods import METHODS, FedAvg, Method
+from protofed.methods import METHODS, FedAvg, Method, create
 from protofed.runs.result import Result
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
@@ -63,6 +63,21 @@ def test_every_method_agrees_in_float64(name: str) -> None:
         assert a["loss"].keys() == b["loss"].keys()
         assert all(abs(a["loss"][k] - b["loss"][k]) < 1e-8 for k in a["loss"])
         assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fpl", {"reading": "printed"}),
+        ("i2pfl", {"reading": "printed", "lambda_intra": 0.01}),
+        ("fedseproto", {"reading": "printed", "lam": 0.01, "decoder_step": 10}),
+    ],
+)
+def test_printed_readings_agree_in_float64(name: str, options: dict[str, object]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop, lanes = both(create(name, options), rounds=3, precision="fp64")
+    assert apart(loop, lanes) < 1e-8
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -50,9 +50,7 @@ def plan(paths: Sequence[Path], test_split: str) -> Plan:
                 notes.append(f"{domain} is a re-creation, not the published set.")
         elif domain == "syn" and {role for role, _ in folders} == set(SPLITS):
             for role in SPLITS:
-                parts[domain, role] = [
-                    Sample(f.name, int(f.parts[-2]), f.read) for r, f in folders if r == role
-                ]
+                parts[domain, role] = [f.sample(int(f.parts[-2])) for r, f in folders if r == role]
         elif (domain, "pool") in arrays:
             parts |= _pool(domain, arrays[domain, "pool"][0], notes)
         else:

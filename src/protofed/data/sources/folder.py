@@ -5,7 +5,7 @@ A domain whose folders do not name its splits is divided by ``mod10``, as the pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from protofed.data.listing import File, FileParts, is_archive, list_files
@@ -17,7 +17,7 @@ from protofed.data.sources.image_tree import (
     mod10,
 )
 from protofed.data.sources.published import plain
-from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample
+from protofed.data.task import SPLITS, DataMissing, Domain, Parts, Plan
 from protofed.errors import ProtofedError
 
 FOLDER = "folder:"
@@ -103,12 +103,29 @@ def folder_plan(path: Path, one_domain: bool = False) -> Plan:
     return plan
 
 
+def class_warnings(classes: Sequence[str], domains: Mapping[str, Domain]) -> Iterator[str]:
+    """What is probably a mistake in the names of folders."""
+    for what, names in (("classes", classes), ("domains", domains)):
+        same: dict[str, list[str]] = {}
+        for name in names:
+            same.setdefault(name.casefold(), []).append(f"'{name}'")
+        for found in same.values():
+            if len(found) > 1:
+                yield f"the {what} {' and '.join(found)} differ only in case"
+    have = {d: {*i.train.y.tolist(), *i.test.y.tolist()} for d, i in domains.items()}
+    owners = [[d for d in have if label in have[d]] for label in range(len(classes))]
+    alone = [f"'{c}' ({own[0]})" for c, own in zip(classes, owners, strict=True) if len(own) == 1]
+    if alone and len(domains) > 1:
+        shown = ", ".join(alone[:5]) + (f" and {len(alone) - 5} more" if len(alone) > 5 else "")
+        yield f"classes with images in one domain only: {shown}"
+
+
 def public_plan(path: Path) -> Plan:
     """All images below a folder, in any tree; they have no classes and no split."""
     listed = [f for f in list_files(path)[0] if not is_side_file(f.parts[-1])]
     if not listed:
         raise DataMissing(f"'{path}' has no images", "any tree of images will do")
-    return Plan((), {("public", "train"): [Sample(f.name, 0, f.read) for f in listed]})
+    return Plan((), {("public", "train"): [f.sample(0) for f in listed]})
 
 
 def _is_wrapped(listed: Sequence[File]) -> bool:

@@ -35,7 +35,7 @@ class TreeImage(NamedTuple):
 
     @property
     def sample(self) -> Sample:
-        return Sample(self.file.name, self.label, self.file.read)
+        return self.file.sample(self.label)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The fuzzing job: ``make fuzz``, ``python -m tests.fuzz --help``."""

@@ -1,0 +1,48 @@
+"""Plain data that has another shape than it should."""
+
+import math
+
+import pytest
+
+from protofed.files import Damaged
+from protofed.shape import LARGEST, misfit, require_shape
+
+SHAPE = {"name": str, "sizes": {str: int}, "mean?": float, "rows?": [{"on": bool}], "any?": object}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"mean": 1}, {"mean": math.nan}, {"rows": [{"on": True}, {"on": False, "x": 1}]},
+     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST}}],
+)  # fmt: skip
+def test_what_fits(more, tmp_path):
+    found = {"name": "x", "sizes": {}, **more}
+    assert misfit(found, SHAPE) == ""
+    assert require_shape(tmp_path, found, SHAPE) is found
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"),
+    [
+        ({"name": None}, "name is not text"),
+        ({"sizes": []}, "sizes is not a table"),
+        ({"sizes": {"a": 1, "b": 1.5}}, "sizes.b is not a whole number"),
+        ({"sizes": {"a": True}}, "sizes.a is not a whole number"),
+        ({"sizes": {"a": LARGEST + 1}}, "sizes.a is not a whole number"),
+        ({"mean": {}}, "mean is not a number"),
+        ({"mean": 10**400}, "mean is not a number"),
+        ({"rows": {}}, "rows is not a list"),
+        ({"rows": [{"on": True}, {"on": 1}]}, "rows[1].on is not true or false"),
+        ({"rows": [{}]}, "it lacks rows[0].on"),
+        ({"any": None}, "any is null"),
+    ],
+)
+def test_what_does_not_fit(more, wrong, tmp_path):
+    assert misfit({"name": "x", "sizes": {}, **more}, SHAPE) == wrong
+    with pytest.raises(Damaged, match="damaged"):
+        require_shape(tmp_path, {"name": "x", "sizes": {}, **more}, SHAPE)
+
+
+def test_what_is_missing():
+    assert misfit({}, SHAPE) == "it lacks name, sizes"
+    assert misfit([], SHAPE) == "it is not a table"
