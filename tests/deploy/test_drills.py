@@ -174,10 +174,10 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     deployment.server()
     for site in classes:
         deployment.site(site, "--data", str(tmp_path / "data" / site))
-    words = ("--method", "fpl", "--rounds", "6", "--epochs", "1", "--batch", "4",
+    words = ("--method", "fpl", "--rounds", "16", "--epochs", "1", "--batch", "4",
              "--model", "cnn2", "--width", "4", "--seed", "3")  # fmt: skip
     assert deployment.start(*words).returncode == 0
-    deployment.until(lambda: "round 1/6: 3 of 3" in deployment.log(), 200, "the first round")
+    deployment.until(lambda: "round 1/16: 3 of 3" in deployment.log(), 200, "the first round")
     during = deployment.status()
     assert during.count("): connected") == 3 and ": running" in during, during
     assert "last in the log: " in during, during
@@ -190,7 +190,7 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the run ended: stopped" in deployment.log()
     records = read_records(out / "rounds.jsonl")
-    assert [r["clients"] for r in records] == [3] * 6
+    assert [r["clients"] for r in records] == [3] * 16
     assert set(records[-1]["accuracy"]) == {"inland", "coast"}
     # the same in one process, without interruption
     members = read_members(deployment.home / "server")
