@@ -1,6 +1,6 @@
-"""Runs Flower's programs: the server's SuperLink, a site's SuperNode, and ``flwr``.
+"""Run Flower's programs: the server's SuperLink, a site's SuperNode, and ``flwr``.
 
-Nothing of protofed itself listens on a network.
+Protofed itself never listens on a network.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from protofed.errors import ProtofedError
 from protofed.files import write_atomic, write_json
 
 CONNECTION = "federation"
-"""The name of the server on Flower's command line."""
+"""What Flower's command line calls the connection to the server."""
 FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""With these, Flower neither contacts its vendor's servers nor installs anything."""
+"""With these set, Flower neither contacts its vendor's servers nor installs anything."""
 NODES_FILE = Path("flower") / "nodes.json"
-"""In the server's folder: the number that each site has in Flower."""
+"""In the server's folder: each site's node ID in Flower."""
 FOLDER_VARIABLE = "PROTOFED_SERVER"
 """The environment variable that tells the server's processes which folder is theirs."""
 STOP_SECONDS = 15.0
-"""How long a program has to end after a signal."""
+"""How long a program may take to exit after a signal."""
 CONNECTED_SECONDS = 30.0
-"""A SuperNode that ends sooner was never connected."""
+"""A SuperNode that exits sooner is taken as never connected."""
 RETRY_SECONDS = 5.0
 
 
 def environment(flower_home: Path, **more: str) -> dict[str, str]:
     """The environment of Flower's programs: a home of its own, and the switches."""
-    programs = str(Path(sys.executable).parent)  # Flower starts more of its programs
+    programs = str(Path(sys.executable).parent)  # where Flower finds its other programs
     path = os.pathsep.join([programs, os.environ.get("PATH", "")])
     flower_home.mkdir(parents=True, exist_ok=True)
     return {**os.environ, **FLOWER_SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
@@ -61,8 +61,8 @@ def _program(name: str) -> str:
     return str(path)
 
 
-def _require(folder: Path, *names: str) -> list[str]:
-    """The paths of files that must be in a server's or a site's folder."""
+def _required_files(folder: Path, *names: str) -> list[str]:
+    """The paths of files in a server's or a site's folder, which must exist."""
     for name in names:
         if not (folder / name).is_file():
             raise ProtofedError(f"there is no '{folder / name}'", "protofed deploy init writes it")
@@ -82,14 +82,14 @@ def join_address(host: str, port: int) -> str:
 
 
 def _die_with_parent() -> None:
-    """In the child: end with the parent process, however that ends (Linux only)."""
+    """Called in the child: end when the parent process ends, for whatever reason (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that ends with this block, and whatever it started with it."""
+    """Run a program during this block, then end it and whatever it started."""
     process = subprocess.Popen(
         command, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent
     )
@@ -101,11 +101,11 @@ def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subproce
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End a program and whatever it started: first ask, then kill."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        end = time.monotonic() + STOP_SECONDS
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + STOP_SECONDS
         try:
-            os.killpg(process.pid, sign)
-            while time.monotonic() < end:
+            os.killpg(process.pid, signum)
+            while time.monotonic() < deadline:
                 process.poll()
                 os.killpg(process.pid, 0)  # an error once the whole group has ended
                 time.sleep(0.1)
@@ -117,13 +117,13 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def stoppable() -> Iterator[None]:
     """SIGTERM and Ctrl-C end the block, and its programs with it."""
     signals, interrupt = (signal.SIGTERM, signal.SIGINT), signal.default_int_handler
-    before = {sign: signal.signal(sign, interrupt) for sign in signals}
+    previous = {signum: signal.signal(signum, interrupt) for signum in signals}
     try:
         with contextlib.suppress(KeyboardInterrupt):
             yield
     finally:
-        for sign, handler in before.items():
-            signal.signal(sign, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 # ---- the server: SuperLink ----------------------------------------------------------------------
@@ -132,9 +132,9 @@ def stoppable() -> Iterator[None]:
 def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = print) -> None:
     """Run the SuperLink, with the sites' keys registered, until SIGTERM or Ctrl-C."""
     members = read_members(folder)
-    own, port = host_port(members.address)
-    host = host or own
-    ca, certificate, key = _require(folder, "ca.crt", "server.crt", "server.key")
+    advertised, port = host_port(members.address)
+    host = host or advertised
+    ca, certificate, key = _required_files(folder, "ca.crt", "server.crt", "server.key")
     check_free(host, port)
     reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     write_connection(folder, join_address(reachable, port))
@@ -147,10 +147,10 @@ def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = p
     ]  # fmt: skip
     env = environment(folder / "flower", **{FOLDER_VARIABLE: str(folder.resolve())})
     with stoppable(), running(command, env) as link:
-        _until_listening(link, reachable, port)
+        _wait_until_listening(link, reachable, port)
         tell(f"registering the keys of {len(members.sites)} sites")
         _register(folder, members)
-        where = "" if host == own else f", listening on {join_address(host, port)}"
+        where = "" if host == advertised else f", listening on {join_address(host, port)}"
         tell(f"the server of {members.name} is ready at {members.address}{where}")
         code = link.wait()
         raise ProtofedError(f"the SuperLink ended unexpectedly with exit code {code}")
@@ -172,9 +172,9 @@ def check_free(host: str, port: int) -> None:
             ) from None
 
 
-def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end and link.poll() is None:
+def _wait_until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and link.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
             return
         time.sleep(0.2)
@@ -192,8 +192,8 @@ def _register(folder: Path, members: Members) -> None:
         return str(answer.get("node-id"))
 
     with ThreadPoolExecutor(4) as pool:  # each call takes seconds
-        numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
-    write_json(folder / NODES_FILE, numbers)
+        node_ids = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
+    write_json(folder / NODES_FILE, node_ids)
 
 
 # ---- a site: SuperNode --------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
 
     Gives up after ``patience`` seconds without a connection.
     """
-    key, ca = _require(site.folder, "node.key", "ca.crt")
+    key, ca = _required_files(site.folder, "node.key", "ca.crt")
     config = {
         "site-folder": str(site.folder.resolve()),
         "data": site.data or "",
@@ -215,7 +215,7 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
             raise ProtofedError(f"Flower does not accept the path {value!r}", "rename the folder")
     env = environment(site.folder / "flower")
     tell(f"site {site.name} is joining {site.members.address}; Ctrl-C stops it")
-    connected = time.monotonic()
+    last_connected = time.monotonic()
     with stoppable():
         while True:
             command = [
@@ -226,17 +226,17 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
                 "--host", "127.0.0.1", "--port", str(_free_port()),
                 "--node-config", " ".join(f"{k}='{v}'" for k, v in config.items()),
             ]  # fmt: skip
-            began = time.monotonic()
+            started = time.monotonic()
             with running(command, env) as node:
                 code = node.wait()
             ended = time.monotonic()
-            if ended - began > CONNECTED_SECONDS:
-                connected = ended
-            if ended - connected > patience:
+            if ended - started > CONNECTED_SECONDS:
+                last_connected = ended
+            if ended - last_connected > patience:
                 raise ProtofedError(
-                    f"site '{site.name}' cannot join {site.members.address} (exit code {code}, "
-                    "explained above)",
-                    "compare ca.crt, node.key and the address with the server's",
+                    f"site '{site.name}' cannot join {site.members.address} (exit code {code}; "
+                    "Flower's output above says why)",
+                    "check that ca.crt, node.key and the address are those the server has",
                 )
             tell(f"not connected (exit code {code}); retrying in {RETRY_SECONDS:g} s")
             time.sleep(RETRY_SECONDS)
@@ -251,7 +251,7 @@ def _free_port() -> int:
 
 
 def write_connection(folder: Path, address: str) -> None:
-    """Write the configuration of Flower's command line: where the server is, nothing else."""
+    """Write the configuration of Flower's command line: only where the server is."""
     ca = str((folder / "ca.crt").resolve())
     text = render("connection.toml", connection=CONNECTION, address=address, ca=ca)
     write_atomic(folder / "operator" / "config.toml", text)
@@ -278,11 +278,11 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
     try:
         found: dict[str, Any] = json.loads(brace + rest)
     except ValueError:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
-        text = " ".join(s.strip() for s in said[-6:])[:600]
+        output = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
+        text = " ".join(line.strip() for line in output[-6:])[:600]
         raise ProtofedError(
             f"flwr {' '.join(arguments[:2])} failed: {text}",
-            "is `protofed deploy server` running here?",
+            "is `protofed deploy server` running on this machine?",
         ) from None
     if not found.get("success", True):
         text = " ".join(str(found.get("error-message", found)).split())
