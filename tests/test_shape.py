@@ -5,7 +5,7 @@ import math
 import pytest
 
 from protofed.files import Damaged
-from protofed.shape import LARGEST, misfit, require_shape
+from protofed.shape import LARGEST_INT, mismatch, require_shape
 
 SHAPE = {"name": str, "sizes": {str: int}, "mean?": float, "rows?": [{"on": bool}], "any?": object}
 
@@ -13,11 +13,11 @@ SHAPE = {"name": str, "sizes": {str: int}, "mean?": float, "rows?": [{"on": bool
 @pytest.mark.parametrize(
     "more",
     [{}, {"mean": 1}, {"mean": math.nan}, {"rows": [{"on": True}, {"on": False, "x": 1}]},
-     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST}}],
+     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST_INT}}],
 )  # fmt: skip
 def test_what_fits(more, tmp_path):
     found = {"name": "x", "sizes": {}, **more}
-    assert misfit(found, SHAPE) == ""
+    assert mismatch(found, SHAPE) == ""
     assert require_shape(tmp_path, found, SHAPE) is found
 
 
@@ -28,7 +28,7 @@ def test_what_fits(more, tmp_path):
         ({"sizes": []}, "sizes is not a table"),
         ({"sizes": {"a": 1, "b": 1.5}}, "sizes.b is not a whole number"),
         ({"sizes": {"a": True}}, "sizes.a is not a whole number"),
-        ({"sizes": {"a": LARGEST + 1}}, "sizes.a is not a whole number"),
+        ({"sizes": {"a": LARGEST_INT + 1}}, "sizes.a is not a whole number"),
         ({"mean": {}}, "mean is not a number"),
         ({"mean": 10**400}, "mean is not a number"),
         ({"rows": {}}, "rows is not a list"),
@@ -38,11 +38,11 @@ def test_what_fits(more, tmp_path):
     ],
 )
 def test_what_does_not_fit(more, wrong, tmp_path):
-    assert misfit({"name": "x", "sizes": {}, **more}, SHAPE) == wrong
+    assert mismatch({"name": "x", "sizes": {}, **more}, SHAPE) == wrong
     with pytest.raises(Damaged, match="damaged"):
         require_shape(tmp_path, {"name": "x", "sizes": {}, **more}, SHAPE)
 
 
 def test_what_is_missing():
-    assert misfit({}, SHAPE) == "it lacks name, sizes"
-    assert misfit([], SHAPE) == "it is not a table"
+    assert mismatch({}, SHAPE) == "it lacks name, sizes"
+    assert mismatch([], SHAPE) == "it is not a table"

@@ -1,4 +1,4 @@
-"""What a run is asked to do: every setting once, with its type, range, default and help.
+"""What a run is asked to do: every setting is declared here, with type, range, default and help.
 
 ``Config`` is data. It is made from what is given, the protocol, and the task's static description;
 no image is read and no GPU is looked for, so it can be made, hashed, compared and written anywhere.
@@ -33,10 +33,10 @@ from protofed.models.mixed import Models, checked_models, model_names
 from protofed.toml import parse_toml, toml_text
 
 AUTO = "auto"
-"""The value of a setting that the run decides when it starts."""
+"""The value of a setting that the run itself resolves when it starts."""
 
 MOST_CLIENTS, MOST_SAMPLES, MOST_SEEDS = 10**5, 10**9, 10**4
-"""Of a domain, of a client, and of a study."""
+"""The most clients of a domain, samples of a client, and seeds of a study."""
 
 EACH = "each"
 """``leave_out = "each"`` of a comparison: one run for each domain, trained without it."""
@@ -55,13 +55,13 @@ PANELS = (TRAINING, CLIENTS, ENGINE, OUTPUT)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is known of a setting: the one place where it is said.
+    """All that is declared of a setting.
 
     ``kind`` is int, float, bool, str, table (a value, or one for each domain or client), rounds or
-    part (``unused``, or a fraction).
-    ``default`` is None where the protocol or the task decides, or where None means "off".
-    ``numbers`` tells whether the setting can change a number of the run. A setting that was added
-    ``later`` is part of a run's hash only where it is given: the hashes of earlier runs stay.
+    part (``unused``, or a fraction). ``default`` is None if the protocol or the task decides, or if
+    None means "off". ``numbers``: whether the setting can change a run's results. A setting that
+    was added ``later`` is part of a run's hash only if it is not the default, so that older runs
+    keep their hashes.
     """
 
     kind: str
@@ -90,7 +90,7 @@ class Setting:
         high = self.most if self.most is not None else self.below
         most = ""
         if low is not None and high is not None and high >= 1000 * max(1, low):
-            most = f" and at most {high:g}"  # only what is absurd is beyond it
+            most = f" and at most {high:g}"  # a guard against absurd values, not an interval
         elif low is not None and high is not None:
             ends = f"{'[' if self.least is not None else '('}{low:g}, {high:g}"
             return f"{noun} in {ends}{']' if self.most is not None else ')'}"
@@ -115,8 +115,8 @@ class Setting:
         if self.kind == "part" and value != UNUSED and not (is_number(value) and 0 < value < 1):
             words = f"'{UNUSED}' or a fraction above 0 and below 1"
             raise ProtofedError(f"{name} must be {words}, got {value!r:.100}")
-        right = {"int": is_whole, "float": is_number}.get(self.kind)
-        if right is not None and not (right(value) and self._in_range(value)):
+        has_type = {"int": is_whole, "float": is_number}.get(self.kind)
+        if has_type is not None and not (has_type(value) and self._in_range(value)):
             raise ProtofedError(f"{name} must be {self.range}, got {value!r:.100}")
         return float(value) if self.kind == "float" else value  # 1 and 1.0 are the same run
 
@@ -138,11 +138,11 @@ class Config:
     protocol: str = setting(
         "str",
         TRAINING,
-        "Whose model, batch, epochs, rounds and optimizer are the defaults: glyphs, fpl, i2pfl or "
+        "Sets the default model, batch size, epochs, rounds and optimizer: glyphs, fpl, i2pfl or "
         "fedseproto; default: the task's own (see `protofed tasks`).",
     )
     seed: int = setting(
-        "int", TRAINING, "Seed of split, initial weights and training.", 0, least=0, most=10**15
+        "int", TRAINING, "Seed of the split, initial weights and training.", 0, least=0, most=10**15
     )
     rounds: int = setting(
         "int", TRAINING, "Communication rounds; default: the protocol's.", least=1, most=10**6
@@ -167,8 +167,8 @@ class Config:
         TRAINING,
         "resnet10, resnet18, cnn3 or cnn2; default: the protocol's. Clients may have different "
         "models with features of the same size: cnn3,cnn2 alternates over the clients, "
-        "scan-0=cnn3,... names each one's. Only methods that send no weights can use "
-        "them (docs/heterogeneous.md).",
+        "scan-0=cnn3,... names a model for each. Only methods that send no weights allow "
+        "this (docs/heterogeneous.md).",
         metavar="NAME | NAME,NAME | CLIENT=NAME,...",
     )
     width: int | None = setting(
@@ -183,47 +183,47 @@ class Config:
     average: str = setting(
         "str",
         TRAINING,
-        "How clients count in the averaged model: by their number of samples, or all the same.",
+        "How clients are weighted in the averaged model: by number of samples, or equally.",
         "samples",
         choices=("samples", "uniform"),
     )
     clients: Mapping[str, int] | int | str | None = setting(
         "table",
         CLIENTS,
-        "Clients of each domain: a number for all, scan=4,inverse=1, or a distribution by name: "
-        "skewed (the papers' main split), equal, one, random (drawn by the seed, as the published "
-        "code does), and on the papers' tasks printed (Digits as in FPL's paper) and fedseproto.",
+        "Clients of each domain: one number for all, scan=4,inverse=1, or a named distribution: "
+        "skewed (the papers' main split), equal, one, random (drawn from the seed, as in published "
+        "code); the papers' tasks also have printed (Digits as in FPL's paper) and fedseproto.",
         metavar="NAME | N | DOMAIN=N,...",
     )
     samples: Mapping[str, float] | float | None = setting(
         "table",
         CLIENTS,
-        "Training images each client holds: a count, or a fraction of the domain such as 0.2.",
+        "Training images per client: a count, or a fraction of the domain such as 0.2.",
         metavar="N | DOMAIN=N,...",
     )
     leave_out: str | None = setting(
         "str",
         CLIENTS,
-        "A domain that no client has; it is only tested on. Each other domain is then one client, "
-        "unless --clients says otherwise. compare also takes each: every domain in turn, and one "
-        "table of the accuracy on the unseen ones.",
+        "A domain that no client has, used only for testing. Each other domain is then one client, "
+        "unless --clients says otherwise. compare also accepts the word each: it leaves out every "
+        "domain in turn and tabulates the accuracy on the unseen domains.",
         metavar="DOMAIN | each",
     )
     dirichlet: float | None = setting(
         "float",
         CLIENTS,
         "Label skew on top of the domains: each client prefers classes of its own, drawn from "
-        "Dirichlet(ALPHA). 0.1 leaves a client few classes; 100 is close to no skew.",
+        "Dirichlet(ALPHA). 0.1 leaves each client few classes; 100 is close to no skew.",
         metavar="ALPHA",
-        # beyond these a draw is one-hot or even anyway, and its arithmetic overflows
+        # beyond these bounds a draw is one-hot or uniform anyway, and the arithmetic overflows
         least=1e-6,
         most=1e6,
     )
     quantity: float | None = setting(
         "float",
         CLIENTS,
-        "Quantity skew: a domain's clients differ in size as drawn from Dirichlet(BETA), with the "
-        "same number of samples in total and at least one each.",
+        "Quantity skew: the sizes of a domain's clients are drawn from Dirichlet(BETA). Their "
+        "total does not change, and each client has at least one sample.",
         metavar="BETA",
         least=1e-6,
         most=1e6,
@@ -238,7 +238,7 @@ class Config:
         "bool",
         CLIENTS,
         "Give a client one sample of each class it lacks, in exchange for one of a class it has "
-        "twice. On for office_caltech (off with --dirichlet).",
+        "at least twice. On for office_caltech (off with --dirichlet).",
     )
     data: str | None = setting(
         "str",
@@ -248,7 +248,7 @@ class Config:
         numbers=False,
     )
     image_size: int = setting(
-        "int", CLIENTS, "Side of the images in pixels; default 32.", least=8, most=1024
+        "int", CLIENTS, "Height and width of the images in pixels; default 32.", least=8, most=1024
     )
     flip: bool = setting("bool", CLIENTS, "Mirror half of the training images.")
     augment: str = setting(
@@ -267,11 +267,11 @@ class Config:
     validate: float | str | None = setting(
         "part",
         CLIENTS,
-        "Images to choose hyper-parameters and methods with, so that test images are not: unused "
+        "Images for choosing hyper-parameters and methods, so that test images stay out: unused "
         "(training images that no client holds), or a fraction such as 0.1 of each class of each "
         "client, held out of its training. Their accuracy is recorded beside the test accuracy, "
-        "and sweep and compare choose by it. At least 20 images of each domain; never any of a "
-        "domain that is left out.",
+        "and sweep and compare choose by it. Each domain needs at least 20, except one left out, "
+        "which has none.",
         metavar="unused | FRACTION",
         later=True,
     )
@@ -285,8 +285,8 @@ class Config:
     max_image_pixels: int = setting(
         "int",
         CLIENTS,
-        "Pixels that an image may have, and all that are decoded at a time. Each takes up to 32 "
-        "bytes of memory.",
+        "The most pixels in an image, and in all images being decoded at once. Each pixel takes up "
+        "to 32 bytes of memory.",
         MAX_IMAGE_PIXELS,
         least=1,
         most=10**10,
@@ -295,19 +295,19 @@ class Config:
     max_unpacked_gb: float = setting(
         "float",
         CLIENTS,
-        "Gigabytes of memory that a compressed file or an archive of images may unpack to.",
+        "The most gigabytes of memory that an archive or a compressed file may unpack to.",
         MAX_UNPACKED_GB,
         above=0,
         most=10**4,
         numbers=False,
     )
     device: str = setting(
-        "str", ENGINE, "Where to compute.", AUTO, choices=(AUTO, *DEVICES), numbers=False
+        "str", ENGINE, "Device to run on.", AUTO, choices=(AUTO, *DEVICES), numbers=False
     )
     precision: str = setting(
         "str",
         ENGINE,
-        "auto: bf16 on a GPU that has it, else fp32.",
+        "auto: bf16 on a GPU that supports it, else fp32.",
         AUTO,
         choices=(AUTO, *PRECISIONS),
         numbers=False,
@@ -331,8 +331,8 @@ class Config:
     max_memory_gb: float | None = setting(
         "float",
         ENGINE,
-        "Gigabytes that the run may take, of the GPU or of the machine; a run that is estimated to "
-        "take more does not start. Default: what is free.",
+        "Gigabytes of memory that the run may use, of the GPU or of the machine; a run that is "
+        "estimated to need more does not start. Default: what is free.",
         above=0,
         most=10**6,
         numbers=False,
@@ -351,10 +351,10 @@ class Config:
 
     @property
     def hash(self) -> str:
-        """Ten hexadecimal digits of all that was asked for and can change a number.
+        """Ten hexadecimal digits that stand for all settings that can change a result.
 
-        Not among it: device and precision, which are facts of a run (``Facts.run_hash``), and
-        where a folder of images lies, since the images' digest is a fact too.
+        Left out: device and precision, which are facts of a run (``Facts.run_hash``), and the
+        path of a folder of images, since their digest is a fact too.
         """
         parts = {
             name: value
@@ -389,13 +389,13 @@ class Config:
         return self.samples
 
     def for_task(self, info: TaskInfo) -> Config:
-        """The config with the clients and samples of every domain, now that these are known."""
+        """The config with clients and samples for each domain, now that the domains are known."""
         given = self.samples if self.samples is not None else info.samples
         samples = _per_domain("samples", given, info)
         return replace(self, samples=samples, clients=_clients(self, info))
 
     def toml(self) -> str:
-        """The config as TOML, from which it can be read again."""
+        """The config as TOML, for ``read_config``."""
         self.method.require_plain_hypers()
         values = {name: v for name, v in vars(self).items() if v is not None}
         values["method"] = {"name": reference(self.method), **self.method.options()}
@@ -410,11 +410,11 @@ class Config:
 SETTINGS: dict[str, Setting] = {
     f.name: f.metadata["setting"] for f in fields(Config) if "setting" in f.metadata
 }
-"""The settings by name, in the order of the fields: all of a config but its task and method."""
+"""The settings by name, in field order: all of a config but its task and method."""
 
 
 def changes_numbers(name: str) -> bool:
-    """Whether what a config says under this name can change a number of the run."""
+    """Whether the config's entry of this name can change the run's results."""
     return name not in SETTINGS or SETTINGS[name].numbers
 
 
@@ -425,8 +425,8 @@ def changes_numbers(name: str) -> bool:
 class Protocol:
     """What all methods of a comparison share; it never belongs to a method.
 
-    ``None`` is the model's own. ``distribution`` names the clients of each domain
-    (``protofed.data.distributions``); None: the task's. ``per_task`` is what the paper does
+    ``width`` and ``norm`` are None for the model's own. ``distribution`` names the clients of each
+    domain (``protofed.data.distributions``); None: the task's. ``per_task`` is what the paper does
     differently on certain tasks.
     """
 
@@ -444,7 +444,7 @@ class Protocol:
     distribution: str | None = None
     per_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     paper: bool = True
-    """Whether it is a paper's."""
+    """Whether it comes from a paper."""
 
 
 PROTOCOLS = {
@@ -508,7 +508,7 @@ TASK_PROTOCOL = {
 
 
 def protocol(name: str | None, task: str) -> Protocol:
-    """The protocol of that name as it is on the task; None: the task's own."""
+    """The protocol of that name, adjusted to the task; None: the task's own."""
     name = name or TASK_PROTOCOL.get(task, "fpl")
     if name not in PROTOCOLS:
         raise unknown("protocol", name, PROTOCOLS)
@@ -517,9 +517,9 @@ def protocol(name: str | None, task: str) -> Protocol:
 
 
 def paper_differences(config: Config) -> dict[str, tuple[Any, Any]]:
-    """What the method's paper trains with and what the config has, by setting, if they differ.
+    """The settings that differ from those in the method's paper: (the paper's, the config's).
 
-    Under a protocol that is no paper's there is nothing to tell.
+    Empty under a protocol that does not come from a paper.
     """
     theirs = config.method.protocol
     if not PROTOCOLS[config.protocol].paper or not theirs:
@@ -557,13 +557,13 @@ def make_config(
         "flip": info.flip,
         "test_split": next(iter(info.test_splits), None),
         "leftover": info.leftover,
-        "repair": info.repair and given.get("dirichlet") is None,  # label skew: classes may miss
+        "repair": info.repair and given.get("dirichlet") is None,  # skew leaves classes out
         **given,
     }
     values = check_settings(values)
     if values["test_split"] is not None and values["test_split"] not in info.test_splits:
         if not info.test_splits:
-            raise ProtofedError(f"{info.name} has one test split", "leave out --test-split")
+            raise ProtofedError(f"{info.name} has only one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     if len(model_names(values["model"])) > 1:
@@ -571,7 +571,7 @@ def make_config(
     if values["leave_out"] == EACH and (info.domains is None or EACH not in info.domains):
         raise ProtofedError(
             "a run leaves out one domain, not each in turn",
-            f"protofed compare --methods {made.name} --leave-out {EACH} does them all",
+            f"protofed compare --methods {made.name} --leave-out {EACH} runs them all",
         )
     asked = Config(task=info.name, method=made, **values)
     return asked if info.domains is None else asked.for_task(info)
@@ -588,13 +588,13 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 def _method(method: str | Method, options: Mapping[str, Any] | None, task: str) -> Method:
     if isinstance(method, type):
         raise ProtofedError(
-            f"method is the class {method.__name__}, not a method",
+            f"method is the class {method.__name__}, not an instance of it",
             f"write {method.__name__}(), with hyper-parameters if you like",
         )
     if isinstance(method, str):
         return create(method, options, task)
     if options:
-        raise ProtofedError("hyper-parameters belong into the method object here")
+        raise ProtofedError("pass hyper-parameters to the method object, not beside it")
     return method
 
 
@@ -605,9 +605,9 @@ def merged_config(
     options: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> Config:
-    """A config from a TOML file, if any, over which all that is given wins.
+    """A config from a TOML file, if any; whatever else is given overrides the file.
 
-    A file of code is executed if ``method`` names it, or if code is trusted.
+    A Python file is executed only if ``method`` names it, or if code is trusted.
     """
     found = read_config(Path(file)) if file is not None else {}
     named = str(found.get("method"))
@@ -621,18 +621,18 @@ def merged_config(
     given = {"task": task, "method": method, **settings}
     found |= {name: value for name, value in given.items() if value is not None}
     old, new = found.pop("options", {}), options or {}
-    if old and READING in new:  # a run's config has every switch that a reading sets
+    if old and READING in new:  # the file names every switch that a reading sets: drop them
         old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
     return make_config(**{"task": "glyphs", **found}, options={**old, **new})
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings of a TOML file as ``make_config`` takes them."""
+    """The settings in a TOML file, as arguments of ``make_config``."""
     try:
         raw = parse_toml(path.read_text("utf-8"))
     except OSError as error:
         raise ProtofedError(f"cannot read config '{path}': {error.strerror}") from None
-    except ValueError as error:  # also bytes that are not text
+    except ValueError as error:  # or the file is not UTF-8
         raise ProtofedError(f"config '{path}' is not valid TOML: {error}") from None
     check_format(path, raw.pop("format", None))
     require_known(f"key in '{path}':", raw, ("task", "method", *SETTINGS))
@@ -655,7 +655,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 READ_SETTINGS = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
-"""The settings that say how files of images are read."""
+"""The settings that say how image files are read."""
 
 TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READ_SETTINGS)
 """The settings that ``load_task`` takes."""
@@ -667,7 +667,7 @@ def task_settings(config: Config) -> dict[str, Any]:
 
 
 def short_task(name: str) -> str:
-    """A task's name as part of a file's name: ``folder:pictures/pets`` is folder-pets."""
+    """A task's name as part of a file's name: ``folder:pictures/pets`` is ``folder-pets``."""
     kind, colon, path = name.partition(":")
     return f"{kind}-{Path(path).resolve().name}" if colon else name
 
@@ -689,16 +689,16 @@ def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
     if clients is None:
         base = protocol(config.protocol, config.task)
         named = "one" if left_out is not None else base.distribution
-        # a protocol of one paper may name a distribution that only its own tasks have
+        # a paper's protocol may name a distribution that only the paper's own tasks have
         clients = named if named in distributions(info) else info.clients
-    numbers = isinstance(clients, Mapping)
+    counted = isinstance(clients, Mapping)
     if isinstance(clients, str):
         clients = distribution(info, clients, config.seed)
     each: dict[str, int] = _per_domain("clients", clients, info)
     if left_out is not None:
-        if numbers and each.get(left_out):
+        if counted and each.get(left_out):
             raise ProtofedError(
-                f"domain '{left_out}' is left out, but has {each[left_out]} clients",
+                f"domain '{left_out}' is left out, but is given {each[left_out]} clients",
                 f"give it none ({left_out}=0), or name a distribution: --clients one",
             )
         each[left_out] = 0
@@ -714,13 +714,13 @@ def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:
         r in ("last", "all") if isinstance(r, str) else is_whole(r) and r >= 1 for r in named
     ):
         raise ProtofedError(
-            f'keep_rounds must be rounds from 1 on, "last", "all" or "none", got {value!r:.100}'
+            f'keep_rounds must be round numbers from 1, "last", "all" or "none", got {value!r:.100}'
         )
     return tuple(named)
 
 
 def _per_domain(name: str, value: Any, info: TaskInfo) -> dict[str, Any]:
-    """A number for each domain, in the task's order; one number alone is meant for all."""
+    """A number for each domain, in the task's order; a single number applies to all."""
     assert info.domains is not None
     each = dict(value) if isinstance(value, Mapping) else dict.fromkeys(info.domains, value)
     for domain, number in each.items():
@@ -738,7 +738,7 @@ def _per_domain(name: str, value: Any, info: TaskInfo) -> dict[str, Any]:
 
 
 def require_known(what: str, names: Iterable[str], valid: Collection[str]) -> None:
-    """An error for the first of the names that is not valid."""
+    """Raise an error for the first name that is not valid."""
     for name in names:
         if name not in valid:
             raise unknown(what, name, valid)

@@ -1,8 +1,8 @@
-"""Whether plain data that was read, from JSON or TOML, is what it should be.
+"""Check that plain data read from JSON or TOML has the expected shape.
 
-A shape is a type (``float`` is any number, ``object`` anything but null), a list of one shape, a
-table of shapes by name, of which those whose name ends with ``?`` may be absent, or
-``{str: shape}``, a table of any names.
+A shape is a type (``float`` accepts any number, ``object`` anything but null), a list of one shape,
+a table ``{name: shape}`` in which a name that ends with ``?`` is optional, or ``{str: shape}``, a
+table with any names.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from protofed.files import Damaged
 Shape = Any
 Data = TypeVar("Data")
 
-LARGEST = 2**63 - 1
-"""Larger whole numbers are in no file of ours, and most arithmetic cannot take them."""
+LARGEST_INT = 2**63 - 1
+"""No file that Protofed writes has a larger integer, and most arithmetic would overflow."""
 
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def require_shape(path: Path, found: Data, shape: Shape) -> Data:
-    """What was found in a file, or an error that says where it has another shape."""
-    if wrong := misfit(found, shape):
-        raise Damaged(path, wrong)
+    """Return the data found in a file, or raise an error that says where it does not fit."""
+    if problem := mismatch(found, shape):
+        raise Damaged(path, problem)
     return found
 
 
-def misfit(found: Any, shape: Shape, name: str = "") -> str:
-    """In words, what of plain data does not have a shape; empty if all of it does."""
-    within = f"{name}." if name else ""
+def mismatch(found: Any, shape: Shape, name: str = "") -> str:
+    """The first place where the data does not have the shape, in words; empty if it all fits."""
+    prefix = f"{name}." if name else ""
     if isinstance(shape, Mapping):
         if not isinstance(found, Mapping):
             return f"{name or 'it'} is not a table"
         if str in shape:
-            parts = ((within + str(key), value, shape[str]) for key, value in found.items())
+            parts = ((prefix + str(key), value, shape[str]) for key, value in found.items())
         else:
             names = {key.removesuffix("?"): key for key in shape}
             if missing := [key for key, full in names.items() if key == full and key not in found]:
-                return f"it lacks {', '.join(within + key for key in missing)}"
-            here = [key for key in names if key in found]
-            parts = ((within + key, found[key], shape[names[key]]) for key in here)
+                return f"it lacks {', '.join(prefix + key for key in missing)}"
+            present = [key for key in names if key in found]
+            parts = ((prefix + key, found[key], shape[names[key]]) for key in present)
     elif isinstance(shape, list):
         if not isinstance(found, list):
             return f"{name or 'it'} is not a list"
@@ -50,8 +50,8 @@ def misfit(found: Any, shape: Shape, name: str = "") -> str:
     elif shape is object:
         return "" if found is not None else f"{name or 'it'} is null"
     else:
-        right = isinstance(found, (int, float) if shape is float else shape)
-        if isinstance(found, int):
-            right = right and isinstance(found, bool) == (shape is bool) and abs(found) <= LARGEST
-        return "" if right else f"{name or 'it'} is not {_WORDS[shape]}"
-    return next((wrong for part in parts if (wrong := misfit(part[1], part[2], part[0]))), "")
+        fits = isinstance(found, (int, float) if shape is float else shape)
+        if isinstance(found, int):  # bool is a subclass of int
+            fits = fits and isinstance(found, bool) == (shape is bool) and abs(found) <= LARGEST_INT
+        return "" if fits else f"{name or 'it'} is not {_TYPE_NAMES[shape]}"
+    return next((bad for name, value, part in parts if (bad := mismatch(value, part, name))), "")

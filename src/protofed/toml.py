@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from protofed.shape import LARGEST
+from protofed.shape import LARGEST_INT
 
 DEEPEST = 16
 """Tables and lists in each other; ours need four."""
@@ -30,7 +30,7 @@ def _require_usable(value: Any, depth: int) -> None:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
         for part in value.values() if isinstance(value, dict) else value:
             _require_usable(part, depth - 1)
-    elif isinstance(value, int) and abs(value) > LARGEST:
+    elif isinstance(value, int) and abs(value) > LARGEST_INT:
         raise ValueError("it has a number of more than 64 bits")  # as TOML itself demands
 
 

@@ -218,7 +218,7 @@ def test_operator_mistakes_are_errors(tmp_path: Path, founded: Any, public: Path
     for given, words in (
         ({"method": "fpl", "folder": public}, "'fpl' uses no public images"),
         ({"options": {"public": "glyphs"}, "folder": public}, "contradicts --set public"),
-        ({"options": {"public": "folder:"}}, "in a folder that is not named"),
+        ({"options": {"public": "folder:"}}, "needs a folder of public images"),
         ({"options": {"public": "nowhere"}}, "unknown source of public images"),
         ({"folder": tmp_path / "nowhere"}, "there is no folder"),
         ({"options": {"public": "glyphs"}}, "32 pixels, but those of folder:pets have 16"),
@@ -231,7 +231,7 @@ def test_operator_mistakes_are_errors(tmp_path: Path, founded: Any, public: Path
     file = tmp_path / "again.toml"
     file.write_text(unpack(pack(spec)).config.toml())
     assert plan(None, file=file, folder=public).hash == spec.hash
-    with pytest.raises(ProtofedError, match="in a folder that is not named"):
+    with pytest.raises(ProtofedError, match="needs a folder of public images"):
         plan(None, file=file)
     (public / "broken.jpg").write_bytes(b"no image")
     with pytest.raises(ProtofedError, match="cannot decode 1 of 31") as error:

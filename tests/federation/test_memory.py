@@ -60,7 +60,7 @@ def test_the_activations_of_a_network():
     task, batch = tiny_task(), 4
     config = make_config(task, **{**SHORT, "model": "resnet10", "width": 8, "batch": batch})
     found = discover(config, task).applied(config)
-    state, each = memory._measured(found, task, "resnet10")
+    state, each = memory._measure(found, task, "resnet10")
     network = memory.build("resnet10", len(task.classes), task.image_size, 8, None)
     assert state == sum(t.numel() for t in network.state_dict().values())
     largest = 8 * task.image_size**2
@@ -82,13 +82,13 @@ def test_a_run_that_killed_the_process_is_refused(monkeypatch):
         assert part in str(error.value)
     lifted = re.search(r"--max-memory-gb (\S+)", error.value.hint)
     of(task, **base, engine="workers", workers=2, max_memory_gb=float(lifted[1]) + 0.1).require()
-    with pytest.raises(ProtofedError, match=r"and 1\.7 GB can be had"):  # 1.2 GB are loaded
+    with pytest.raises(ProtofedError, match=r"only 1\.7 GB is available"):  # 1.2 GB are loaded
         of(task, **base, max_memory_gb=0.5).require()
 
 
 def test_nothing_is_made_for_a_run_that_does_not_fit(tmp_path):
     task = tiny_task()
-    with pytest.raises(ProtofedError, match=r"takes about .*weights .*--width"):
+    with pytest.raises(ProtofedError, match=r"needs about .*weights .*--width"):
         run(task, out=tmp_path / "run", **{**SHORT, "model": "resnet18", "width": 100_000})
     assert not (tmp_path / "run").exists()
 

@@ -51,7 +51,7 @@ def compare(
     tensorboard: TensorBoardOption = False,
     settings: dict[str, Any],
 ) -> None:
-    """Run several methods on the same clients and put them into one table and one figure.
+    """Run several methods on the same clients and show them in one table and one figure.
 
     Runs that the pool (--runs) already has are not repeated; interrupted ones resume.
 
@@ -120,7 +120,7 @@ def sweep(
     tensorboard: TensorBoardOption = False,
     settings: dict[str, Any],
 ) -> None:
-    """Run a method over values of a parameter (a line), or of two (a heat map), with a table.
+    """Run a method over values of one parameter (a curve) or two (a heat map), with a table.
 
     For three parameters and more there is only the table.
 

@@ -28,7 +28,7 @@ ModelArgument = Annotated[
 ]
 ClientOption = Annotated[
     str | None,
-    typer.Option("--client", help="Whose model, for methods whose clients keep their own."),
+    typer.Option("--client", help="The client to load, for methods whose clients keep their own."),
 ]
 errors = Console(stderr=True)
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
@@ -37,25 +37,25 @@ DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto."
 def predict(
     model: ModelArgument,
     images: Annotated[
-        list[Path], typer.Argument(help="Image files, or folders that are searched for images.")
+        list[Path], typer.Argument(help="Image files, or folders to search for images.")
     ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The CSV file; default: the terminal.")
+        Path | None, typer.Option("--out", "-o", help="The CSV file; default: print it.")
     ] = None,
     client: ClientOption = None,
     device: DeviceOption = "auto",
     skip_bad: Annotated[
-        bool, typer.Option(help="Leave out files that cannot be decoded instead of stopping.")
+        bool, typer.Option(help="Skip files that cannot be decoded instead of stopping.")
     ] = False,
     trust_code: TrustOption = False,
 ) -> None:
     """Predict the classes of images: [bold]protofed predict runs/my-run photos/ -o out.csv[/bold].
 
-    Columns: file, class, probability, runner_up and its probability. For a run
-    with prototypes also the nearest one (a client's mean feature of a class):
+    Columns: file, class, probability, runner_up and its probability. If the run
+    has prototypes (a client's mean feature of a class), also the nearest one:
     its class, its domain and its cosine distance. far = yes if every prototype
-    is farther than prototypes of different classes typically are from each
-    other: the image resembles no class that was trained on.
+    is farther from the image than prototypes of different classes typically are
+    from each other: the image resembles no class that was trained on.
     """
     from protofed.inference import load_model
 

@@ -28,7 +28,7 @@ def report(
     title: Annotated[str, typer.Option(help="The page's title; default: methods and task.")] = "",
     trust_code: TrustOption = False,
 ) -> None:
-    """Make one self-contained page: tables, curves, features, prototypes, configuration.
+    """Write one self-contained HTML page: tables, curves, features, prototypes, configuration.
 
     [bold]protofed report runs/compare-glyphs -o report.html[/bold]. The page needs no network; the
     folder beside it has its figures for a paper.

@@ -91,8 +91,8 @@ def run(
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
-    Ctrl-C, or SIGTERM, writes a checkpoint; the same command with --resume continues from it
-    and ends with exactly the same numbers. Asked for more rounds, it extends a finished run.
+    Ctrl-C or SIGTERM writes a checkpoint; --resume continues from it and ends
+    with exactly the same numbers. With more rounds, it extends a finished run.
     """
     from protofed.config import merged_config, task_settings
     from protofed.data import load_task

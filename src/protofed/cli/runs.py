@@ -14,7 +14,7 @@ from protofed.cli.output import say, status, wide_console
 from protofed.errors import ProtofedError
 
 runs_app = typer.Typer(
-    name="runs", no_args_is_help=True, context_settings=HELP, help="Check the folders of runs."
+    name="runs", no_args_is_help=True, context_settings=HELP, help="Check runs for damaged files."
 )
 
 

@@ -33,7 +33,7 @@ study_app = typer.Typer(
     name="study",
     no_args_is_help=True,
     context_settings=HELP,
-    help="The papers' tables and figures, and studies of your own: list, show, run, table, pack.",
+    help="Reproduce the papers' tables and figures, or run studies of your own.",
 )
 
 NameArgument = Annotated[str, typer.Argument(help="A built-in study, or a TOML file of your own.")]

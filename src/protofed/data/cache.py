@@ -1,10 +1,10 @@
-"""The cache of decoded images: one uint8 array for a task at a size, mapped into memory.
+"""The cache of decoded images: one memory-mapped uint8 array for each task and image size.
 
 An entry is named after a hash of what it was made from. It consists of ``NAME.npy`` with the pixels
-and ``NAME.json`` with labels, notes and checksums. Both are written under a temporary name first,
-and two processes that make the same entry write the same bytes. A damaged entry counts as missing,
-and a cache folder that cannot be written does not stop a run. Images may be private, so only their
-owner can read the entries.
+and ``NAME.json`` with labels, notes and checksums. Both are written under a temporary name and then
+renamed; two processes that make the same entry write the same bytes. A damaged entry counts as
+missing, and a run does not need a writable cache folder. Images may be private, so only their owner
+can read the entries.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ FORMAT = 2
 """Raise this whenever pixels, splits or notes change: older entries are then ignored."""
 
 Pixels = NDArray[np.uint8]
-
-
 Parts = Sequence[tuple[str, str, Sequence[int]]]
-"""Domain, split and labels of consecutive rows of pixels."""
+"""Domain, split and labels of each run of consecutive images."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +64,14 @@ def entry_name(task: str, size: int, *made_from: object) -> str:
 def load(name: str) -> Decoded | None:
     """An entry, or None if it is missing or damaged."""
     try:
-        about = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
+        metadata = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
         # Copy on write: a tensor must be writable, and the file must not change.
         pixels = np.load(entries_folder() / f"{name}.npy", mmap_mode="c", allow_pickle=False)
         # A CRC detects a damaged file three times as fast as a cryptographic hash.
-        if about["digest"] != _digest(about) or about["crc"] != zlib.crc32(pixels.data):
+        if metadata["digest"] != _digest(metadata) or metadata["crc"] != zlib.crc32(pixels.data):
             return None
-        return _decoded(about, pixels)
-    except Exception:  # whatever is wrong with it, it is made again
+        return _decoded(metadata, pixels)
+    except Exception:  # whatever is wrong, the entry is made again
         return None
 
 
@@ -86,12 +84,12 @@ def store(
     skipped: Sequence[str] = (),
     source: Sequence[str] = (),
 ) -> Decoded:
-    """Write an entry and return what it holds; ``skipped`` are the files not decoded.
+    """Write an entry and return what it holds; ``skipped`` are the files left out.
 
-    ``source`` says where the images were, for a person who looks at the cache. Pixels from
-    ``scratch`` are moved, others copied.
+    ``source`` says where the images were, for people who list the cache. An array from
+    ``scratch`` is moved into place, any other is copied.
     """
-    about = {
+    metadata = {
         "classes": classes,
         "parts": parts,
         "notes": notes,
@@ -101,15 +99,15 @@ def store(
         "crc": zlib.crc32(pixels.data),
         "sha256": hashlib.sha256(pixels.data).hexdigest(),
     }
-    about["digest"] = _digest(about)
+    metadata["digest"] = _digest(metadata)
     if isinstance(pixels, np.memmap):
-        _keep(name, about, pixels)
+        _publish(name, metadata, pixels)
     else:
-        with scratch(name, pixels.shape) as own:
-            if isinstance(own, np.memmap):
-                own[:] = pixels
-                _keep(name, about, own)
-    return load(name) or _decoded(about, np.array(pixels))
+        with scratch(name, pixels.shape) as mapped:
+            if isinstance(mapped, np.memmap):
+                mapped[:] = pixels
+                _publish(name, metadata, mapped)
+    return load(name) or _decoded(metadata, np.array(pixels))
 
 
 @contextlib.contextmanager
@@ -119,10 +117,10 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
     try:
         entries_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(OSError):
-            entries_folder().chmod(0o700)  # older versions let others in
-        handle, text = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
+            entries_folder().chmod(0o700)  # older versions let others read it
+        handle, made = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
         os.close(handle)
-        path = Path(text)
+        path = Path(made)
         pixels: Pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
         _reserve(path)
     except OSError:
@@ -135,20 +133,20 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
 
 
 def recall(*key: object) -> str:
-    """The entry's name that ``remember`` noted for these plain values, else empty."""
+    """The entry's name that ``remember`` stored under this key of plain values; empty if none."""
     with contextlib.suppress(OSError):
-        return _note(key).read_text("utf-8").strip()
+        return _stamp(key).read_text("utf-8").strip()
     return ""
 
 
 def remember(name: str, *key: object) -> None:
     with contextlib.suppress(OSError):
-        write_atomic(_note(key), name, private=True)
+        write_atomic(_stamp(key), name, private=True)
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """An entry as it is on disk: its number of images, its files' bytes, and when it was made."""
+    """An entry on disk: its number of images, its size in bytes, and when it was made."""
 
     name: str
     source: str
@@ -158,41 +156,41 @@ class CacheEntry:
 
 
 def entries() -> list[CacheEntry]:
-    """All entries, the newest first; also what is left of those that were never finished."""
+    """All entries, newest first, including leftovers of unfinished ones."""
     found: dict[str, list[Path]] = {}
     for path in entries_folder().glob("*"):
         if path.is_file():
-            found.setdefault(_owner(path), []).append(path)
+            found.setdefault(_entry_of(path), []).append(path)
     return sorted((_entry(*item) for item in found.items()), key=lambda entry: -entry.made)
 
 
 def purge(names: Collection[str]) -> None:
-    """Delete these entries. A process that uses one keeps what it has."""
+    """Delete these entries. A process that has one mapped can go on using it."""
     for path in entries_folder().glob("*"):
-        if path.is_file() and _owner(path) in names:
+        if path.is_file() and _entry_of(path) in names:
             path.unlink()
-    for note in _note(()).parent.glob("*"):
-        if note.read_text("utf-8").strip() in names:
-            note.unlink()
+    for stamp in _stamp(()).parent.glob("*"):
+        if stamp.read_text("utf-8").strip() in names:
+            stamp.unlink()
 
 
-def _owner(path: Path) -> str:
-    """The entry's name that a file has, also a temporary one: .NAME.npy.0a1b.tmp."""
+def _entry_of(path: Path) -> str:
+    """The entry that a file belongs to, also a temporary one: .NAME.npy.0a1b.tmp."""
     return path.name.lstrip(".").partition(".")[0]
 
 
 def _entry(name: str, files: list[Path]) -> CacheEntry:
     source, images = "unfinished or damaged", 0
     with contextlib.suppress(Exception):
-        about = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
-        source, images = ", ".join(about.get("source", ())), int(about["shape"][0])
+        metadata = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
+        source, images = ", ".join(metadata.get("source", ())), int(metadata["shape"][0])
     stats = [path.stat() for path in files]
     made = max(s.st_mtime for s in stats)
     return CacheEntry(name, source, images, sum(s.st_size for s in stats), made)
 
 
 def _reserve(path: Path) -> None:
-    """Make sure that the disk has room: writing to a mapped file without any ends the process."""
+    """Reserve disk space: writing to a mapped file on a full disk kills the process."""
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -202,43 +200,43 @@ def entries_folder() -> Path:
     return cache_folder() / "decoded"
 
 
-def _note(key: object) -> Path:
+def _stamp(key: object) -> Path:
     return entries_folder() / "stamps" / _hash(key)
 
 
-def _keep(name: str, about: Mapping[str, Any], pixels: np.memmap[Any, Any]) -> None:
-    """Give the files their names; the JSON comes last, so that it never lacks its pixels."""
+def _publish(name: str, metadata: Mapping[str, Any], pixels: np.memmap[Any, Any]) -> None:
+    """Move the files into place; the JSON comes last, so that it is never without its pixels."""
     with contextlib.suppress(OSError):
         pixels.flush()
         path = Path(str(pixels.filename))
         with path.open("rb") as file:
             os.fsync(file.fileno())
         path.replace(entries_folder() / f"{name}.npy")
-        write_atomic(entries_folder() / f"{name}.json", json.dumps(about), private=True)
+        write_atomic(entries_folder() / f"{name}.json", json.dumps(metadata), private=True)
 
 
-def _decoded(about: Mapping[str, Any], pixels: Pixels) -> Decoded:
+def _decoded(metadata: Mapping[str, Any], pixels: Pixels) -> Decoded:
     x = torch.from_numpy(pixels)
     images: dict[str, dict[str, Images]] = {}
-    empty = Images(x[:0], torch.empty(0, dtype=torch.int64))  # public images have no test images
+    empty = Images(x[:0], torch.empty(0, dtype=torch.int64))  # a public domain has none for testing
     start = 0
-    for domain, split, labels in about["parts"]:
+    for domain, split, labels in metadata["parts"]:
         end = start + len(labels)
         y = torch.tensor(labels, dtype=torch.int64)
         images.setdefault(domain, {})[split] = Images(x[start:end], y)
         start = end
     return Decoded(
-        tuple(about["classes"]),
+        tuple(metadata["classes"]),
         {d: Domain(s["train"], s.get("test", empty)) for d, s in images.items()},
-        tuple(about["notes"]),
-        tuple(about["skipped"]),
-        about["digest"],
+        tuple(metadata["notes"]),
+        tuple(metadata["skipped"]),
+        metadata["digest"],
     )
 
 
-def _digest(about: Mapping[str, Any]) -> str:
+def _digest(metadata: Mapping[str, Any]) -> str:
     """A hash that depends neither on where the images were nor on the format of their files."""
-    parts = [about[k] for k in ("classes", "parts", "shape", "sha256")]
+    parts = [metadata[k] for k in ("classes", "parts", "shape", "sha256")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -96,7 +96,7 @@ class Coordinator:
         with self.ledger.opened(resume, overwrite) as found:
             if found is not None:
                 self.server.state, self.server.round = tree.copy(found.state), found.round
-                self.accepted, self.pending = dict(self.ledger.kept), found.pending
+                self.accepted, self.pending = dict(self.ledger.states), found.pending
                 log.info("resumed after round %d", self.server.round)
             return self._run()
 
@@ -289,7 +289,7 @@ class Coordinator:
                 evaluate=evaluate,
                 accepted=self.accepted.get(name, ""),
                 kept=[
-                    kept[name] for kept in (self.ledger.kept, self.ledger.older) if kept.get(name)
+                    kept[name] for kept in (self.ledger.states, self.ledger.older) if kept.get(name)
                 ],
             )
             for name in nodes

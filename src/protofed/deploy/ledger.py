@@ -1,8 +1,8 @@
-"""What the server of a deployment writes down, in the same folder as every run's.
+"""What the server of a deployment writes: a run's folder like any other, with its log beside it.
 
-Beside the folder lies its log. A deployment's checkpoint also has, for each site, the name of the
-private state that belongs to its last accepted reply and the bytes of its messages, and the record
-of the last round, whose accuracy comes with the next one's replies.
+A deployment's checkpoint has, in addition, the name of the private state that belongs to each
+site's last accepted reply, the bytes of its messages, and the record of the last round, whose
+accuracy arrives with the next round's replies.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Ledger:
     def __init__(self, path: Path, spec: RunSpec, members: Members, network: Network) -> None:
         self.folder = RunFolder(path)
         self.spec, self.config, self.members = spec, spec.config, members
-        self.kept: dict[str, str] = {}
-        """Each site's private state as of the last checkpoint."""
+        self.states: dict[str, str] = {}
+        """The name of each site's private state as of the last checkpoint."""
         self.older: dict[str, str] = {}
         """The same as of the checkpoint before it."""
         self.samples: dict[str, int] = {}
         self.tested: dict[str, int] = {}
         self.wire: dict[str, dict[str, int]] = {}
-        """Bytes of each site's messages, of failed rounds and the last evaluation too."""
+        """Bytes of each site's messages, including failed rounds and the last evaluation."""
         method, average = spec.config.method, spec.config.average
         self.policies = {
             "batchnorm": batchnorm_policy(network, method),
@@ -58,7 +58,7 @@ class Ledger:
             config, hash, facts, resume=resume, overwrite=overwrite, deployed=True
         ) as found:
             if found is not None:
-                self.kept, older = dict(found.extra["accepted"]), self.folder.older_checkpoint()
+                self.states, older = dict(found.extra["accepted"]), self.folder.older_checkpoint()
                 self.older = dict(older.extra["accepted"]) if older else {}
                 self.samples, self.wire = found.extra["samples"], found.extra["wire"]
             yield found
@@ -66,17 +66,17 @@ class Ledger:
     def completed(
         self, round: int, state: Tree, accepted: Mapping[str, str], pending: Record | None
     ) -> Checkpoint:
-        """What to resume from after a complete round; the bytes are counted until it is written."""
+        """The checkpoint of a completed round; its bytes still grow until it is written."""
         extra = {"accepted": dict(accepted), "samples": self.samples, "wire": self.wire}
         rounds = self.config.rounds
         return Checkpoint(self.spec.hash, round, state, {}, pending, extra, rounds)
 
     def checkpoint(self, done: Checkpoint) -> None:
         self.folder.save_checkpoint(done)
-        self.older, self.kept = self.kept, done.extra["accepted"]
+        self.older, self.states = self.states, done.extra["accepted"]
 
     def count_bytes(self, wire: Mapping[str, Mapping[str, int]]) -> None:
-        """Add the bytes of an exchange to each site's."""
+        """Add the bytes of an exchange to each site's total."""
         for name, count in wire.items():
             so_far = self.wire.setdefault(name, {"up": 0, "down": 0})
             for way, size in count.items():
@@ -108,7 +108,7 @@ class Ledger:
             versions=facts.versions,
             data=f"Images of the {len(sites)} sites of {self.members.name}.",
             engine=f"{facts.engine} ({facts.engine_reason})",
-            # a site has only its own test images: nobody is tested on another's
+            # a site has only its own test images, so no site is tested on another's
             evaluated="global" if self.config.method.evaluates == "global" else "clients",
             tested=self.tested,
             classes=list(self.spec.task.classes),

@@ -1,6 +1,6 @@
 """The log of a deployed run: ``<run>.log`` beside the run's folder.
 
-The server's process writes it; the operator's commands follow it and look for its last line.
+The server's process writes it; the operator's commands follow it until its last line.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ log = logging.getLogger("protofed.deploy")
 
 COMPLETE = "the run is complete"
 ENDED = "the run ended"
-"""How the last line of a run's log starts: after the last round, or if the run ended early."""
+"""What the last line of a run's log says: after the last round, or if the run ended early."""
 
 
 def log_path(run: Path) -> Path:
-    """The log of the run in this folder. Not inside: the run opens an empty folder only."""
+    """The log of the run in this folder. Not inside it: a new run needs an empty folder."""
     return run.with_name(f"{run.name}.log")
 
 
-def is_last(line: str) -> bool:
-    """Whether this line says that the run is over."""
+def says_run_is_over(line: str) -> bool:
     return COMPLETE in line or ENDED in line
 
 
@@ -37,7 +36,7 @@ def last_line(runs: Path) -> str:
 
 @contextmanager
 def logging_to(path: Path) -> Iterator[None]:
-    """Inside this block, log to the screen and to a file."""
+    """During this block, log to the terminal and to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handlers = (logging.StreamHandler(sys.stdout), logging.FileHandler(path, encoding="utf-8"))
     for handler in handlers:

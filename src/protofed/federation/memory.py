@@ -1,8 +1,7 @@
 """How much memory a run takes, estimated before it starts.
 
-The kernel ends a process that takes more than there is without a word, perhaps after hours. The
-estimate is what any method needs; one that passes an image through its network several times in a
-step needs more.
+A process that runs out of memory is killed without a message, perhaps after hours. The estimate
+covers what every method needs; a method with several forward passes per step needs more.
 """
 
 from __future__ import annotations
@@ -29,13 +28,20 @@ from protofed.method import Sizes
 from protofed.models import build
 
 SERVER_COPIES = 4
-"""Of the weights: the server's, their mean, and a checkpoint's tensors and bytes."""
+"""Copies of the weights at the server: its own, their mean, a checkpoint's tensors and bytes."""
 CLIENT_COPIES = 4
-"""Of the weights, beside the network: gradients, momentum, what a step changes, the reply."""
-THIN, SMALL = 4, 32
-"""The width and the image size at which activations are counted."""
+"""Copies of the weights at a client, beside its network: gradients, momentum, update, reply."""
+PROBE_WIDTH, PROBE_SIZE = 4, 32
+"""Channels and image size of the small model on which activations are counted."""
 EVALUATION_ACTIVATIONS = 4
-"""How many of the largest activations are in memory at a time where no gradient is needed."""
+"""How many tensors as large as the largest activation are in memory where no gradient is needed."""
+
+_ADVICE = {
+    "weights": "use a smaller --model or --width",
+    "activations": "use a smaller --batch, --image-size or --model, or fewer --workers",
+    "images": "use a smaller --image-size, fewer --samples or less --participation",
+}
+"""What to try if this part of the estimate is the largest."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,9 @@ class Memory:
     activations: int
     images: int
     loaded: int
-    """The part of the images that is in memory already."""
+    """The part of ``images`` that is already in memory."""
     free: int | None
-    """What there is beside the loaded images, if that is known."""
+    """What is available beside the loaded images; None if unknown."""
     gpu: bool
 
     @property
@@ -60,20 +66,13 @@ class Memory:
         return f"about {_gb(self.total)} GB of {'GPU ' * self.gpu}memory ({', '.join(parts)})"
 
     def require(self) -> None:
-        """An error if it is more than there is."""
+        """Raise an error if the run needs more than is available."""
         if self.free is not None and self.total - self.loaded > self.free:
             raise ProtofedError(
-                f"the run takes {self}, and {_gb(self.free + self.loaded)} GB can be had",
+                f"the run needs {self}, but only {_gb(self.free + self.loaded)} GB is available",
                 f"{_ADVICE[max(_ADVICE, key=lambda name: getattr(self, name))]}; "
-                f"--max-memory-gb {_gb(self.total)} runs it all the same",
+                f"--max-memory-gb {_gb(self.total)} starts it anyway",
             )
-
-
-_ADVICE = {
-    "weights": "use a smaller --model or --width",
-    "activations": "use a smaller --batch, --image-size or --model, or fewer --workers",
-    "images": "use a smaller --image-size, fewer --samples or less --participation",
-}
 
 
 def _gb(count: int) -> str:
@@ -81,40 +80,40 @@ def _gb(count: int) -> str:
 
 
 def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
-    """The memory of a run whose config has device, precision and engine as they were found.
+    """Estimate a run's memory; the config has the device, precision and engine actually used.
 
-    Without a folder, clients' states cannot be kept on disk. On a GPU it is the least that lanes
-    can do with: one client at a time, tested with small batches.
+    Client states can move to disk only ``in_folder``. On a GPU this is the minimum for the lanes
+    engine: one client at a time, evaluated in small batches.
     """
     gpu, size = config.device == "cuda", DTYPES[config.precision].itemsize
     cores = (config.workers or os.cpu_count() or 1) if config.engine == "workers" else 1
-    held = [_samples(config, task, d) for d, n in config.domain_clients.items() for _ in range(n)]
-    most = max(held, default=0)
-    training = math.ceil(len(held) * config.participation)
-    # the clients' own passes without a gradient are not made smaller for large images
-    passes = config.method.proto_pass == "post" or config.method.public_images is not None
-    tested = EVALUATION_BATCH if passes else evaluation_batch(task.image_size)
-    largest = max(most, *(len(domain.test) for domain in task.domains.values()))
+    sizes = [_samples(config, task, d) for d, n in config.domain_clients.items() for _ in range(n)]
+    most = max(sizes, default=0)
+    participants = math.ceil(len(sizes) * config.participation)
+    # clients' own passes without gradients do not use smaller batches for large images
+    client_passes = config.method.proto_pass == "post" or config.method.public_images is not None
+    test_batch = EVALUATION_BATCH if client_passes else evaluation_batch(task.image_size)
+    largest_set = max(most, *(len(domain.test) for domain in task.domains.values()))
     states, activations = [], 0
     for model in config.models:
-        state, saved = _measured(config, task, model)
+        state, saved = _measure(config, task, model)
         states.append(size * state)
         train = sum(saved) * min(config.batch, most)
-        test = EVALUATION_ACTIVATIONS * max(saved) * min(tested, largest)
+        test = EVALUATION_ACTIVATIONS * max(saved) * min(test_batch, largest_set)
         activations = max(activations, size * (train if gpu else max(train, test)))
     state = max(states)
-    private = state * len(held) * bool(config.method.slots.client)
+    private = state * len(sizes) * bool(config.method.slots.client)
     weights = (1 + cores) * sum(states) + (SERVER_COPIES + cores * CLIENT_COPIES) * state
-    weights += min(training * state, spool.MEMORY_LIMIT)
+    weights += min(participants * state, spool.MEMORY_LIMIT)
     weights += min(private, client_state.MEMORY_LIMIT) if in_folder else private
     loaded = sum(i.x.nbytes for d in task.domains.values() for i in (d.train, d.test))
     image = 3 * task.image_size**2
-    copies = image * sum(sorted(held)[-training:])
-    ready = min(PREPARED_BYTES, image * most) * (1 + task.augment.flip)
+    copies = image * sum(sorted(sizes)[-participants:])
+    prepared = min(PREPARED_BYTES, image * most) * (1 + task.augment.flip)
     return Memory(
         weights,
         cores * activations // (2 if config.precision == "bf16" else 1),
-        loaded + copies + cores * ready,
+        loaded + copies + cores * prepared,
         0 if gpu else loaded,
         _free(config),
         gpu,
@@ -123,40 +122,40 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
 
 def _samples(config: Config, task: Task, domain: str) -> int:
     """How many images a client of a domain holds at most."""
-    asked, there = config.domain_samples.get(domain, 1.0), len(task.domains[domain].train)
-    return min(there, math.ceil(asked * there) if isinstance(asked, float) else asked)
+    asked, available = config.domain_samples.get(domain, 1.0), len(task.domains[domain].train)
+    return min(available, math.ceil(asked * available) if isinstance(asked, float) else asked)
 
 
-def _measured(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
-    """Numbers in a model's state, and in each tensor that it keeps of an image for its gradient.
+def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
+    """The size of a model's state, and of each tensor it saves per image for the backward pass.
 
-    The state is counted without memory, on PyTorch's device for shapes. Activations are those of a
-    thin model on small images, times as many channels and pixels as there are more.
+    Sizes are numbers of elements. The state is counted on the meta device, which allocates nothing.
+    Activations are counted on a narrow model with small images, then scaled up.
     """
     classes, side = len(task.classes), task.image_size
     with torch.device("meta"):
         network = backbone = build(model, classes, side, config.width, config.norm)
-        with suppress(Exception):  # a network of one's own may need tensors with numbers
+        with suppress(Exception):  # a custom network may need real values
             network = config.method.network(backbone, Sizes(classes, backbone.features, side))
     state = sum(t.numel() for t in network.state_dict().values())
     with torch.random.fork_rng(devices=[]):
-        thin = build(model, classes, SMALL, THIN, config.norm)
-    kept: list[Tensor] = []
+        probe = build(model, classes, PROBE_SIZE, PROBE_WIDTH, config.norm)
+    saved: list[Tensor] = []
 
-    def keep(saved: Tensor) -> Tensor:
-        kept.append(saved)
-        return saved
+    def record(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
 
-    with one_thread(), saved_tensors_hooks(keep, lambda saved: saved):
-        thin(torch.zeros(2, 3, SMALL, SMALL))
-    own = {t.data_ptr() for t in thin.state_dict().values()}
-    each = {t.data_ptr(): t.numel() for t in kept if t.data_ptr() not in own}
+    with one_thread(), saved_tensors_hooks(record, lambda tensor: tensor):
+        probe(torch.zeros(2, 3, PROBE_SIZE, PROBE_SIZE))
+    weights = {t.data_ptr() for t in probe.state_dict().values()}
+    activations = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in weights}
     width = next(backbone.parameters()).shape[0]
-    scale = width / THIN * (side / SMALL) ** 2 / 2
-    return state, [math.ceil(scale * count) for count in each.values()]
+    scale = width / PROBE_WIDTH * (side / PROBE_SIZE) ** 2 / 2  # the probe saw two images
+    return state, [math.ceil(scale * count) for count in activations.values()]
 
 
-# ---- what there is -------------------------------------------------------------------------------
+# ---- available memory ----------------------------------------------------------------------------
 
 
 def _free(config: Config) -> int | None:
@@ -169,28 +168,28 @@ def _free(config: Config) -> int | None:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take, by the machine and by the groups that limit it.
+    """Bytes that this process may still take, as limited by the machine and by control groups.
 
-    None where the system does not say (it is not Linux).
+    None if the system does not say (outside Linux).
     """
-    found = list(_group_free(root))
+    found = list(_cgroup_free(root))
     with suppress(OSError, ValueError, KeyError):
-        found.append(_table(root / "proc/meminfo")["MemAvailable:"] << 10)
+        found.append(_read_numbers(root / "proc/meminfo")["MemAvailable:"] << 10)
     return min(found, default=None)
 
 
-def _group_free(root: Path) -> Iterator[int]:
-    """What the control groups of this process (a container, a batch job) leave it."""
+def _cgroup_free(root: Path) -> Iterator[int]:
+    """What each control group of this process (a container, a batch job) leaves it."""
     groups = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _, kinds, path = line.split(":", 2)
-        if kinds == "":
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2 of control groups
             base, names = groups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in kinds.split(","):
+        elif "memory" in controllers.split(","):  # version 1
             base = groups / "memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
@@ -199,10 +198,10 @@ def _group_free(root: Path) -> Iterator[int]:
         while group.is_relative_to(base):
             with suppress(OSError, ValueError, KeyError):  # "max": no limit
                 limit, used = (int((group / name).read_text()) for name in names[:2])
-                yield limit - used + _table(group / "memory.stat")[names[2]]
+                yield limit - used + _read_numbers(group / "memory.stat")[names[2]]
             group = group.parent
 
 
-def _table(path: Path) -> dict[str, int]:
+def _read_numbers(path: Path) -> dict[str, int]:
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}

@@ -1,11 +1,11 @@
-"""A trained model in use: ``load_model`` reads a model's file, which says all that this needs.
+"""Use a trained model: ``load_model`` reads a model's file, which holds all that is needed.
 
     >>> model = protofed.load_model("runs/glyphs-fpl-0-8d543c2646")
     >>> model.predict(["a.png", "b.png"])
     ['seven', 'two']
 
-Images are paths, PIL images, arrays [H, W] or [H, W, 3], or tensors [3, H, W], alone or several.
-They are resized and normalized as in training. Numbers are 8-bit intensities or floats from 0 to 1.
+Images are paths, PIL images, arrays [H, W] or [H, W, 3], or tensors [3, H, W], one or several.
+They are resized and normalized as in training. Pixels are 8-bit integers or floats from 0 to 1.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ BATCH = 256
 
 @dataclass(frozen=True)
 class Nearest:
-    """For each image, the client's prototype that is nearest to its feature by cosine distance.
+    """For each image, the client prototype nearest to its feature, by cosine distance.
 
     An image is ``far`` if every prototype is farther from it than ``threshold``: the median
-    distance of a prototype to the nearest one of another class. Such an image resembles no class
+    distance from a prototype to the nearest one of another class. Such an image resembles no class
     as much as the classes resemble each other.
     """
 
@@ -62,7 +62,7 @@ class Nearest:
 class TrainedModel:
     """A trained network with its preprocessing and its method's rule; ``load_model`` makes one.
 
-    ``card`` is what the model's file says of it.
+    ``card`` describes the model; ``kept`` has the prototypes of the run's last round, if any.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TrainedModel:
         self.classes, self.image_size = card.classes, card.image_size
         self.method, self.device = stored.method, torch.device(find_device(device))
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
-            (client,) = stored.clients  # a site's own file
+            (client,) = stored.clients  # a site's own file has one
         self.client, self.kept = client, kept
         self.network = stored.network(client).to(self.device)
         names = tuple(name for name, _ in self.network.named_parameters())
@@ -114,7 +114,7 @@ class TrainedModel:
         return softmax(self.logits(images))
 
     def logits(self, images: Picture | Sequence[Picture]) -> Floats:
-        """Scores [n, K] whose softmax are the probabilities, by the method's own rule."""
+        """Scores [n, K] by the method's own rule; their softmax gives the probabilities."""
         return self._compute(images, self.scores, len(self.classes))
 
     def embed(self, images: Picture | Sequence[Picture]) -> Floats:
@@ -123,7 +123,7 @@ class TrainedModel:
 
     def scores(self, inputs: Tensor) -> Tensor:
         """Scores [n, K] of normalized images."""
-        self._view.begin_step(self._key)  # the draws of the run's own evaluation
+        self._view.begin_step(self._key)  # draw what the run's own evaluation drew
         return self.method.predict(self._view, inputs)
 
     def _features(self, inputs: Tensor) -> Tensor:
@@ -136,18 +136,18 @@ class TrainedModel:
         function: Callable[[Tensor], Tensor],
         columns: int,
     ) -> Floats:
-        several, found = _several(images), [np.zeros((0, columns))]
+        remaining, outputs = _each_image(images), [np.zeros((0, columns))]
         with torch.no_grad(), one_thread():
-            while batch := list(islice(several, BATCH)):
+            while batch := list(islice(remaining, BATCH)):
                 x = torch.from_numpy(np.stack([pixels(i, self.image_size) for i in batch]))
-                out = function(normalized(x.to(self.device), self._augment, self.dtype))
-                found.append(out.double().cpu().numpy())
-        return np.concatenate(found)
+                output = function(normalized(x.to(self.device), self._augment, self.dtype))
+                outputs.append(output.double().cpu().numpy())
+        return np.concatenate(outputs)
 
     def nearest(self, features: Floats) -> Nearest | None:
         """The clients' prototypes nearest to features [n, d].
 
-        None if the method has no prototypes, or the model was not read from its run's folder.
+        None without prototypes: the method sends none, or only the model's file was read.
         """
         if self.kept is None or not self.kept.sent:
             return None
@@ -159,20 +159,20 @@ class TrainedModel:
         best = distances.argmin(1)
         between = cosine_distances(rows, rows)
         between[labels[:, None] == labels] = np.inf
-        others = between.min(1)
+        to_other_class = between.min(1)
         return Nearest(
             tuple(self.classes[labels[i]] for i in best),
             tuple(self.kept.domains[clients[i]] for i in best),
             distances.min(1),
-            float(np.median(others)) if np.isfinite(others).any() else np.inf,
+            float(np.median(to_other_class)) if np.isfinite(to_other_class).any() else np.inf,
         )
 
 
 def load_model(path: str | Path, client: str | None = None, device: str = "cpu") -> TrainedModel:
     """The trained model of a run's folder, or of a model's file.
 
-    ``client`` names whose model, for methods whose clients keep their own. Neither needs the
-    run's images.
+    ``client`` names whose model to load, for methods whose clients keep their own. The run's
+    images are not needed.
     """
     path = Path(path)
     if path.is_file():
@@ -199,7 +199,7 @@ def pixels(image: Picture, size: int) -> NDArray[np.uint8]:
 
 
 def _array(image: NDArray[Any]) -> NDArray[np.uint8]:
-    """Intensities [H, W] or [H, W, 3], from 8-bit numbers or floats from 0 to 1."""
+    """8-bit pixels [H, W] or [H, W, 3] of an array of 8-bit integers or floats from 0 to 1."""
     if image.ndim == 3 and image.shape[2] == 1:
         image = image[:, :, 0]
     if not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)):
@@ -208,20 +208,20 @@ def _array(image: NDArray[Any]) -> NDArray[np.uint8]:
             "tensors are [3, H, W] or [1, H, W]",
         )
     if np.issubdtype(image.dtype, np.floating):
-        if not (image.min() >= 0 and image.max() <= 1):  # NaN too
+        if not (image.min() >= 0 and image.max() <= 1):  # also true for NaN
             raise ProtofedError(
-                f"floats of an image must be from 0 to 1, got {image.min():g} to {image.max():g}",
-                "pass images as they are: the model normalizes them itself",
+                f"float pixels must be from 0 to 1, got {image.min():g} to {image.max():g}",
+                "pass images before normalization: the model normalizes them itself",
             )
         image = np.rint(image * 255)
     elif image.dtype != np.uint8:
         raise ProtofedError(
-            f"an image has numbers of type {image.dtype}", "use 8-bit numbers or floats from 0 to 1"
+            f"an image has pixels of type {image.dtype}", "use uint8, or floats from 0 to 1"
         )
     return image.astype(np.uint8)
 
 
-def _several(images: Picture | Sequence[Picture]) -> Iterator[Picture]:
+def _each_image(images: Picture | Sequence[Picture]) -> Iterator[Picture]:
     if isinstance(images, str | Path | Image.Image):
         return iter([images])
     if isinstance(images, np.ndarray | Tensor):

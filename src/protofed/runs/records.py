@@ -13,7 +13,7 @@ from typing import Any
 
 from protofed.errors import ProtofedError
 from protofed.files import Damaged, sealed, unsealed
-from protofed.shape import misfit
+from protofed.shape import mismatch
 
 LAST = 5
 """The papers' metric is the mean over this many last rounds, never the best round on test data."""
@@ -181,7 +181,7 @@ def read_records(path: Path, count: int | None = None) -> Records:
 def require_records(path: Path, records: Any) -> None:
     """An error where these are not the records of one run, line by line."""
     for number, record in enumerate(records, start=1):
-        if wrong := misfit(record, RECORD):
+        if wrong := mismatch(record, RECORD):
             raise Damaged(path, f"line {number} is not the record of a round: {wrong}")
         if record["round"] != number - 1:
             raise Damaged(path, f"line {number} is not the record of round {number}")

@@ -14,12 +14,12 @@ from protofed.data.task import SPLITS, DataMissing, Parts, Plan, Sample
 from protofed.errors import ProtofedError
 
 SPLIT_FOLDERS = {"train": "train", "training": "train", "crossval": "train", "test": "test"}
-"""Folders between a domain and its classes, and the split that they stand for."""
+"""Folders that may stand between a domain and its classes, and the split of their images."""
 
-# Files that accompany images. All others in a class folder have to be images.
+# Files that accompany images. All others in a class folder must be images.
 _SIDE_FILES = {".txt", ".md", ".csv", ".tsv", ".json", ".xml", ".html", ".yaml", ".yml", ".log",
                ".mat", ".npy", ".npz", ".h5", ".hdf5", ".pdf", ".py"}  # fmt: skip
-_OTHER_FOLDERS = {"images", "full", "kfold"}  # also between a domain and its classes
+_OTHER_FOLDERS = {"images", "full", "kfold"}  # may stand there too, but name no split
 _SPLIT_PREFIX = re.compile(r"(train|crossval|test)_")
 _LIST_NAME = re.compile(r"(.+)_((train|crossval|val|test)(_kfold)?)\.txt")
 
@@ -30,7 +30,7 @@ class TreeImage(NamedTuple):
     folder: str  # the name of the class's folder
     label: int
     split: str | None
-    key: tuple[int, str]  # its label, and its name with the split in front
+    key: tuple[int, str]  # its label, and its name with any split in front
     file: File
 
     @property
@@ -52,7 +52,7 @@ class ImageTree:
     notes: list[str]
 
     def plan(self, split: Callable[[str, Sequence[TreeImage]], Parts]) -> Plan:
-        """The plan in which ``split`` divides each domain's images."""
+        """The task's plan, with each domain's images divided by ``split``."""
         parts: Parts = {}
         for domain, images in self.images.items():
             parts |= split(domain, images)
@@ -85,7 +85,7 @@ def read_tree(task: PublishedTask, paths: Sequence[Path]) -> ImageTree:
 
 
 def mod10(domain: str, images: Sequence[TreeImage]) -> Parts:
-    """The papers' split: of ten images in their order, eight are for training, two for test."""
+    """The papers' split: of every ten images in order, eight are for training and two for test."""
     train = [image.sample for i, image in enumerate(images) if i % 10 < 8]
     test = [image.sample for i, image in enumerate(images) if i % 10 >= 8]
     return {(domain, "train"): train, (domain, "test"): test}
@@ -110,7 +110,7 @@ def read_list(file: File, images: Sequence[TreeImage]) -> list[Sample]:
     by_key = {i.key: i for i in images}
     by_name = {(plain(i.folder), i.file.parts[-1].casefold()): i for i in images}
     samples: list[Sample] = []
-    shifts, missing = set(), ""
+    label_offsets, missing = set(), ""
     for number, line in enumerate(file.read().decode("utf-8", "replace").splitlines(), start=1):
         if not line.strip():
             continue
@@ -121,19 +121,19 @@ def read_list(file: File, images: Sequence[TreeImage]) -> list[Sample]:
         name = parts[-1].casefold()
         image = by_name.get((plain(parts[-2]), name))
         if image is None:
-            # the same image under its folder's other name: full/3/train_x.jpg is train/3/x.jpg
+            # copies of the data name an image differently: full/3/train_x.jpg is train/3/x.jpg
             if len(parts) > 2 and (split := plain(parts[-3])) in SPLIT_FOLDERS:
                 name = f"{split}_{name}"
             image = by_key.get((int(label), name)) or by_key.get((int(label) - 1, name))
         if image is None:
             missing = missing or f"'{file.name}', line {number}: there is no image '{path}'"
             continue
-        shifts.add(int(label) - image.label)
+        label_offsets.add(int(label) - image.label)
         samples.append(image.sample)
     if samples and missing:
         raise ProtofedError(missing, "the list belongs to another copy of the data")
-    if not (shifts <= {0} or shifts <= {1}):  # PACS counts its classes from 1, VLCS from 0
-        raise ProtofedError(f"'{file.name}': its labels do not match the folders of its images")
+    if not (label_offsets <= {0} or label_offsets <= {1}):  # VLCS counts from 0, PACS from 1
+        raise ProtofedError(f"'{file.name}': the labels do not match the images' folders")
     return samples
 
 
@@ -173,10 +173,10 @@ def _by_domain(
         split = SPLIT_FOLDERS[split] if split else None
         images[domain].append(TreeImage(file.parts[-2], label, split, (label, name), file))
     for domain, own in images.items():
-        # VLCS comes with its images twice, in full/ and in the folders of its splits
-        parted = [i for i in own if not any(plain(p) == "full" for p in i.file.parts)]
-        if any(i.split for i in parted):
-            images[domain] = parted
+        # VLCS has every image twice, in full/ and in the folder of its split
+        outside_full = [i for i in own if not any(plain(p) == "full" for p in i.file.parts)]
+        if any(i.split for i in outside_full):
+            images[domain] = outside_full
     return images, unknown
 
 
