@@ -28,7 +28,7 @@ DAYS = 365
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that is never, even while it is written, readable by others."""
+    """Write a new file that only its owner can read, at no time anyone else."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -49,8 +49,8 @@ class Authority:
         self._key = _new_key()
         self._name = f"{name} test CA"
         self.key = _private_pem(self._key)
-        key_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
-        self.certificate = self._sign(self._name, self._key, True, key_id)
+        own = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self.certificate = self._sign(self._name, self._key, True, own)
 
     def server(self, hosts: Iterable[str]) -> tuple[bytes, bytes]:
         """A server certificate for these host names and addresses, and its key."""
@@ -78,7 +78,7 @@ class Authority:
         return certificate, _private_pem(key)
 
     def _sign(
-        self, name: str, key: ec.EllipticCurvePrivateKey, ca: bool, *extensions: x509.ExtensionType
+        self, name: str, key: ec.EllipticCurvePrivateKey, ca: bool, *more: x509.ExtensionType
     ) -> bytes:
         now = datetime.datetime.now(datetime.UTC)
         usage = x509.KeyUsage(
@@ -98,12 +98,12 @@ class Authority:
             .issuer_name(_common_name(self._name))
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))  # a site's clock may be behind
+            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
             .not_valid_after(now + datetime.timedelta(days=DAYS))
             .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
             .add_extension(usage, critical=True)
         )
-        for extension in extensions:
+        for extension in more:
             builder = builder.add_extension(extension, critical=False)
         return builder.sign(self._key, SHA384()).public_bytes(Encoding.PEM)
 
@@ -122,7 +122,7 @@ def _common_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _general_name(name: str) -> x509.GeneralName:
+def _host(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

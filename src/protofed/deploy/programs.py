@@ -31,28 +31,28 @@ from protofed.errors import ProtofedError
 from protofed.files import write_atomic, write_json
 
 CONNECTION = "federation"
-"""What Flower's command line calls the connection to the server."""
+"""The name of the server on Flower's command line."""
 FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""With these set, Flower neither contacts its vendor's servers nor installs anything."""
+"""With these, Flower neither contacts its vendor's servers nor installs anything."""
 NODES_FILE = Path("flower") / "nodes.json"
-"""In the server's folder: each site's node ID in Flower."""
+"""In the server's folder: the number that each site has in Flower."""
 FOLDER_VARIABLE = "PROTOFED_SERVER"
 """The environment variable that tells the server's processes which folder is theirs."""
 STOP_SECONDS = 15.0
-"""How long a program may take to exit after a signal."""
+"""How long a program has to end after a signal."""
 CONNECTED_SECONDS = 30.0
-"""A SuperNode that exits sooner is taken as never connected."""
+"""A SuperNode that ends sooner was never connected."""
 RETRY_SECONDS = 5.0
 
 
 def environment(flower_home: Path, **more: str) -> dict[str, str]:
     """The environment of Flower's programs: a home of its own, and the switches."""
-    programs = str(Path(sys.executable).parent)  # where Flower finds its other programs
+    programs = str(Path(sys.executable).parent)  # Flower starts more of its programs
     path = os.pathsep.join([programs, os.environ.get("PATH", "")])
     flower_home.mkdir(parents=True, exist_ok=True)
     return {**os.environ, **FLOWER_SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
@@ -65,8 +65,8 @@ def _program(name: str) -> str:
     return str(path)
 
 
-def _required_files(folder: Path, *names: str) -> list[str]:
-    """The paths of files in a server's or a site's folder, which must exist."""
+def _require(folder: Path, *names: str) -> list[str]:
+    """The paths of files that must be in a server's or a site's folder."""
     for name in names:
         if not (folder / name).is_file():
             raise ProtofedError(f"there is no '{folder / name}'", "protofed deploy init writes it")
@@ -88,12 +88,12 @@ def join_address(host: str, port: int) -> str:
 def die_with_parent() -> None:
     """In a child: end with the parent process, however that ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program during this block, then end it and whatever it started."""
+    """A program that ends with this block, and whatever it started with it."""
     process = subprocess.Popen(
         command, env=dict(env), start_new_session=True, preexec_fn=die_with_parent
     )
@@ -105,11 +105,11 @@ def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subproce
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """End a program and whatever it started: first ask, then kill."""
-    for signum in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + STOP_SECONDS
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + STOP_SECONDS
         try:
-            os.killpg(process.pid, signum)
-            while time.monotonic() < deadline:
+            os.killpg(process.pid, sign)
+            while time.monotonic() < end:
                 process.poll()
                 os.killpg(process.pid, 0)  # an error once the whole group has ended
                 time.sleep(0.1)
@@ -121,13 +121,13 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def stoppable() -> Iterator[None]:
     """SIGTERM and Ctrl-C end the block, and its programs with it."""
     signals, interrupt = (signal.SIGTERM, signal.SIGINT), signal.default_int_handler
-    previous = {signum: signal.signal(signum, interrupt) for signum in signals}
+    before = {sign: signal.signal(sign, interrupt) for sign in signals}
     try:
         with contextlib.suppress(KeyboardInterrupt):
             yield
     finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _write_new(folder: Path, name: str, content: bytes) -> str:
@@ -233,9 +233,9 @@ def check_free(host: str, port: int) -> None:
             ) from None
 
 
-def _wait_until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and link.poll() is None:
+def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> None:
+    end = time.monotonic() + 120
+    while time.monotonic() < end and link.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
             return
         time.sleep(0.2)
@@ -253,8 +253,8 @@ def _register(folder: Path, members: Members) -> None:
         return str(answer.get("node-id"))
 
     with ThreadPoolExecutor(4) as pool:  # each call takes seconds
-        node_ids = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
-    write_json(folder / NODES_FILE, node_ids)
+        numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
+    write_json(folder / NODES_FILE, numbers)
 
 
 # ---- a site: SuperNode --------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
 
     Gives up after ``patience`` seconds without a connection.
     """
-    key, ca = _required_files(site.folder, "node.key", "ca.crt")
+    key, ca = _require(site.folder, "node.key", "ca.crt")
     config = {
         "site-folder": str(site.folder.resolve()),
         "data": site.data or "",
@@ -281,7 +281,7 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
         program += ["--client-certfile", shown, "--client-keyfile", its_key]
     env = environment(site.folder / "flower")
     tell(f"site {site.name} is joining {site.members.address}; Ctrl-C stops it")
-    last_connected = time.monotonic()
+    connected = time.monotonic()
     with stoppable():
         while True:
             secret, port = _new_secret(site.folder), _free_port()
@@ -299,9 +299,9 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
             with running(command, env) as node, running(work, env) as executor:
                 name, code = _until_one_ends(SuperNode=node, executor=executor)
             ended = time.monotonic()
-            if ended - started > CONNECTED_SECONDS:
-                last_connected = ended
-            if ended - last_connected > patience:
+            if ended - began > CONNECTED_SECONDS:
+                connected = ended
+            if ended - connected > patience:
                 raise ProtofedError(
                     f"site '{site.name}' cannot join {site.members.address} ({name}: exit code "
                     f"{code}, explained above)",
@@ -352,11 +352,11 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
     try:
         found: dict[str, Any] = json.loads(brace + rest)
     except ValueError:
-        output = (done.stderr or done.stdout).strip().splitlines() or ["it printed nothing"]
-        text = " ".join(line.strip() for line in output[-6:])[:600]
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]
+        text = " ".join(s.strip() for s in said[-6:])[:600]
         raise ProtofedError(
             f"flwr {' '.join(arguments[:2])} failed: {text}",
-            "is `protofed deploy server` running on this machine?",
+            "is `protofed deploy server` running here?",
         ) from None
     if not found.get("success", True):
         text = " ".join(str(found.get("error-message", found)).split())
