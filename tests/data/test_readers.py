@@ -71,7 +71,10 @@ def test_usps_in_libsvm_format(tmp_path: Path) -> None:
     assert sniff(plain) == "libsvm"
 
 
-@pytest.mark.parametrize("line", ["3 257:1 ", "3 0:1 ", "3 1:2 ", "12 1:1 ", "0 1:1 ", "3 1:x "])
+@pytest.mark.parametrize(
+    "line",
+    ["3 257:1 ", "3 0:1 ", "3 1:2 ", "12 1:1 ", "0 1:1 ", "3 1:x ", ":", "3 1:1 2", "3 1:1 2 4:1"],
+)
 def test_usps_that_is_not(tmp_path: Path, line: str) -> None:
     path = tmp_path / "usps"
     path.write_text(line + "\n")
@@ -98,6 +101,20 @@ def test_svhn(tmp_path: Path) -> None:
         read_arrays(path, str(sniff(path)))
 
 
+@pytest.mark.parametrize("error", [UnboundLocalError, ZeroDivisionError, IndexError, KeyError])
+def test_whatever_scipy_raises_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def stumble(*_: object) -> None:
+        raise error
+
+    path = tmp_path / "train_32x32.mat"
+    savemat(path, {"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.ones((1, 1), np.uint8)})
+    monkeypatch.setattr("scipy.io.whosmat", stumble)
+    with pytest.raises(ProtofedError, match=r"train_32x32\.mat"):
+        read_arrays(path, "mat")
+
+
 def test_npz(tmp_path: Path) -> None:
     path = tmp_path / "x.bin.npz"
     images = np.arange(2 * 4).reshape(2, 2, 2).astype(np.uint8)
@@ -116,6 +133,11 @@ def test_npz(tmp_path: Path) -> None:
         ({"images": np.zeros((2, 2, 2), np.uint8), "labels": np.zeros(3, int)}, "3 labels"),
         ({"images": np.zeros((1, 2, 2), np.uint8), "labels": np.array([10])}, "0 to 9"),
         ({"images": np.array([None]), "labels": np.zeros(1, int)}, "pickle"),
+        ({"images": np.zeros((1, 2, 2), np.uint8), "labels": [1.5]}, "labels.npy .* whole"),
+        (
+            {"images": np.zeros((2, 2, 2), np.uint8), "labels": [1, 2], "suggested_split": [0, 2]},
+            "0 .training. and 1 .test.",
+        ),
     ],
 )
 def test_npz_that_does_not_fit(tmp_path: Path, arrays: dict, words: str) -> None:

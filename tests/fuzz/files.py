@@ -121,6 +121,7 @@ def _check_arrays(found: Arrays) -> None:
     _require(not len(labels) or 0 <= labels.min() <= labels.max() <= 9, "labels that are no digits")
     if split is not None:
         _require(split.dtype == np.int64 and split.shape == labels.shape, "a split of another kind")
+        _require({*split.tolist()} <= {0, 1}, "images of neither part")
 
 
 def _require(right: bool, what: str) -> None:

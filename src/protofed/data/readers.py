@@ -105,6 +105,8 @@ def _libsvm_line(line: bytes) -> tuple[int, Bytes]:
     if len(line) > _LONGEST_LINE:
         raise ValueError
     fields = np.array(line.replace(b":", b" ").split(), np.float64)
+    if len(fields) % 2 == 0:
+        raise ValueError
     label, index, given = fields[0], fields[1::2], fields[2::2]
     if label not in range(1, 11) or not set(index) <= set(range(1, 257)):
         raise ValueError
@@ -119,7 +121,6 @@ def _libsvm_line(line: bytes) -> tuple[int, Bytes]:
 def read_mat(path: Path) -> Arrays:
     """SVHN's cropped digits: X [32, 32, 3, N], and y where 10 stands for the digit 0."""
     from scipy.io import loadmat, whosmat  # slow to import, and rarely needed
-    from scipy.io.matlab import MatReadError
 
     try:
         file = _unpacked_mat(path)
@@ -129,7 +130,9 @@ def read_mat(path: Path) -> Arrays:
         content = loadmat(file, variable_names=["X", "y"])
         images = np.ascontiguousarray(np.moveaxis(content["X"], 3, 0))
         labels = content["y"].reshape(-1).astype(np.int64)
-    except (*DAMAGE, MatReadError) as error:
+    except ProtofedError:
+        raise
+    except Exception as error:  # SciPy's reader trusts the file, and stumbles anywhere
         raise _damaged(path, f"it has no X and y like SVHN's files ({error})") from None
     return _checked(path, Arrays(images, np.where(labels == 10, 0, labels)))
 
@@ -160,9 +163,16 @@ def read_npz(path: Path) -> Arrays:
                 content = io.BytesIO(read_member(archive, archive.getinfo(name), allowance))
                 return np.lib.format.read_array(content, allow_pickle=False)
 
-            images, labels = array("images.npy"), array("labels.npy").astype(np.int64)
+            def whole_numbers(name: str) -> Ints:
+                given = array(name)
+                found: Ints = given.astype(np.int64)
+                if not np.array_equal(found, given):
+                    raise ValueError(f"{name} does not hold whole numbers")
+                return found
+
+            images, labels = array("images.npy"), whole_numbers("labels.npy")
             if "suggested_split.npy" in archive.namelist():
-                split = array("suggested_split.npy").astype(np.int64)
+                split = whole_numbers("suggested_split.npy")
     except DAMAGE as error:
         raise _damaged(path, str(error)) from None
     return _checked(path, Arrays(images, labels, split))
@@ -177,6 +187,8 @@ def _checked(path: Path, arrays: Arrays) -> Arrays:
         raise _damaged(path, f"{len(images)} images but {labels.size} labels")
     if len(labels) and not 0 <= labels.min() <= labels.max() <= 9:
         raise _damaged(path, f"labels go from {labels.min()} to {labels.max()}, not 0 to 9")
+    if split is not None and len(split) and not 0 <= split.min() <= split.max() <= 1:
+        raise _damaged(path, "its split has other values than 0 (training) and 1 (test)")
     return arrays
 
 
