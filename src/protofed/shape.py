@@ -1,7 +1,7 @@
 """Whether plain data that was read, from JSON or TOML, is what it should be.
 
-A shape is a type (``float`` is any number, ``object`` anything but null), a list of one shape, a
-table of shapes by name, of which those whose name ends with ``?`` may be absent, or
+A shape is a type (``float`` is any number, ``object`` anything but null), ``str | None``, a list of
+one shape, a table of shapes by name, of which those whose name ends with ``?`` may be absent, or
 ``{str: shape}``, a table of any names.
 """
 
@@ -19,7 +19,13 @@ Data = TypeVar("Data")
 LARGEST = 2**63 - 1
 """Larger whole numbers are in no file of ours, and most arithmetic cannot take them."""
 
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_WORDS = {
+    str: "text",
+    str | None: "text or null",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def require_shape(path: Path, found: Data, shape: Shape) -> Data:
