@@ -128,12 +128,23 @@ def test_two_runs_do_not_write_one_folder(tmp_path: Path, how: str) -> None:
     assert not (tmp_path / ".lock").exists()
 
 
-def test_what_a_kill_left_does_no_harm(tmp_path: Path) -> None:
-    (tmp_path / ".config.toml.x1y2.tmp").write_text("rou")
+def test_what_a_kill_left_does_no_harm_and_is_removed(tmp_path: Path) -> None:
+    left = [tmp_path / ".config.toml.01e2f3a4.tmp", tmp_path / "snapshots" / ".1.0a1b2c3d.tmp"]
+    left[0].write_text("rou")
     (tmp_path / ".lock").touch()
     asked = make_config(TASK, FedAvg(), **{**QUICK, "rounds": 1})
     run(TASK, config=asked, out=tmp_path)
-    assert RunFolder(tmp_path).is_finished()
+    assert RunFolder(tmp_path).is_finished() and not left[0].exists()
+    (tmp_path / "snapshots").mkdir()
+    others = [tmp_path / ".mine.tmp", tmp_path / "mine.01e2f3a4.tmp"]
+    for path in (*left, *others):
+        path.touch()
+    with pytest.raises(ProtofedError):
+        run(TASK, config=replace(asked, lr=0.5), out=tmp_path, resume=True)
+    assert all(path.exists() for path in left), "an error touches nothing"
+    run(TASK, config=asked, out=tmp_path, resume=True)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), OSError(37, "No locks available")])
