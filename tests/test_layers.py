@@ -21,6 +21,7 @@ ORDER = (
     "privacy",
     "runs",
     "observers analysis testing",
+    "inference",
     "studies",
     "report",
     "deploy",

@@ -6,6 +6,7 @@ from protofed import analysis, engines, methods
 from protofed.config import Config, make_config
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.simulation import Federation, Observer
+from protofed.inference import TrainedModel, load_model
 from protofed.report import notebook
 from protofed.runs import Result, load_run, run
 from protofed.version import __version__
@@ -19,9 +20,11 @@ __all__ = [
     "Observer",
     "ProtofedError",
     "Result",
+    "TrainedModel",
     "__version__",
     "analysis",
     "engines",
+    "load_model",
     "load_run",
     "make_config",
     "methods",

@@ -321,7 +321,10 @@ class Method:
         return {"ce": F.cross_entropy(client.forward(batch.x).logits, batch.y)}
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
-        """Class scores [B, K]. When the server evaluates, ``client.mine`` is empty."""
+        """Logits [B, K]: their softmax are the classes' probabilities.
+
+        When the server evaluates, ``client.mine`` is empty.
+        """
         return client.forward(x).logits
 
     def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:

@@ -17,7 +17,9 @@ from tests.deploy.spoiled import set_values
 from protofed import tree
 from protofed.deploy.wire import read_tree, to_array
 from protofed.errors import ProtofedError
+from protofed.inference import load_model
 from protofed.methods import METHODS
+from protofed.runs.model_file import read_model
 from protofed.runs.records import read_records
 from protofed.runs.run import run
 
@@ -44,13 +46,17 @@ def test_the_model_equals_the_simulators_bit_for_bit(
     w = world(method, options, rounds=2, model=models, samples=FEW)
     w.coordinator().run()
     oracle = run(config=w.config, out=tmp_path / "oracle")
-    model, about = tree.load(w.out / "model.safetensors")
-    assert tree.equal(model, tree.copy({"model": oracle.model}))
-    assert about["hash"] == w.run.hash
+    found = read_model(w.out / "model.safetensors")
+    assert tree.equal({"model": found.model}, tree.copy({"model": oracle.model}))
+    assert oracle.stored is not None
+    assert tree.equal(found.received, oracle.stored.received)
+    assert found.card.hash == w.run.hash and found.card.classes == oracle.stored.card.classes
     for site in w.members.sites:  # each site has its own model, or the one for all
         path = w.folder / "homes" / site / "models" / f"{w.run.name}.safetensors"
         whole = oracle.clients.get(site, {}) | oracle.model
-        mine = tree.load(path)[0].get("model", {})
+        own = read_model(path)
+        mine = dict(own.clients.get(site, {})) | own.model
+        assert load_model(path).client == (site if own.clients else None)
         assert whole.keys() <= mine.keys()
         assert tree.equal({"model": {n: mine[n] for n in whole}}, {"model": whole})
     ours = _numbers(read_records(w.out / "rounds.jsonl"))

@@ -13,7 +13,7 @@ def count(network: nn.Module) -> int:
 
 
 def block(a: int, b: int, shortcut: bool) -> int:
-    """Parameters of a BasicBlock: two 3x3 convolutions and a 1x1, each with a norm's 2b."""
+    """Parameters of a ResidualBlock: two 3x3 convolutions and a 1x1, each with a norm's 2b."""
     return 9 * a * b + 2 * b + 9 * b * b + 2 * b + (a * b + 2 * b if shortcut else 0)
 
 
@@ -52,7 +52,8 @@ def test_cnn_parameter_counts() -> None:
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_feature_is_512_and_non_negative(name: str, norm: str, size: int) -> None:
     torch.manual_seed(0)
-    network = build(name, 5, size, norm=norm)
+    # a bottleneck has four times the features: they need a quarter of the width to be as many
+    network = build(name, 5, size, width=16 if name == "resnet50_imagenet" else None, norm=norm)
     with torch.no_grad():
         out = network(torch.randn(2, 3, size, size))
     assert isinstance(out, Output)
@@ -94,7 +95,7 @@ def test_resnet_keeps_the_resolution_until_the_second_stage() -> None:
     sizes: list[int] = []
     network = build("resnet10", 3, 32, width=4)
     for module in network.modules():
-        if type(module).__name__ == "BasicBlock":
+        if type(module).__name__ == "ResidualBlock":
             module.register_forward_hook(lambda m, i, o: sizes.append(o.shape[-1]))
     network(torch.randn(2, 3, 32, 32))
     assert sizes == [32, 16, 8, 4]
@@ -102,9 +103,8 @@ def test_resnet_keeps_the_resolution_until_the_second_stage() -> None:
 
 def test_resnet_without_its_convolutions_is_its_shortcuts() -> None:
     # With the body's last norm set to nothing a block is ReLU of its shortcut: x itself here.
-    first = next(
-        m for m in build("resnet10", 3, 32, width=4).modules() if type(m).__name__ == "BasicBlock"
-    )
+    network = build("resnet10", 3, 32, width=4)
+    first = next(m for m in network.modules() if type(m).__name__ == "ResidualBlock")
     assert isinstance(first.body, nn.Sequential)
     nn.init.zeros_(first.body[-1].weight)
     x = torch.randn(2, 4, 8, 8)

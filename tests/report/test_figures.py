@@ -144,7 +144,7 @@ def test_two_dozen_names_do_not_squeeze_the_panels(monkeypatch):
 
 def test_a_result_draws_itself():
     config = make_config(clients=1, samples=10, device="cpu")
-    result = Result(config, history("fedavg").rounds, {}, {"method": "fed<avg"})
+    result = Result(config, history("fedavg").rounds, {"method": "fed<avg"})
     opened(result.plot())
     text = notebook.html(result)
     assert "<b>fed&lt;avg</b> on <b>glyphs</b>, seed 0, 4 rounds" in text

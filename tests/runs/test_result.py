@@ -57,7 +57,11 @@ def test_files_of_a_run(glyphs_run: Result) -> None:
     }, "neither a lock nor a temporary file; FPL's clients keep no private state"
     model, metadata = tree.load(folder.path / "model.safetensors")
     assert tree.equal(model, {"model": glyphs_run.model})
-    assert metadata == {"hash": glyphs_run.summary["hash"], "holds": "the global model"}
+    assert metadata["hash"] == glyphs_run.summary["hash"]
+    assert metadata["holds"] == "the global model"
+    assert metadata["accuracy"] == glyphs_run.accuracy
+    assert metadata["domains"] == {"scan-0": "scan", "photo-0": "photo"}
+    assert not metadata.keys() & {"host", "time", "engine", "device"}
     summary = folder.summary()
     assert summary == glyphs_run.summary
     assert summary["hyper_parameters"]["tau"] == 0.05
@@ -129,7 +133,7 @@ def test_other_images_than_the_runs_are_refused(glyphs_run: Result) -> None:
     assert glyphs_run.task().name == "glyphs"
     facts = {**glyphs_run.facts, "digest": "0" * 64}
     with pytest.raises(ProtofedError, match="not those of the run"):
-        dataclasses.replace(glyphs_run, facts=facts).network()
+        dataclasses.replace(glyphs_run, facts=facts).task()
 
 
 def test_a_run_without_its_model(glyphs_run: Result, tmp_path: Path) -> None:

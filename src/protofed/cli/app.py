@@ -16,6 +16,7 @@ from protofed.cli.compare import compare, sweep
 from protofed.cli.data import data_app
 from protofed.cli.deploy import deploy_app
 from protofed.cli.methods import methods
+from protofed.cli.model import evaluate, export, predict
 from protofed.cli.options import HELP
 from protofed.cli.output import console
 from protofed.cli.report import report
@@ -27,8 +28,8 @@ from protofed.errors import ProtofedError
 from protofed.version import __version__
 
 ORDER = (
-    "tasks", "data", "methods", "run", "show", "compare", "sweep", "study", "runs", "report",
-    "deploy",
+    "tasks", "data", "methods", "run", "show", "predict", "evaluate", "export", "compare", "sweep",
+    "study", "runs", "report", "deploy",
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ app = typer.Typer(
     "Start with [bold]protofed compare --task glyphs --methods fedavg,fedproto,fpl[/bold]: "
     "three methods on a task that needs no download.",
 )
-for command in (tasks, methods, run, show, compare, sweep, report):
+for command in (tasks, methods, run, show, predict, evaluate, export, compare, sweep, report):
     app.command(context_settings=HELP)(command)
 for group in (data_app, study_app, runs_app, deploy_app):
     app.add_typer(group)

@@ -69,18 +69,20 @@ class Budget:
                 self._changed.notify_all()
 
 
-def decode(content: bytes | Bytes, size: int, budget: Budget | None = None) -> Bytes:
-    """An image file (or an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
+def decode(content: bytes | Bytes | Image.Image, size: int, budget: Budget | None = None) -> Bytes:
+    """An image (a file's bytes, an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
 
     Resized to a square with bilinear interpolation, ignoring the aspect ratio, as the papers do.
     ``budget`` are the pixels that may be decoded at a time.
     """
     budget = budget or Budget(MAX_IMAGE_PIXELS)
-    if not len(content):
+    if not isinstance(content, Image.Image) and not len(content):
         raise BadImage("it is empty")
     try:
         if isinstance(content, np.ndarray):
             image = Image.fromarray(content)
+        elif isinstance(content, Image.Image):
+            image = content
         else:
             image = Image.open(io.BytesIO(content), formats=_formats())
         width, height = image.size

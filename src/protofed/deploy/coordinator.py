@@ -113,7 +113,7 @@ class Coordinator:
         except BaseException:
             self.ledger.checkpoint(done)  # complete rounds, and nothing else
             raise
-        summary = self.ledger.finish(self._done())
+        summary = self.ledger.finish(self._done(), self.server.broadcast())
         for name, count in summary["wire"].items():
             up, down = (f"{count[way] / 1000:,.1f} kB {way}" for way in ("up", "down"))
             log.info("site %s: %s, %s", name, up, down)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from protofed import tree
 from protofed.deploy.members import Members
 from protofed.deploy.spec import RunSpec
 from protofed.federation.simulation import batchnorm_policy, weights_policy
@@ -20,6 +19,7 @@ from protofed.models import Network
 from protofed.models.mixed import client_models
 from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
+from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.records import Record
 from protofed.runs.summary import summarize
 from protofed.tree import Tree
@@ -82,15 +82,17 @@ class Ledger:
             for way, size in count.items():
                 so_far[way] += size
 
-    def finish(self, done: Checkpoint) -> dict[str, Any]:
+    def finish(self, done: Checkpoint, broadcast: Tree) -> dict[str, Any]:
         """After the last evaluation: write checkpoint, model, clients and summary."""
         self.checkpoint(done)
         holds = "the global model"
         if self.config.method.evaluates != "global":
             holds = "what all sites share (model/...); their own entries stay with them"
-        model = tree.copy({"model": done.state.get("model", {})})
-        self.folder.save_model(self.spec.hash, holds, model.get("model", {}))
         summary = self._summary()
+        config, task = self.spec.facts.applied(self.config), self.spec.task
+        table, accuracy = summary["clients"], summary["accuracy"]
+        card = ModelCard.of(config, task, self.spec.hash, table, accuracy, holds)
+        self.folder.save_model(StoredModel.of(card, broadcast, config.method, {}))
         self.folder.save_clients(summary["clients"])
         self.folder.finish(summary)
         return summary

@@ -41,6 +41,7 @@ from protofed.federation.setup import ClientData
 from protofed.federation.simulation import initial_network, make_setup, make_shares
 from protofed.method import PublicImages
 from protofed.models.mixed import client_models
+from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.run import tf32
 from protofed.tree import Tree
 from protofed.version import __version__
@@ -266,9 +267,7 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
         score = evaluate(setup, network, received, seen, tests, at)["accuracy"]
         report |= {"right": round(score[site.name] * len(test) / 100), "tested": len(test)}
         if request.round == config.rounds:  # the run is over: the site gets its model
-            own = {"model": mine.get("model", {}) | received.get("model", {})}
-            path = site.folder / "models" / f"{run.name}.safetensors"
-            tree.save(own, path, {"hash": run.hash}, private=True)
+            _save_model(site, run, model, mine, received, score[site.name])
     message: Tree = {}
     if request.train:
         domain = site.members.sites[site.name].domain
@@ -287,6 +286,23 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
         }
     about = (site.name, run.hash, method.name, request.round, request.train)
     return add_tree(write(Answer(*about, version=__version__, **report)), message)
+
+
+def _save_model(
+    site: SiteConfig, run: RunSpec, model: str, mine: Tree, received: Tree, accuracy: float
+) -> None:
+    """Write the model that this site has at the end of the run, with its own test accuracy."""
+    domain = site.members.sites[site.name].domain
+    clients = [{"client": site.name, "model": model, "domain": domain}]
+    holds, own = "the global model", {}
+    if run.config.method.evaluates != "global":
+        holds = f"what all sites share (model/...), and site {site.name}'s own entries"
+        own = {site.name: mine.get("model", {})}
+    found = run.facts.applied(run.config)
+    scores = {domain: accuracy, "average": accuracy}
+    card = ModelCard.of(found, run.task, run.hash, clients, scores, holds)
+    stored = StoredModel.of(card, received, run.config.method, own)
+    stored.save(site.folder / "models" / f"{run.name}.safetensors", private=True)
 
 
 def _on(images: Images, device: str) -> Images:

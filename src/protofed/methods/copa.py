@@ -101,9 +101,9 @@ class COPA(Method):
         return {"model": server.state["model"], "heads": heads}
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
-        """The mean of the heads' softmax."""
+        """The mean of the heads' softmax, as logits."""
         heads = client.received["heads"]
-        return ensemble(every_head(client.forward(x).feature, heads), heads["mask"])
+        return ensemble(every_head(client.forward(x).feature, heads), heads["mask"]).log()
 
 
 def every_head(z_Bd: Tensor, heads: Slot) -> Tensor:

@@ -124,12 +124,12 @@ class FedSR(Method):
         return terms
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
-        """The mean of the samples' softmax."""
+        """The mean of the samples' softmax, as logits."""
         network = client.network
         assert isinstance(network, GaussianNetwork)
         mu, sigma = network.distribution(x)
         epsilon = client.normal(self.z_samples, 1, mu.shape[1])
-        return mean_softmax(network.head(mu + sigma * epsilon))
+        return mean_softmax(network.head(mu + sigma * epsilon)).log()
 
 
 @full_precision

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from protofed.errors import ProtofedError, unknown
 from protofed.models.cnn import cnn
 from protofed.models.network import NORMS, Network, Output, entries
-from protofed.models.resnet import resnet
+from protofed.models.resnet import IMAGENET, resnet
 
 __all__ = ["MODELS", "NORMS", "Network", "Output", "build", "entries"]
 
 SMALLEST_IMAGE = 8
 
-MODELS = {
+MODELS: dict[str, Callable[[int, int, int | None, str | None], Network]] = {
     "resnet10": partial(resnet, 1),
     "resnet18": partial(resnet, 2),
     "cnn3": partial(cnn, 3),
     "cnn2": partial(cnn, 2),
+    **IMAGENET,
 }
 
 

@@ -51,11 +51,12 @@ from protofed.files import (
     writing,
 )
 from protofed.methods import RecordedMethod, known_class
+from protofed.runs.model_file import StoredModel, read_model
 from protofed.runs.records import Record, Records, digest, read_records, to_line
 from protofed.runs.summary import SUMMARY_SHAPE
 from protofed.shape import require_shape
 from protofed.toml import parse_toml
-from protofed.tree import Slot, Tree
+from protofed.tree import Tree
 
 CONFIG = "config.toml"
 FACTS = "facts.json"
@@ -80,9 +81,6 @@ FOLDERS = ("clients", *ARTIFACTS)
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
 BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
-
-CLIENT_SLOT = "client"
-"""The slot of a model file that has the clients' own entries, as ``NAME/ENTRY``."""
 
 _CHECKSUM, _OF_RUN = "# checksum ", " of run "
 """The first line of a run's ``config.toml``: its checksum, and the run's hash."""
@@ -415,16 +413,8 @@ class RunFolder:
         """Write what is kept of a single round; rounds count from 1."""
         tree.save(content, self._artifact(kind, round), {"round": round, **metadata})
 
-    def save_model(
-        self, hash: str, holds: str, model: Slot, clients: Mapping[str, Slot] | None = None
-    ) -> None:
-        """Write the model, and what clients with models of their own have of theirs.
-
-        ``holds`` says in words which entries the file has.
-        """
-        own = {f"{c}/{name}": t for c, slot in (clients or {}).items() for name, t in slot.items()}
-        content = {"model": model, CLIENT_SLOT: own}
-        tree.save(content, self.path / MODEL, {"hash": hash, "holds": holds})
+    def save_model(self, model: StoredModel) -> None:
+        model.save(self.path / MODEL)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, which makes the run a finished one."""
@@ -560,16 +550,11 @@ class RunFolder:
         """The private state in a file that the checkpoint names."""
         return tree.load(self.client_states / file)[0]
 
-    def model(self) -> tuple[Slot, dict[str, Slot]]:
-        """The global model, and what each client with a model of its own has of it."""
-        slots, metadata = tree.load(self.path / MODEL)
-        if self.is_finished() and metadata.get("hash") != self.summary()["hash"]:
+    def model(self) -> StoredModel:
+        found = read_model(self.path / MODEL)
+        if self.is_finished() and found.card.hash != self.summary()["hash"]:
             raise Damaged(self.path / MODEL, "it is the model of another run")
-        clients: dict[str, Slot] = {}
-        for name, t in slots.get(CLIENT_SLOT, {}).items():
-            client, _, entry = name.rpartition("/")
-            clients.setdefault(client, {})[entry] = t
-        return slots.get("model", {}), clients
+        return found
 
     def artifact_rounds(self, kind: str) -> list[int]:
         """The rounds, from 1, of which there is an artifact of this kind."""

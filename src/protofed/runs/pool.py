@@ -113,9 +113,7 @@ class StoredRun:
         if self.folder is not None:
             return load_run(self.folder.path, model=False)
         config, facts = stored_config(self.config, self.summary["method"]), self.facts
-        return Result(
-            config, self.records, {}, self.summary, lean=True, facts=facts, analysis=self.analysis
-        )
+        return Result(config, self.records, self.summary, facts=facts, analysis=self.analysis)
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
         parts = {

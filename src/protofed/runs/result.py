@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Protocol
 
 from protofed.config import Config, task_settings
 from protofed.data import Task, load_task
-from protofed.errors import ProtofedError, unknown
+from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts
-from protofed.federation.simulation import initial_network
 from protofed.models import Network
 from protofed.runs.folder import RunFolder, stored_config
+from protofed.runs.model_file import StoredModel
 from protofed.runs.records import Records, last_mean, shown
 from protofed.tree import Slot
 
@@ -37,13 +37,10 @@ class Result:
 
     config: Config
     rounds: Records
-    model: Slot
     summary: dict[str, Any]
+    stored: StoredModel | None = None
+    """The model; None if it was not asked for, or is not in a folder that was packed."""
     folder: Path | None = None
-    lean: bool = False
-    """Read without its model: not asked for, or a folder as ``protofed study pack`` leaves it."""
-    clients: Mapping[str, Slot] = field(default_factory=dict)
-    """What each client has of its model, if clients are tested with models of their own."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What was found when the run started; empty for runs that did not write it down."""
     analysis: Mapping[str, Any] | None = None
@@ -65,13 +62,29 @@ class Result:
         there = "validation" in self.rounds[-1].get("beside", ())
         return last_mean(self.rounds, "validation") if there else {}
 
-    def need_model(self) -> None:
-        """An error if the run was read without its model."""
-        if self.lean:
+    @property
+    def lean(self) -> bool:
+        """Whether this was read without its model."""
+        return self.stored is None
+
+    def need_model(self) -> StoredModel:
+        """The model and what it says of itself; an error if the run was read without it."""
+        if self.stored is None:
             raise ProtofedError(
                 f"'{self.folder}' was read without its model",
                 "a packed study has none: use the folder it was packed from",
             )
+        return self.stored
+
+    @property
+    def model(self) -> Slot:
+        """The global model's entries."""
+        return self.stored.model if self.stored else {}
+
+    @property
+    def clients(self) -> Mapping[str, Slot]:
+        """What each client has of its model, if clients are tested with models of their own."""
+        return self.stored.clients if self.stored else {}
 
     def task(self) -> Task:
         """The run's task, with its images: those of the run, or an error."""
@@ -83,30 +96,9 @@ class Result:
             )
         return task
 
-    def network(self, client: str | None = None, task: Task | None = None) -> Network:
-        """The trained network, in evaluation mode: the global one, or a client's own.
-
-        Entries that clients do not share have their initial values in the global one. ``task`` is
-        the run's task, if it is at hand; else it is loaded.
-        """
-        self.need_model()
-        models = {row["client"]: row.get("model", "") for row in self.summary["clients"]}
-        if client is None and self.config.method.evaluates == "everyone":
-            raise ProtofedError(
-                f"{self.config.method.name} has no global model: every client has its own",
-                f"name one of them, e.g. network('{next(iter(models))}')",
-            )
-        if client is not None and client not in models:
-            raise unknown("client", client, models)
-        if client is not None and client not in self.clients:
-            raise ProtofedError(
-                f"client {client} has no model of its own here", "network() gives the global one"
-            )
-        model = models[client] if client else ""
-        network = initial_network(self.found_config, task or self.task(), model)
-        own = self.clients[client] if client else {}
-        network.load_state_dict({**network.state_dict(), **own, **self.model})
-        return network.eval()
+    def network(self, client: str | None = None) -> Network:
+        """The trained network, in evaluation mode: the global one, or a client's own."""
+        return self.need_model().network(client)
 
     def plot(self) -> bytes:
         """The accuracy curves as PNG."""
@@ -119,15 +111,6 @@ class Result:
 
     def _repr_html_(self) -> str:
         return self.notebook.html(self)
-
-    def save_model(self, folder: RunFolder) -> None:
-        """Write the model, and the clients' own: their entries, to be overlaid with the model's."""
-        holds = "the global model"
-        if self.config.method.evaluates != "global":
-            holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
-            if not self.clients:
-                holds = "what all clients share (model/...); their own entries are in clients/"
-        folder.save_model(self.summary["hash"], holds, self.model, self.clients)
 
 
 def load_run(folder: str | Path, model: bool = True) -> Result:
@@ -145,9 +128,8 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
     summary, records = found.summary(), found.records()
     config = stored_config(found.settings(), summary["method"])
-    lean = not (model and found.has_model)
-    slots, clients = ({}, {}) if lean else found.model()
-    return Result(config, records, slots, summary, found.path, lean, clients, found.facts())
+    stored = found.model() if model and found.has_model else None
+    return Result(config, records, summary, stored, found.path, found.facts())
 
 
 def has_model(folder: Path | None) -> bool:

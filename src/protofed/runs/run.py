@@ -22,6 +22,7 @@ from protofed.federation.simulation import Federation, Observer
 from protofed.method import Method
 from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
+from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.records import Records
 from protofed.runs.result import Result
 from protofed.runs.summary import summarize
@@ -123,22 +124,31 @@ def _rounds(
         for observer in observers:
             observer.stopped()
         raise
-    result = Result(
-        federation.asked,
-        records,
-        tree.copy({"model": federation.model}).get("model", {}),
-        _summary(federation, records),
-        folder.path if folder is not None else None,
-        clients=federation.own_models(),
-        facts=federation.facts.to_dict(),
-    )
+    summary = _summary(federation, records)
+    stored = _trained(federation, summary)
+    path = folder.path if folder is not None else None
+    facts = federation.facts.to_dict()
+    result = Result(federation.asked, records, summary, stored, path, facts)
     save()
     if folder is not None:
-        result.save_model(folder)
-        folder.finish(result.summary)
+        folder.save_model(stored)
+        folder.finish(summary)
     for observer in observers:
         observer.end(result)
     return result
+
+
+def _trained(federation: Federation, summary: Mapping[str, Any]) -> StoredModel:
+    """The trained model, with the clients' own: their entries, to be overlaid with the model's."""
+    clients, holds = federation.own_models(), "the global model"
+    if federation.method.evaluates != "global":
+        holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
+        if not clients:
+            holds = "what all clients share (model/...); their own entries are in clients/"
+    config, task = federation.config, federation.task
+    table, accuracy = summary["clients"], summary["accuracy"]
+    card = ModelCard.of(config, task, federation.hash, table, accuracy, holds)
+    return StoredModel.of(card, federation.server.broadcast(), federation.method, clients)
 
 
 def _checkpoint(folder: RunFolder, federation: Federation, done: tuple[int, Tree, Index]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from protofed.engines.lanes import kernels
 from protofed.errors import NoSecondDerivative
-from protofed.models.resnet import BasicBlock
+from protofed.models.resnet import ResidualBlock
 
 TILE = 64  # rows a program holds in registers at a time
 CHANNELS = 32  # channels a program works on: 64 bytes of bfloat16
@@ -53,7 +53,7 @@ def fuse(network: nn.Module) -> None:
                 if once and type(norm) is nn.BatchNorm2d and type(relu) is nn.ReLU:
                     norm.forward = partial(_batchnorm_forward, norm, relu=True)  # type: ignore[method-assign]
                     relu.forward = _identity  # type: ignore[method-assign, assignment]
-        if type(module) is BasicBlock and type(module.body[-1]) is nn.BatchNorm2d:
+        if type(module) is ResidualBlock and type(module.body[-1]) is nn.BatchNorm2d:
             module.forward = partial(_block_forward, module)  # type: ignore[method-assign]
 
 
@@ -65,8 +65,8 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _block_forward(block: BasicBlock, x: Tensor) -> Tensor:
-    """What ``BasicBlock.forward`` computes."""
+def _block_forward(block: ResidualBlock, x: Tensor) -> Tensor:
+    """What ``ResidualBlock.forward`` computes."""
     norm = block.body[-1]
     assert isinstance(norm, nn.BatchNorm2d)
     return _batchnorm_forward(norm, block.body[:-1](x), block.shortcut(x), relu=True)

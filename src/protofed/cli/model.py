@@ -1,0 +1,292 @@
+"""``protofed predict``, ``evaluate`` and ``export``: a trained model in use."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from protofed.cli.options import TrustOption
+from protofed.cli.output import console, say
+from protofed.errors import ProtofedError, unknown
+from protofed.files import write_atomic
+
+if TYPE_CHECKING:
+    from protofed.data import Task
+    from protofed.inference import TrainedModel
+    from protofed.inference.metrics import Metrics
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run's folder, or a model.safetensors.")
+]
+ClientOption = Annotated[
+    str | None,
+    typer.Option("--client", help="Whose model, for methods whose clients keep their own."),
+]
+errors = Console(stderr=True)
+DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
+
+
+def predict(
+    model: ModelArgument,
+    images: Annotated[
+        list[Path], typer.Argument(help="Image files, or folders that are searched for images.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The CSV file; default: the terminal.")
+    ] = None,
+    client: ClientOption = None,
+    device: DeviceOption = "auto",
+    skip_bad: Annotated[
+        bool, typer.Option(help="Leave out files that cannot be decoded instead of stopping.")
+    ] = False,
+    trust_code: TrustOption = False,
+) -> None:
+    """Predict the classes of images: [bold]protofed predict runs/my-run photos/ -o out.csv[/bold].
+
+    Columns: file, class, probability, runner_up and its probability. For a run
+    with prototypes also the nearest one (a client's mean feature of a class):
+    its class, its domain and its cosine distance. far = yes if every prototype
+    is farther than prototypes of different classes typically are from each
+    other: the image resembles no class that was trained on.
+    """
+    from protofed.inference import load_model
+
+    trained = load_model(model, client, device)
+    files = _image_files(images)
+    rows: list[dict[str, Any]] = []
+    bad: list[str] = []
+    chunks = [files[i : i + 64] for i in range(0, len(files), 64)]
+    for chunk in track(chunks, "predicting", console=errors, transient=True):
+        rows += _predictions(trained, chunk, bad if skip_bad else None)
+    for line in bad:
+        errors.print(f"skipped: {line}", markup=False, highlight=False, soft_wrap=True)
+    if not rows:
+        raise ProtofedError("none of the files could be decoded")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    if out is None:
+        typer.echo(text.getvalue(), nl=False)
+        return
+    write_atomic(out, text.getvalue())
+    far = sum(row.get("far") == "yes" for row in rows)
+    note = f", {far} of them far from all prototypes" if "far" in rows[0] else ""
+    say(f"{len(rows)} images{note}: {out}")
+
+
+def _predictions(
+    trained: TrainedModel, files: list[Path], bad: list[str] | None
+) -> list[dict[str, Any]]:
+    import numpy as np
+    import torch
+
+    from protofed.inference.model import pixels
+
+    decoded = []
+    for file in files:
+        try:
+            decoded.append((file, pixels(file, trained.image_size)))
+        except ProtofedError as error:
+            if bad is None:
+                raise type(error)(error.message, "--skip-bad leaves such files out") from None
+            bad.append(error.message)
+    if not decoded:
+        return []
+    x = torch.from_numpy(np.stack([image for _, image in decoded]))
+    probabilities = trained.predict_proba(x)
+    near = trained.nearest(trained.embed(x)) if trained.kept else None
+    rows = []
+    for i, (file, _) in enumerate(decoded):
+        first, second = np.argsort(-probabilities[i], kind="stable")[:2]
+        row: dict[str, Any] = {
+            "file": str(file),
+            "class": trained.classes[first],
+            "probability": f"{probabilities[i, first]:.4f}",
+            "runner_up": trained.classes[second],
+            "runner_up_probability": f"{probabilities[i, second]:.4f}",
+        }
+        if near is not None:
+            row |= {
+                "nearest_prototype": near.classes[i],
+                "prototype_domain": near.domains[i],
+                "prototype_distance": f"{near.distances[i]:.4f}",
+                "far": "yes" if near.far[i] else "no",
+            }
+        rows.append(row)
+    return rows
+
+
+def _image_files(paths: list[Path]) -> list[Path]:
+    from PIL import Image
+
+    endings = Image.registered_extensions()
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = (p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
+            found += sorted(inside)
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ProtofedError(f"there is no file or folder '{path}'")
+    if not found:
+        where = ", ".join(f"'{path}'" for path in paths)
+        raise ProtofedError(f"there are no images in {where}")
+    return found
+
+
+def evaluate(
+    model: ModelArgument,
+    task: Annotated[
+        str | None,
+        typer.Option("--task", help="A task, or folder:PATH; default: the task of the run."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="The folder of the published tasks.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Folder for evaluation.json and figures."),
+    ] = None,
+    client: ClientOption = None,
+    device: DeviceOption = "auto",
+    trust_code: TrustOption = False,
+) -> None:
+    """Evaluate a trained model on the test images of a task, per domain and class.
+
+    Accuracy, balanced accuracy, precision, recall, F1, AUC (means over classes)
+    and the expected calibration error. With --out also every class's numbers
+    and the confusion matrices.
+    """
+    from protofed.data import load_task
+    from protofed.inference import load_model
+    from protofed.inference.metrics import measure
+    from protofed.inference.model import softmax
+
+    trained = load_model(model, client, device)
+    name = task or trained.card.task
+    loaded = load_task(name, data, image_size=None if name == "glyphs" else trained.image_size)
+    order = _class_order(trained, loaded)
+    found: dict[str, Metrics] = {}
+    for domain, images in track(
+        loaded.domains.items(), "evaluating", console=errors, transient=True
+    ):
+        labels = order[images.test.y.numpy()]
+        found[domain] = measure(softmax(trained.logits(images.test.x)), labels)
+    _print_metrics(found)
+    if out is not None:
+        _write_evaluation(trained, name, found, out)
+
+
+def _class_order(trained: TrainedModel, task: Task) -> Any:
+    """The model's index of each class of the task."""
+    import numpy as np
+
+    for name in task.classes:
+        if name not in trained.classes:
+            raise unknown(f"class of the model (in task {task.name}):", name, trained.classes)
+    return np.array([trained.classes.index(name) for name in task.classes])
+
+
+def _print_metrics(found: dict[str, Metrics]) -> None:
+    from statistics import fmean
+
+    rows = {domain: {"images": m.images, **m.macro()} for domain, m in found.items()}
+    if len(rows) > 1:
+        names = list(next(iter(rows.values())))[1:]
+        mean = {n: fmean(row[n] for row in rows.values()) for n in names}
+        rows["average"] = {"images": sum(m.images for m in found.values()), **mean}
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("domain")
+    for name in next(iter(rows.values())):
+        table.add_column(name, justify="right")
+    for domain, row in rows.items():
+        cells = [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()]
+        table.add_row(domain, *cells)
+    console.print(table)
+
+
+def _write_evaluation(
+    trained: TrainedModel, task: str, found: dict[str, Metrics], out: Path
+) -> None:
+    from protofed.files import write_json
+    from protofed.report.figures import confusions
+    from protofed.report.plot import save
+
+    def plain(value: float) -> float | None:
+        return None if math.isnan(value) else round(value, 4)
+
+    domains = {
+        domain: {
+            "images": m.images,
+            **{name: plain(value) for name, value in m.macro().items()},
+            "classes": {
+                name: {
+                    "images": int(m.support[k]),
+                    "precision": plain(m.precision[k]),
+                    "recall": plain(m.recall[k]),
+                    "F1": plain(m.f1[k]),
+                    "AUC": plain(m.auc[k]),
+                }
+                for k, name in enumerate(trained.classes)
+            },
+            "confusion": m.confusion.tolist(),
+        }
+        for domain, m in found.items()
+    }
+    about = {"run": trained.card.hash, "client": trained.client, "task": task}
+    write_json(out / "evaluation.json", {**about, "domains": domains})
+    counts = {domain: m.confusion for domain, m in found.items()}
+    paths = save(confusions(trained.method.name, counts, trained.classes), out)
+    say(f"written: {', '.join(str(p) for p in (out / 'evaluation.json', *paths))}")
+
+
+def export(
+    model: ModelArgument,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for the files.")
+    ] = Path("exported"),
+    onnx: Annotated[bool, typer.Option("--onnx", help="model.onnx; needs the extra onnx.")] = False,
+    pt2: Annotated[bool, typer.Option("--pt2", help="model.pt2, by torch.export.")] = False,
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="model.safetensors, for protofed.load_model.")
+    ] = False,
+    client: ClientOption = None,
+    trust_code: TrustOption = False,
+) -> None:
+    """Export a trained model for other programs, with a card that says what it is.
+
+    The graphs take 8-bit images \\[n, 3, size, size] and give probabilities:
+    normalization is inside, resizing is not. Each is run and compared with the
+    model before the command succeeds.
+    """
+    from protofed.inference import load_model
+    from protofed.inference.export import export_onnx, export_pt2, write_card
+    from protofed.runs.folder import MODEL
+
+    if not (onnx or pt2 or safetensors):
+        raise ProtofedError("say what to export", "--onnx, --pt2 or --safetensors, or several")
+    trained = load_model(model, client)
+    out.mkdir(parents=True, exist_ok=True)
+    files = []
+    if onnx:
+        export_onnx(trained, out / "model.onnx")
+        files.append("model.onnx")
+    if pt2:
+        export_pt2(trained, out / "model.pt2")
+        files.append("model.pt2")
+    if safetensors:
+        path = model if model.is_file() else model / MODEL
+        write_atomic(out / MODEL, path.read_bytes())
+        files.append(MODEL)
+    write_card(trained, out / "MODEL_CARD.md", files)
+    say(f"exported to {out}: {', '.join([*files, 'MODEL_CARD.md'])}")

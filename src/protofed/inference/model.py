@@ -1,0 +1,242 @@
+"""A trained model in use: ``load_model`` reads a model's file, which says all that this needs.
+
+    >>> model = protofed.load_model("runs/glyphs-fpl-0-8d543c2646")
+    >>> model.predict(["a.png", "b.png"])
+    ['seven', 'two']
+
+Images are paths, PIL images, arrays [H, W] or [H, W, 3], or tensors [3, H, W], alone or several.
+They are resized and normalized as in training. Numbers are 8-bit intensities or floats from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from protofed import keys, tree
+from protofed.analysis import RoundPrototypes, prototypes
+from protofed.data.augment import normalized
+from protofed.data.decode import BadImage, decode
+from protofed.data.task import Augment
+from protofed.errors import ProtofedError
+from protofed.federation.cpu import one_thread
+from protofed.federation.facts import DTYPES, find_device
+from protofed.method import Client, Sizes
+from protofed.runs.folder import RunFolder
+from protofed.runs.model_file import StoredModel, read_model
+from protofed.runs.result import load_run
+
+Picture = str | Path | Image.Image | NDArray[Any] | Tensor
+Floats = NDArray[np.float64]
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """For each image, the client's prototype that is nearest to its feature by cosine distance.
+
+    An image is ``far`` if every prototype is farther from it than ``threshold``: the median
+    distance of a prototype to the nearest one of another class. Such an image resembles no class
+    as much as the classes resemble each other.
+    """
+
+    classes: tuple[str, ...]
+    domains: tuple[str, ...]
+    distances: Floats
+    threshold: float
+
+    @property
+    def far(self) -> NDArray[np.bool_]:
+        return self.distances > self.threshold
+
+
+class TrainedModel:
+    """A trained network with its preprocessing and its method's rule; ``load_model`` makes one.
+
+    ``card`` is what the model's file says of it.
+    """
+
+    def __init__(
+        self,
+        stored: StoredModel,
+        client: str | None = None,
+        device: str = "cpu",
+        kept: RoundPrototypes | None = None,
+    ) -> None:
+        card = self.card = stored.card
+        self.classes, self.image_size = card.classes, card.image_size
+        self.method, self.device = stored.method, torch.device(find_device(device))
+        if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
+            (client,) = stored.clients  # a site's own file
+        self.client, self.kept = client, kept
+        self.network = stored.network(client).to(self.device)
+        names = tuple(name for name, _ in self.network.named_parameters())
+        sizes = Sizes(len(card.classes), self.network.features, card.image_size, names)
+        own = {"model": stored.clients[client]} if client else {}
+        received = {**stored.received, "model": stored.model}
+        self._view = Client(
+            self.method,
+            self.network,
+            sizes,
+            received=tree.to(received, self.device),
+            mine=tree.to(own, self.device),
+            round=card.rounds - 1,
+            rounds=card.rounds,
+        )
+        self.dtype = DTYPES[card.precision]
+        self._augment = Augment(mean=card.mean, std=card.std)  # type: ignore[arg-type]
+        key = keys.key(card.seed, card.rounds - 1, "evaluation")
+        self._key = torch.tensor(key, device=self.device)
+
+    def __repr__(self) -> str:
+        card = self.card
+        whose = f" at {self.client}" if self.client else ""
+        return (
+            f"<{self.method.name} on {card.task}{whose}: {len(card.classes)} classes, images of "
+            f"{card.image_size}×{card.image_size}, {card.accuracy['average']:.1f} %>"
+        )
+
+    def predict(self, images: Picture | Sequence[Picture]) -> list[str]:
+        """The class of each image."""
+        return [self.classes[i] for i in self.logits(images).argmax(1)]
+
+    def predict_proba(self, images: Picture | Sequence[Picture]) -> Floats:
+        """The probability [n, K] of each class."""
+        return softmax(self.logits(images))
+
+    def logits(self, images: Picture | Sequence[Picture]) -> Floats:
+        """Scores [n, K] whose softmax are the probabilities, by the method's own rule."""
+        return self._compute(images, self.scores, len(self.classes))
+
+    def embed(self, images: Picture | Sequence[Picture]) -> Floats:
+        """The feature [n, d] of each image."""
+        return self._compute(images, self._features, self.network.features)
+
+    def scores(self, inputs: Tensor) -> Tensor:
+        """Scores [n, K] of normalized images."""
+        self._view.begin_step(self._key)  # the draws of the run's own evaluation
+        return self.method.predict(self._view, inputs)
+
+    def _features(self, inputs: Tensor) -> Tensor:
+        self._view.begin_step(self._key)
+        return self._view.forward(inputs).feature
+
+    def _compute(
+        self,
+        images: Picture | Sequence[Picture],
+        function: Callable[[Tensor], Tensor],
+        columns: int,
+    ) -> Floats:
+        several, found = _several(images), [np.zeros((0, columns))]
+        with torch.no_grad(), one_thread():
+            while batch := list(islice(several, BATCH)):
+                x = torch.from_numpy(np.stack([pixels(i, self.image_size) for i in batch]))
+                out = function(normalized(x.to(self.device), self._augment, self.dtype))
+                found.append(out.double().cpu().numpy())
+        return np.concatenate(found)
+
+    def nearest(self, features: Floats) -> Nearest | None:
+        """The clients' prototypes nearest to features [n, d].
+
+        None if the method has no prototypes, or the model was not read from its run's folder.
+        """
+        if self.kept is None or not self.kept.sent:
+            return None
+        rows, labels = (
+            np.concatenate(column) for column in zip(*self.kept.sent.values(), strict=True)
+        )
+        clients = [c for c, (sent, _) in self.kept.sent.items() for _ in range(len(sent))]
+        distances = cosine_distances(features, rows)
+        best = distances.argmin(1)
+        between = cosine_distances(rows, rows)
+        between[labels[:, None] == labels] = np.inf
+        others = between.min(1)
+        return Nearest(
+            tuple(self.classes[labels[i]] for i in best),
+            tuple(self.kept.domains[clients[i]] for i in best),
+            distances.min(1),
+            float(np.median(others)) if np.isfinite(others).any() else np.inf,
+        )
+
+
+def load_model(path: str | Path, client: str | None = None, device: str = "cpu") -> TrainedModel:
+    """The trained model of a run's folder, or of a model's file.
+
+    ``client`` names whose model, for methods whose clients keep their own. Neither needs the
+    run's images.
+    """
+    path = Path(path)
+    if path.is_file():
+        return TrainedModel(read_model(path), client, device)
+    result = load_run(path)
+    rounds = RunFolder(path).artifact_rounds("prototypes")
+    kept = prototypes(result) if rounds and rounds[-1] == result.config.rounds else None
+    return TrainedModel(result.need_model(), client, device, kept)
+
+
+def pixels(image: Picture, size: int) -> NDArray[np.uint8]:
+    """An image as uint8 [3, size, size]."""
+    try:
+        if isinstance(image, str | Path):
+            return decode(Path(image).expanduser().read_bytes(), size)
+        if isinstance(image, Image.Image):
+            return decode(image, size)
+        if isinstance(image, Tensor):
+            return decode(_array(image.detach().cpu().movedim(0, -1).numpy()), size)
+        return decode(_array(np.asarray(image)), size)
+    except (BadImage, OSError) as error:
+        name = f"'{image}'" if isinstance(image, str | Path) else "an image"
+        raise ProtofedError(f"cannot decode {name}: {error}") from None
+
+
+def _array(image: NDArray[Any]) -> NDArray[np.uint8]:
+    """Intensities [H, W] or [H, W, 3], from 8-bit numbers or floats from 0 to 1."""
+    if image.ndim == 3 and image.shape[2] == 1:
+        image = image[:, :, 0]
+    if not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)):
+        raise ProtofedError(
+            f"an image of shape {tuple(image.shape)} is neither [H, W] nor [H, W, 3]",
+            "tensors are [3, H, W] or [1, H, W]",
+        )
+    if np.issubdtype(image.dtype, np.floating):
+        if not (image.min() >= 0 and image.max() <= 1):  # NaN too
+            raise ProtofedError(
+                f"floats of an image must be from 0 to 1, got {image.min():g} to {image.max():g}",
+                "pass images as they are: the model normalizes them itself",
+            )
+        image = np.rint(image * 255)
+    elif image.dtype != np.uint8:
+        raise ProtofedError(
+            f"an image has numbers of type {image.dtype}", "use 8-bit numbers or floats from 0 to 1"
+        )
+    return image.astype(np.uint8)
+
+
+def _several(images: Picture | Sequence[Picture]) -> Iterator[Picture]:
+    if isinstance(images, str | Path | Image.Image):
+        return iter([images])
+    if isinstance(images, np.ndarray | Tensor):
+        channels = images.shape[0 if isinstance(images, Tensor) else -1]
+        one = images.ndim == 2 or (images.ndim == 3 and channels in (1, 3))
+        return iter([images] if one else images)
+    return iter(images)
+
+
+def softmax(logits: Floats) -> Floats:
+    shifted = np.exp(logits - logits.max(1, keepdims=True))
+    return np.asarray(shifted / shifted.sum(1, keepdims=True))
+
+
+def cosine_distances(a: Floats, b: Floats) -> Floats:
+    """1 − cosine [n, m] between rows of a [n, d] and b [m, d]."""
+    a, b = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (a, b))
+    return np.asarray(1 - a @ b.T, dtype=np.float64)

@@ -1,0 +1,104 @@
+"""Weights from a file, by the entry names that torchvision and timm give to a ResNet.
+
+Only tensors are read: a safetensors file, or a state dict that ``torch.load`` opens with
+``weights_only``. The head is not loaded: it is for other classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from protofed.errors import ProtofedError
+from protofed.models.network import Network
+from protofed.models.resnet import IMAGENET
+
+_BATCHES = "num_batches_tracked"
+"""An entry that old files lack, and that no result depends on."""
+_SHOWN = 5
+
+
+def load_weights(network: Network, model: str, path: str | Path) -> None:
+    """Put the weights of a file into the network's encoder, which is of that model."""
+    if model not in IMAGENET:
+        raise ProtofedError(
+            f"weights from a file are for {', '.join(IMAGENET)}, not for {model}",
+            "choose one of these with --model",
+        )
+    found = _read(Path(path).expanduser())
+    blocks = IMAGENET[model].blocks
+    wanted = {public_name(n, blocks): t for n, t in network.encoder.state_dict().items()}
+    missing = [n for n in wanted if n not in found and not n.endswith(_BATCHES)]
+    unused = [n for n in found if n not in wanted and not n.startswith("fc.")]
+    unequal = [
+        f"{n} {_size(found[n])} instead of {_size(t)}"
+        for n, t in wanted.items()
+        if n in found and found[n].shape != t.shape
+    ]
+    problems = {"missing": missing, "unknown": unused, "of another size": unequal}
+    if any(problems.values()):
+        listed = "; ".join(f"{len(p)} {what}: {_listed(p)}" for what, p in problems.items() if p)
+        raise ProtofedError(
+            f"the weights in '{path}' do not fit {model}: {listed}",
+            "use a file with torchvision's or timm's weights of the same network",
+        )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if name in found:
+                tensor.copy_(found[name])
+
+
+def public_name(name: str, blocks: tuple[int, ...]) -> str:
+    """An encoder's entry as torchvision calls it: ``4.body.3.weight`` → ``layer1.0.conv2.weight``.
+
+    ``blocks`` is the number of blocks in each stage.
+    """
+    layer, _, rest = name.partition(".")
+    if layer in "01":
+        return f"{('conv1', 'bn1')[int(layer)]}.{rest}"
+    stages = [f"layer{stage}.{b}" for stage, n in enumerate(blocks, start=1) for b in range(n)]
+    part, index, entry = rest.split(".")
+    if part == "shortcut":
+        inner = f"downsample.{index}"
+    else:
+        inner = f"{'bn' if int(index) % 3 else 'conv'}{int(index) // 3 + 1}"
+    return f"{stages[int(layer) - 4]}.{inner}.{entry}"
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    if not path.is_file():
+        raise ProtofedError(f"there is no file of weights '{path}'")
+    found: Any
+    try:
+        if path.suffix == ".safetensors":
+            found = safetensors.torch.load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except UnpicklingError:
+        raise ProtofedError(
+            f"'{path}' holds more than tensors, and is not opened for that reason",
+            "save the state dict alone: torch.save(model.state_dict(), FILE)",
+        ) from None
+    except Exception as error:
+        raise ProtofedError(f"cannot read weights from '{path}': {error}") from None
+    for key in ("state_dict", "model"):  # a checkpoint of a training script
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping) or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ProtofedError(f"'{path}' is not a state dict", "it must map names to tensors")
+    return {re.sub(r"^module\.", "", str(name)): t for name, t in found.items()}
+
+
+def _size(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "scalar"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

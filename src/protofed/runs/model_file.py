@@ -1,0 +1,173 @@
+"""The file of a trained model: its tensors, and all that is needed to use them.
+
+``model/`` has the entries that all share, ``client/NAME/`` what clients with models of their own
+have of theirs, and ``received.SLOT/`` what else the server sends, if the method predicts with it.
+What single clients sent is not in it. The metadata is a ``ModelCard``, without time, host or
+engine: equal runs give equal files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from protofed import tree
+from protofed.config import Config
+from protofed.data import Task
+from protofed.errors import ProtofedError, unknown
+from protofed.federation.facts import DTYPES
+from protofed.method import Method, Sizes
+from protofed.methods import known_class, reference
+from protofed.models import Network, build
+from protofed.tree import Slot, Tree
+
+CLIENT_SLOT = "client"
+RECEIVED = "received."
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What a model's file says of the model."""
+
+    hash: str
+    """The run's."""
+    holds: str
+    """In words, which entries the file has."""
+    task: str
+    classes: tuple[str, ...]
+    """In the order of the scores."""
+    image_size: int
+    mean: tuple[float, ...]
+    """Images are scaled to [0, 1], then normalized per channel with ``mean`` and ``std``."""
+    std: tuple[float, ...]
+    models: Mapping[str, str]
+    """The architecture of each client."""
+    domains: Mapping[str, str]
+    """The domain of each client."""
+    width: int | None
+    norm: str | None
+    method: str
+    options: Mapping[str, Any]
+    seed: int
+    rounds: int
+    precision: str
+    accuracy: Mapping[str, float]
+    """Test accuracy in % by domain, and ``average``: what the run's summary has."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        task: Task,
+        hash: str,
+        clients: Sequence[Mapping[str, Any]],
+        accuracy: Mapping[str, float],
+        holds: str,
+    ) -> ModelCard:
+        """``config`` has the precision as it was found; ``clients`` is the run's table of them."""
+        return cls(
+            hash=hash,
+            holds=holds,
+            task=config.task,
+            classes=task.classes,
+            image_size=task.image_size,
+            mean=task.augment.mean,
+            std=task.augment.std,
+            models={row["client"]: row["model"] for row in clients},
+            domains={row["client"]: row["domain"] for row in clients},
+            width=config.width,
+            norm=config.norm,
+            method=reference(config.method),
+            options=config.method.options(),
+            seed=config.seed,
+            rounds=config.rounds,
+            precision=config.precision,
+            accuracy=dict(accuracy),
+        )
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The content of a model's file."""
+
+    card: ModelCard
+    model: Slot
+    clients: Mapping[str, Slot] = field(default_factory=dict)
+    received: Tree = field(default_factory=dict)
+
+    @property
+    def method(self) -> Method:
+        known = known_class(self.card.method)
+        if known is None:
+            raise ProtofedError(
+                f"the model is of method '{self.card.method}', whose code is not trusted",
+                "call protofed.methods.trust_code() first, or use --trust-code",
+            )
+        method = known.create(self.card.options)
+        mixed = len({*self.card.models.values()}) > 1
+        return method.for_mixed_models() if mixed else method
+
+    def network(self, client: str | None = None) -> Network:
+        """The trained network in evaluation mode: the global one, or a client's own.
+
+        Entries that clients do not share have their initial values in the global one.
+        """
+        card, method = self.card, self.method
+        if client is None and method.evaluates == "everyone":
+            raise ProtofedError(
+                f"{method.name} has no global model: every client has its own",
+                f"name one of them, e.g. '{next(iter(card.models))}'",
+            )
+        if client is not None and client not in card.models:
+            raise unknown("client", client, card.models)
+        if client is not None and client not in self.clients:
+            raise ProtofedError(
+                f"client {client} has no model of its own here", "leave it out for the global one"
+            )
+        name = card.models[client] if client else next(iter(card.models.values()))
+        with torch.random.fork_rng(devices=[]):
+            backbone = build(name, len(card.classes), card.image_size, card.width, card.norm)
+            sizes = Sizes(len(card.classes), backbone.features, card.image_size)
+            network = method.network(backbone, sizes).to(DTYPES[card.precision])
+        own = self.clients[client] if client else {}
+        network.load_state_dict({**network.state_dict(), **own, **self.model})
+        return network.eval()
+
+    @classmethod
+    def of(
+        cls, card: ModelCard, received: Tree, method: Method, clients: Mapping[str, Slot]
+    ) -> StoredModel:
+        """The model at the end of a run: of what the server sends, what predictions need."""
+        kept = tree.copy(received)
+        model = kept.pop("model", {})
+        own_rule = type(method).predict is not Method.predict
+        return cls(card, model, clients, kept if own_rule else {})
+
+    def save(self, path: Path, private: bool = False) -> None:
+        own = {f"{c}/{name}": t for c, slot in self.clients.items() for name, t in slot.items()}
+        content = {"model": self.model, CLIENT_SLOT: own}
+        content |= {f"{RECEIVED}{slot}": entries for slot, entries in self.received.items()}
+        tree.save(content, path, asdict(self.card), private)
+
+
+def read_model(path: Path) -> StoredModel:
+    slots, metadata = tree.load(path)
+    names = [f.name for f in fields(ModelCard)]
+    if missing := [name for name in names if name not in metadata]:
+        raise ProtofedError(
+            f"'{path}' does not say what is needed to use it: it lacks {', '.join(missing)}",
+            "an earlier version wrote it; run it again",
+        )
+    for name in ("classes", "mean", "std"):
+        metadata[name] = tuple(metadata[name])
+    clients: dict[str, Slot] = {}
+    for name, t in slots.get(CLIENT_SLOT, {}).items():
+        client, _, entry = name.rpartition("/")
+        clients.setdefault(client, {})[entry] = t
+    received = {s.removeprefix(RECEIVED): e for s, e in slots.items() if s.startswith(RECEIVED)}
+    card = ModelCard(**{name: metadata[name] for name in names})
+    return StoredModel(card, slots.get("model", {}), clients, received)

@@ -1,0 +1,123 @@
+"""A model in use gives what the run's own evaluation gave, from images of any form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from protofed import load_model, run
+from protofed.data import load_task
+from protofed.errors import ProtofedError
+from protofed.inference.model import cosine_distances, softmax
+from protofed.runs import Result
+
+SMALL = {"rounds": 2, "epochs": 1, "batch": 16, "width": 4, "seed": 3, "device": "cpu"}
+CLIENTS = {"scan": 1, "photo": 1}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run("glyphs", "fpl", clients=CLIENTS, out=tmp_path_factory.mktemp("runs") / "r", **SMALL)
+
+
+@pytest.mark.parametrize("method", ["fpl", "copa", "fedsr", "fedseproto", "fedbn", "fedgh"])
+def test_predictions_are_those_of_the_run(method: str, trained: Result, tmp_path: Path) -> None:
+    result = trained
+    if method != "fpl":
+        result = run("glyphs", method, clients=CLIENTS, out=tmp_path / "r", **SMALL)
+    assert result.folder is not None
+    task, last = load_task("glyphs"), result.rounds[-1]
+    own = {None: ("scan", "photo")}
+    accuracy = last["accuracy"]
+    if result.config.method.evaluates != "global":
+        own = {"scan-0": ("scan",), "photo-0": ("photo",)}
+        accuracy = last.get("beside", {}).get("own", accuracy)
+    for client, domains in own.items():
+        model = load_model(result.folder / "model.safetensors", client)
+        for domain in domains:
+            test = task.domains[domain].test
+            found = model.predict(test.x)
+            right = [name == task.classes[y] for name, y in zip(found, test.y, strict=True)]
+            assert 100 * np.mean(right) == pytest.approx(accuracy[domain], abs=1e-3)
+
+
+def test_every_form_of_an_image_gives_the_same(trained: Result, tmp_path: Path) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    x = load_task("glyphs").domains["photo"].test.x[:3]
+    arrays = x.permute(0, 2, 3, 1).numpy()
+    paths = [tmp_path / f"{i}.png" for i in range(3)]
+    for path, array in zip(paths, arrays, strict=True):
+        Image.fromarray(array).save(path)
+    expected = model.predict_proba(x)
+    np.testing.assert_allclose(expected.sum(1), 1)
+    assert expected.shape == (3, len(model.classes))
+    for form in (arrays, list(arrays), paths, [str(p) for p in paths], x / 255, list(x)):
+        np.testing.assert_array_equal(model.predict_proba(form), expected)
+    for one in (x[0], arrays[0], paths[0], Image.open(paths[0])):
+        np.testing.assert_allclose(model.predict_proba(one), expected[:1], atol=1e-6)
+    gray = arrays[0].mean(2).astype(np.uint8)
+    assert model.predict(gray) == model.predict(np.stack([gray] * 3, 2))
+    assert model.predict([]) == [] and model.embed([]).shape == (0, model.network.features)
+    assert repr(model).startswith("<fpl on glyphs: ")
+
+
+def test_numbers_that_are_not_intensities_are_refused(trained: Result, tmp_path: Path) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    with pytest.raises(ProtofedError, match=r"from 0 to 1, got -1 to 1.*normalizes them itself"):
+        model.predict(torch.tensor([-1.0, 1.0] * 384).reshape(3, 16, 16))
+    with pytest.raises(ProtofedError, match="type int64"):
+        model.predict(np.zeros((16, 16, 3), dtype=np.int64))
+    with pytest.raises(ProtofedError, match=r"shape \(5, 5, 7\)"):
+        model.predict([np.zeros((5, 5, 7), dtype=np.uint8)])
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(ProtofedError, match=r"cannot decode '.*a.png': it is not an image"):
+        model.predict(tmp_path / "a.png")
+    with pytest.raises(ProtofedError, match="there is no folder"):
+        load_model(tmp_path / "nothing")
+
+
+def test_the_file_alone_is_enough_and_has_no_prototypes_of_clients(trained: Result) -> None:
+    assert trained.folder is not None
+    x = load_task("glyphs").domains["scan"].test.x[:2]
+    alone, whole = load_model(trained.folder / "model.safetensors"), load_model(trained.folder)
+    np.testing.assert_array_equal(alone.logits(x), whole.logits(x))
+    assert alone.card == whole.card and alone.card.accuracy == trained.accuracy
+    features = whole.embed(x)
+    assert alone.nearest(features) is None
+    near = whole.nearest(features)
+    assert near is not None and near.distances.shape == (2,)
+    assert {*near.domains} <= {"scan", "photo"}
+
+
+def test_nearest_prototypes_by_hand(trained: Result) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    assert model.kept is not None
+    (client, (rows, labels)), *_ = model.kept.sent.items()
+    near = model.nearest(np.concatenate([3 * rows[:1], -rows.sum(0, keepdims=True)]))
+    assert near is not None
+    assert near.classes[0] == model.classes[labels[0]]
+    assert near.domains[0] == model.kept.domains[client]
+    assert near.distances[0] == pytest.approx(0, abs=1e-6)
+    assert list(near.far) == [False, True]  # features are not negative: this is far from all
+    every = np.concatenate([r for r, _ in model.kept.sent.values()])
+    classes = np.concatenate([y for _, y in model.kept.sent.values()])
+    to_others = []
+    for row, label in zip(every, classes, strict=True):
+        others = every[classes != label]
+        cos = others @ row / np.linalg.norm(others, axis=1) / np.linalg.norm(row)
+        to_others.append(1 - cos.max())
+    assert near.threshold == pytest.approx(float(np.median(to_others)), abs=1e-6)
+
+
+def test_softmax_and_distances() -> None:
+    np.testing.assert_allclose(softmax(np.array([[0.0, np.log(3)]])), [[0.25, 0.75]])
+    np.testing.assert_allclose(softmax(np.array([[1000.0, -np.inf]])), [[1, 0]])
+    a, b = np.array([[1.0, 0.0]]), np.array([[0.0, 2.0], [3.0, 3.0]])
+    np.testing.assert_allclose(cosine_distances(a, b), [[1, 1 - 0.5**0.5]])
