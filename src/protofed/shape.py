@@ -1,6 +1,6 @@
 """Whether plain data that was read, from JSON or TOML, is what it should be.
 
-A shape is a type (``float`` is any number, ``object`` anything but null), ``str | None``, a list of
+A shape is a type (``float`` is any number, ``object`` anything but null), a type or None, a list of
 one shape, a table of shapes by name, of which those whose name ends with ``?`` may be absent, or
 ``{str: shape}``, a table of any names.
 """
@@ -23,6 +23,7 @@ _WORDS = {
     str: "text",
     str | None: "text or null",
     int: "a whole number",
+    int | None: "a whole number or null",
     float: "a number",
     bool: "true or false",
 }
