@@ -66,6 +66,7 @@ OTHER_COMMANDS = {
     "a long task": (["run", "--task", f"folder:{'x' * 5000}"], "name too long"),
     "a long report": (["report", "x" * 5000], "name too long"),
     "seeds": (["compare", "--seeds", str(10**12)], "at most 10000"),
+    "no protocol": (["compare", "--protocol", ""], "unknown protocol"),
     "shard": (["compare", "--shard", f"1/{LONG}"], "--shard"),
     "points": (
         ["sweep", "--method", "fpl"]
