@@ -7,6 +7,7 @@ from itertools import cycle
 
 import pytest
 from tests.cli.commands import TINY, call
+from tests.runs.resealed import reseal
 
 from protofed.errors import ProtofedError
 from protofed.report import run_details
@@ -203,7 +204,7 @@ def spoiled(content, junk):
 
 
 def outcomes(pool, file, content, write):
-    """How many of the spoiled files were refused; any other error fails the test."""
+    """Some of the spoiled files are refused, though sealed; any other error fails the test."""
     before, refused, tried = file.read_bytes(), 0, 0
     junk = cycle(JUNK)
     for _ in range(3):  # each place meets several
@@ -212,6 +213,7 @@ def outcomes(pool, file, content, write):
             tried += 1
             try:
                 file.write_bytes(write(other))
+                reseal(file)
                 read(pool)
             except ProtofedError:
                 refused += 1
@@ -244,6 +246,7 @@ def test_a_record_with_a_table_as_average(pool):
     file = pool / "x" / "rounds.jsonl"
     before = file.read_text()
     file.write_text(before.replace('"average": ', '"average": {}, "was": '))
+    reseal(file)
     code, _, err = call("show", pool / "x")
     file.write_text(before)
     assert code == 2 and "line 1" in err and "average is not a number" in err
@@ -291,7 +294,31 @@ def test_a_spoiled_packed_study(pool, tmp_path):
     file = packed / "s" / PACKED
     write_packed(file, [json.dumps(line) + "\n"])
     read(packed)
+    file.write_bytes(gzip.compress(as_json({**line, "name": "y"}) + b"\n"))
+    with pytest.raises(ProtofedError, match="does not match its checksum"):
+        read(packed)
+    reseal(file)
     outcomes(packed, file, line, lambda c: gzip.compress(as_json(c) + b"\n"))
+
+
+CHANGES = {
+    "config.toml": "lr = ",
+    "facts.json": '"numerics": ',
+    "rounds.jsonl": '"average": ',
+    "summary.json": '"seconds": ',
+}
+
+
+@pytest.mark.parametrize(("name", "number"), CHANGES.items(), ids=list(CHANGES))
+def test_a_changed_number_needs_another_checksum(pool, name, number):
+    file = pool / "x" / name
+    before = file.read_text()
+    file.write_text(before.replace(number, f"{number}1"))
+    with pytest.raises(ProtofedError, match=rf"{name}' .* does not match its checksum"):
+        load_run(pool / "x")
+    reseal(file)
+    load_run(pool / "x")
+    file.write_text(before)
 
 
 def test_json_nested_too_deep(pool):

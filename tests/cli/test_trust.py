@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.commands import MINE, TINY, call, succeed
+from tests.runs.resealed import reseal
 from tests.studies.in_process import run_in_process
 
 from protofed import analysis, load_run, methods
@@ -97,6 +98,9 @@ def test_a_run_whose_method_is_nowhere(received):
     assert load_run(received).config.method.name == "mine"
     config = received / "config.toml"
     config.write_text(config.read_text().replace(str(Path("mine.py").resolve()), "__main__"))
+    with pytest.raises(ProtofedError, match="does not match its checksum"):
+        load_run(received)
+    reseal(config)
     assert load_run(received).config.method.reference == "__main__:Mine"
 
 

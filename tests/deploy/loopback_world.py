@@ -130,9 +130,9 @@ class Deployment:
         )  # fmt: skip
         log.close()
 
-    def server(self) -> None:
+    def server(self, *more: str) -> None:
         said = self.text("server").count("is ready at")
-        self.begin("server", "server", "--dir", str(self.home))
+        self.begin("server", "server", "--dir", str(self.home), *more)
         self.until(lambda: self.text("server").count("is ready at") > said, 120, "the server")
 
     def site(self, name: str, *more: str, **environment: str) -> None:

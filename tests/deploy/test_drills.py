@@ -174,10 +174,10 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     deployment.server()
     for site in classes:
         deployment.site(site, "--data", str(tmp_path / "data" / site))
-    words = ("--method", "fpl", "--rounds", "6", "--epochs", "1", "--batch", "4",
+    words = ("--method", "fpl", "--rounds", "16", "--epochs", "1", "--batch", "4",
              "--model", "cnn2", "--width", "4", "--seed", "3")  # fmt: skip
     assert deployment.start(*words).returncode == 0
-    deployment.until(lambda: "round 1/6: 3 of 3" in deployment.log(), 200, "the first round")
+    deployment.until(lambda: "round 1/16: 3 of 3" in deployment.log(), 200, "the first round")
     during = deployment.status()
     assert during.count("): connected") == 3 and ": running" in during, during
     assert "last in the log: " in during, during
@@ -190,7 +190,7 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the run ended: stopped" in deployment.log()
     records = read_records(out / "rounds.jsonl")
-    assert [r["clients"] for r in records] == [3] * 6
+    assert [r["clients"] for r in records] == [3] * 16
     assert set(records[-1]["accuracy"]) == {"inland", "coast"}
     # the same in one process, without interruption
     members = read_members(deployment.home / "server")
@@ -199,8 +199,8 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
         home.mkdir(parents=True)
         shutil.copy(deployment.home / "server" / "federation.toml", home)
         write_site(home, tmp_path / "data" / site)
-    (app,) = (deployment.home / "server" / "apps").rglob("pyproject.toml")
-    spec = tomllib.loads(app.read_text("utf-8"))["tool"]["flwr"]["app"]["config"]["spec"]
+    (own,) = (deployment.home / "server" / "apps").glob("*.toml")
+    spec = tomllib.loads(own.read_text("utf-8"))["spec"]
     grid(members, tmp_path / "homes", spec, tmp_path / "oracle").run()
     assert tree.equal(
         tree.load(out / "model.safetensors")[0],
@@ -273,7 +273,7 @@ def test_public_images_are_compared_and_the_models_are_the_simulators(
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
     # neither paths nor names of public images have left their machines
-    traveled = [*(deployment.home / "server" / "apps").rglob("pyproject.toml"), *out.iterdir(),
+    traveled = [*(deployment.home / "server" / "apps").rglob("*.toml"), *out.iterdir(),
                  *out.parent.glob("*.log")]  # fmt: skip
     for path in traveled:
         content = path.read_bytes()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("flwr")
 
+from tests.deploy.exploits import assert_gate_is_shut, assert_tasks_need_the_secret
 from tests.deploy.loopback_world import TINY, Deployment
 
 from protofed.runs.result import load_run
@@ -21,6 +23,10 @@ def test_sites_over_loopback_equal_the_simulator(deployment: Deployment, tmp_pat
     for name in SITES:
         deployment.relay(name)
     deployment.server()
+    home = deployment.home / "server"
+    assert_gate_is_shut(deployment.port, home / "ca.crt")
+    link = tomllib.loads((home / "operator" / "config.toml").read_text())["superlink"]["federation"]
+    assert_tasks_need_the_secret(link["address"], home / "flower" / "loopback-ca.crt")
     for name in SITES:
         deployment.site(name)
     done = deployment.start("--method", "fpl", "--rounds", "2", *TINY, *SAMPLES, "--wait")

@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from cryptography.x509 import load_pem_x509_certificate
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
@@ -73,6 +74,34 @@ def test_invalid_settings_are_errors(tmp_path: Path, more: dict[str, Any], words
     with pytest.raises(ProtofedError, match=words):
         init(tmp_path / "new", sites, **more)
     assert not (tmp_path / "new").exists()
+
+
+def test_client_certificates_and_what_nginx_needs(tmp_path: Path) -> None:
+    words = ["deploy", "init", str(tmp_path / "f"), "--sites", "a,b", "--classes", "x,y"]
+    done = CliRunner().invoke(
+        app, [*words, "--client-certificates", "--address", "fl.example.org:8443"]
+    )
+    assert done.exit_code == 0, done.output
+    home = tmp_path / "f"
+    assert read_members(home / "sites" / "a").client_certificates
+    authority = load_pem_x509_certificate((home / "server" / "ca.crt").read_bytes())
+    for site in "ab":
+        certificate = load_pem_x509_certificate((home / "sites" / site / "client.crt").read_bytes())
+        certificate.verify_directly_issued_by(authority)
+        assert certificate.subject.rfc4514_string() == f"CN={site}"
+        assert stat.S_IMODE((home / "sites" / site / "client.key").stat().st_mode) == 0o600
+    assert not list((home / "server").glob("client.*"))
+    nginx = (home / "server" / "nginx.conf").read_text()
+    for text in ("listen 8443 ssl;", "127.0.0.1:8444", "ssl_verify_client on", "fleet/(activate-"):
+        assert text in nginx, text
+    assert "`client.crt`" in (home / "README.md").read_text()
+    init(tmp_path / "g", ["a"], classes=["x", "y"], minimum=1)
+    assert not list(tmp_path.glob("g/sites/a/client.*"))
+    assert "ssl_verify_client" not in (tmp_path / "g" / "server" / "nginx.conf").read_text()
+    toml = tmp_path / "g" / "server" / "federation.toml"
+    toml.write_text(toml.read_text().replace("certificates = false", 'certificates = "no"'))
+    with pytest.raises(ProtofedError, match="client_certificates must be true or false"):
+        read_members(toml.parent)
 
 
 def test_names_with_special_characters_survive(tmp_path: Path) -> None:

@@ -69,10 +69,10 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], list[str]]
                 raise Kill
             act()
 
-        def atomic(path: Path, content: bytes | str) -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        def atomic(path: Path, content: bytes | str, private: bool = False) -> None:
+            files.make_folder(path.parent, private)
             litter = path.with_name(f".{path.name}.x.tmp")
-            step(path, lambda: write(path, content), lambda: litter.write_bytes(b"cut"))
+            step(path, lambda: write(path, content, private), lambda: litter.write_bytes(b"cut"))
 
         def line(self: RunFolder, record: Any) -> None:
             path = self.rounds_file

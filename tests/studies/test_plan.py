@@ -59,7 +59,13 @@ def test_no_images_and_no_gpu_are_looked_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("settings", [{"model": []}, {"leave_out": []}, {"lr": -1.0}])
-def test_a_bad_setting_names_the_run(settings: dict[str, Any]) -> None:
+def test_a_bad_setting_names_the_study(settings: dict[str, Any]) -> None:
+    with pytest.raises(ProtofedError, match=f"study 'mine': {next(iter(settings))} must be"):
+        study(settings=settings)
+
+
+@pytest.mark.parametrize("settings", [{"clients": {"scam": 1}}, {"leave_out": "scam"}])
+def test_a_setting_that_does_not_fit_names_the_run(settings: dict[str, Any]) -> None:
     with pytest.raises(ProtofedError, match="glyphs  FedAvg  seed 0: "):
         plan(study(seeds=1, settings=settings))
 

@@ -76,6 +76,13 @@ def init(
     gather_seconds: Annotated[
         float, typer.Option(min=1, help="How long the first round waits for all sites.")
     ] = 120,
+    client_certificates: Annotated[
+        bool,
+        typer.Option(
+            "--client-certificates",
+            help="Give each site a TLS certificate, without which the server does not talk to it.",
+        ),
+    ] = False,
 ) -> None:
     """Write certificates, keys, settings and a page that says which command runs where."""
     _need_flower()
@@ -99,6 +106,7 @@ def init(
         round_seconds=round_seconds,
         wait_seconds=wait_seconds,
         gather_seconds=gather_seconds,
+        client_certificates=client_certificates,
     )
     if task is None and not classes:
         say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
@@ -111,13 +119,23 @@ def server(
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; default: that of the federation.")
     ] = None,
+    behind_proxy: Annotated[
+        bool,
+        typer.Option(
+            "--behind-proxy",
+            help="nginx (DIR/nginx.conf) has the federation's address: listen on 127.0.0.1, one "
+            "port higher.",
+        ),
+    ] = False,
 ) -> None:
-    """Run the server (Flower's SuperLink) until Ctrl-C or SIGTERM."""
+    """Run the server (Flower's SuperLink behind a gate) until Ctrl-C or SIGTERM."""
     _need_flower()
     from protofed.deploy.programs import serve
     from protofed.deploy.setup import server_folder
 
-    serve(server_folder(folder), host, say)
+    if behind_proxy and host:
+        raise ProtofedError("--host contradicts --behind-proxy", "give only one of them")
+    serve(server_folder(folder), host, behind_proxy, say)
 
 
 @deploy_app.command(context_settings=HELP)
@@ -251,3 +269,30 @@ def stop(
     from protofed.deploy.setup import server_folder
 
     say(f"run {deploy.stop(server_folder(folder), run)} is stopped")
+
+
+@deploy_app.command(context_settings=HELP)
+def doctor(
+    folder: DirOption = Path(),
+    name: Annotated[
+        str | None, typer.Option("--site", help="Look from this site; default: from the server.")
+    ] = None,
+) -> None:
+    """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks."""
+    _need_flower()
+    from protofed.deploy.doctor import examine_server, examine_site
+    from protofed.deploy.setup import server_folder, site_folder
+    from protofed.deploy.site import SITE_FILE
+
+    at_site = name is not None or (folder / SITE_FILE).is_file()
+    found = (
+        examine_site(site_folder(folder, name))
+        if at_site
+        else examine_server(server_folder(folder))
+    )
+    problems = 0
+    for ok, text in found:
+        say(f"{'ok     ' if ok else 'PROBLEM'} {text}")
+        problems += not ok
+    if problems:
+        raise ProtofedError(f"{problems} of the checks failed", "docs/deploy.md says what to do")

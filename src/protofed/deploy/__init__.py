@@ -4,6 +4,9 @@
 - ``members``: ``federation.toml``, the sites and the rules of a round
 - ``operator`` starts and stops runs; ``run_log``: what a run tells the operator
 - ``programs`` runs Flower's programs for the server, a site and the operator
+- ``gate``, ``superlink``: what the network reaches of the server; ``supernode``: a site
+- ``executor`` runs the tasks of server and sites, with installed code only
+- ``doctor`` checks a deployment from inside and outside
 - ``server_app``, ``coordinator``: the rounds as the server runs them
 - ``client_app``, ``site``: a round as a site runs it
 - ``spec``, ``messages``, ``wire``: what travels (a run, a message, its tensors)

@@ -1,7 +1,8 @@
 """Certificates and keys for trying out a federation; a consortium brings its own.
 
 The server has a TLS certificate that sites check against ``ca.crt``. Each site has its own key
-(ECDSA on P-384, as ``ssh-keygen -t ecdsa -b 384`` makes it), by which the server recognizes it.
+(ECDSA on P-384, as ``ssh-keygen -t ecdsa -b 384`` makes it), by which the server recognizes it, and
+on request a TLS certificate, without which the server does not talk to it at all.
 """
 
 from __future__ import annotations
@@ -53,14 +54,25 @@ class Authority:
 
     def server(self, hosts: Iterable[str]) -> tuple[bytes, bytes]:
         """A server certificate for these host names and addresses, and its key."""
-        key = _new_key()
         names = [_host(h) for h in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+        return self._issue(
+            "protofed server", ExtendedKeyUsageOID.SERVER_AUTH, x509.SubjectAlternativeName(names)
+        )
+
+    def client(self, site: str) -> tuple[bytes, bytes]:
+        """A client certificate for a site, and its key."""
+        return self._issue(site, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+    def _issue(
+        self, name: str, usage: x509.ObjectIdentifier, *more: x509.ExtensionType
+    ) -> tuple[bytes, bytes]:
+        key = _new_key()
         certificate = self._sign(
-            "protofed server",
+            name,
             key,
             False,
-            x509.SubjectAlternativeName(names),
-            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]),
+            *more,
+            x509.ExtendedKeyUsage([usage]),
             x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
         )
         return certificate, _private_pem(key)

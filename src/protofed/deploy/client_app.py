@@ -1,4 +1,4 @@
-"""Flower's ClientApp: the site's SuperNode starts a process of it for each message.
+"""What a site does with a message; its ``executor`` forks a process for each.
 
 Errors are logged here in full; the server learns only what reveals nothing of the site's files.
 """
@@ -9,12 +9,11 @@ import logging
 from pathlib import Path
 
 from flwr.app import Context, Error, Message
-from flwr.clientapp import ClientApp
 
+from protofed.deploy.site import answer, read_site_config
 from protofed.deploy.wire import Refused
 from protofed.errors import Diverged
 
-app = ClientApp()
 log = logging.getLogger("flwr")
 SITE_FAILED = 100
 """An error code above those of Flower."""
@@ -23,9 +22,6 @@ SITE_FAILED = 100
 def handle(message: Message, context: Context) -> Message:
     """Train, evaluate, or both, as the message asks."""
     try:
-        # imported here, so that a failing import is reported like any other error
-        from protofed.deploy.site import answer, read_site_config
-
         node = {key: str(value) for key, value in context.node_config.items()}
         paths = (node.get(key) or None for key in ("data", "public"))
         site = read_site_config(Path(node["site-folder"]), *paths)
@@ -40,5 +36,5 @@ def handle(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-app.train()(handle)
-app.evaluate()(handle)
+app = handle
+"""What the app that is submitted names; Flower looks for an assignment, and nothing imports it."""

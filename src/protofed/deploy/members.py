@@ -63,6 +63,8 @@ class Members:
     """How long a round waits for the minimum of sites before the run ends with an error."""
     round_seconds: float = 3600.0
     """How long a round waits for replies before it continues without the missing ones."""
+    client_certificates: bool = False
+    """Whether a site needs a TLS certificate, beside its key, to reach the server."""
 
     def __post_init__(self) -> None:
         if Path(self.name).name in ("", ".."):
@@ -81,6 +83,10 @@ class Members:
         if type(self.minimum) is not int or not 1 <= self.minimum <= len(self.sites):
             raise ProtofedError(
                 f"minimum must be between 1 and the number of sites, got {self.minimum!r}"
+            )
+        if type(self.client_certificates) is not bool:
+            raise ProtofedError(
+                f"client_certificates must be true or false, got {self.client_certificates!r}"
             )
         SETTINGS["image_size"].check("image_size", self.image_size)
         if not all(isinstance(c, str) for c in self.classes):

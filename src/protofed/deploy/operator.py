@@ -90,11 +90,10 @@ def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
         raise ProtofedError(
             f"run {run['run-id']} is {run['status']}", "wait for it, or: protofed deploy stop"
         )
-    # the whole Flower app: it names modules of the installed package and contains no code
-    app = folder / "apps" / spec.name
-    toml = render("app.toml", spec=pack(spec), resume=resume, overwrite=overwrite)
-    write_atomic(app / "pyproject.toml", toml)
-    answer = flwr(folder, "run", str(app), CONNECTION)
+    app, own = folder / "apps" / "protofed", folder / "apps" / f"{spec.name}.toml"
+    write_atomic(app / "pyproject.toml", render("app.toml"))
+    write_atomic(own, render("run.toml", spec=pack(spec), resume=resume, overwrite=overwrite))
+    answer = flwr(folder, "run", str(app), CONNECTION, "--run-config", str(own))
     if "run-id" not in answer:
         raise ProtofedError(f"Flower did not start the run: {answer}")
     return int(answer["run-id"])

@@ -1,6 +1,8 @@
-"""Runs Flower's programs: the server's SuperLink, a site's SuperNode, and ``flwr``.
+"""Runs the server's SuperLink, a site's SuperNode, their executors, and ``flwr``.
 
-Nothing of protofed itself listens on a network.
+The SuperLink listens on this machine only; what the network reaches is the ``gate`` in front of it.
+Tasks of the SuperLink and the SuperNode go to protofed's own ``executor``, which has to know the
+secret of this start.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import ctypes
 import errno
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from protofed.deploy.certificates import Authority, write_secret
 from protofed.deploy.members import Member, Members, read_members
 from protofed.deploy.site import SiteConfig
 from protofed.deploy.templating import render
@@ -81,8 +85,8 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _die_with_parent() -> None:
-    """In the child: end with the parent process, however that ends (Linux only)."""
+def die_with_parent() -> None:
+    """In a child: end with the parent process, however that ends (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
@@ -91,7 +95,7 @@ def _die_with_parent() -> None:
 def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A program that ends with this block, and whatever it started with it."""
     process = subprocess.Popen(
-        command, env=dict(env), start_new_session=True, preexec_fn=_die_with_parent
+        command, env=dict(env), start_new_session=True, preexec_fn=die_with_parent
     )
     try:
         yield process
@@ -126,34 +130,91 @@ def stoppable() -> Iterator[None]:
             signal.signal(sign, handler)
 
 
+def _write_new(folder: Path, name: str, content: bytes) -> str:
+    """Write a secret of this start, in the place of the last start's; returns its path."""
+    path = folder / "flower" / name
+    path.unlink(missing_ok=True)
+    write_secret(path, content)
+    return str(path.resolve())
+
+
+def _new_secret(folder: Path) -> str:
+    """The path of a new secret: whoever knows it may take tasks until the next start."""
+    return _write_new(folder, "executor.secret", secrets.token_bytes(32))
+
+
+def _isolated(secret: str) -> list[str]:
+    """Options of SuperLink and SuperNode: run nothing, and give tasks to who knows the secret."""
+    return ["--isolation", "process", "--superexec-auth-secret-file", secret]
+
+
+def _executor(kind: str, address: str, secret: str, *ca: str) -> list[str]:
+    return [sys.executable, "-m", "protofed.deploy.executor", kind, address, secret, *ca]
+
+
+def _until_one_ends(**programs: subprocess.Popen[bytes]) -> tuple[str, int]:
+    """The name and the exit code of the first of these programs to end."""
+    while True:
+        for name, program in programs.items():
+            code = program.poll()
+            if code is not None:
+                return name, code
+        time.sleep(0.2)
+
+
 # ---- the server: SuperLink ----------------------------------------------------------------------
 
 
-def serve(folder: Path, host: str | None = None, tell: Callable[[str], None] = print) -> None:
-    """Run the SuperLink, with the sites' keys registered, until SIGTERM or Ctrl-C."""
+def serve(
+    folder: Path,
+    host: str | None = None,
+    behind_proxy: bool = False,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Run the SuperLink and its gate, with the sites' keys registered, until SIGTERM or Ctrl-C.
+
+    ``behind_proxy``: a proxy of this machine listens at the federation's address and asks for
+    client certificates; the gate is on this machine only, one port higher.
+    """
     members = read_members(folder)
     own, port = host_port(members.address)
+    if behind_proxy:
+        host, port = "127.0.0.1", port + 1
     host = host or own
     ca, certificate, key = _require(folder, "ca.crt", "server.crt", "server.key")
     check_free(host, port)
-    reachable = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    write_connection(folder, join_address(reachable, port))
+    # inside this machine with a certificate of this start: the server's may not name 127.0.0.1
+    authority, inside = Authority("loopback"), ("127.0.0.1", _free_port())
+    own_certificate, own_key = authority.server([])
+    own_ca = _write_new(folder, "loopback-ca.crt", authority.certificate)
+    write_connection(folder, join_address(*inside), own_ca)
+    secret = _new_secret(folder)
     command = [
-        _program("flower-superlink"),
-        "--ssl-ca-certfile", ca, "--ssl-certfile", certificate, "--ssl-keyfile", key,
+        sys.executable, "-m", "protofed.deploy.superlink",
+        "--gate-host", host, "--gate-port", str(port),
+        "--gate-certfile", certificate, "--gate-keyfile", key,
+        *(["--gate-client-ca", ca] if members.client_certificates and not behind_proxy else []),
+        "--host", inside[0], "--port", str(inside[1]),
+        "--ssl-ca-certfile", own_ca,
+        "--ssl-certfile", _write_new(folder, "loopback.crt", own_certificate),
+        "--ssl-keyfile", _write_new(folder, "loopback.key", own_key),
         "--enable-supernode-auth",
         "--disable-runtime-dependency-installation",
-        "--host", host, "--port", str(port),
+        *_isolated(secret),
     ]  # fmt: skip
     env = environment(folder / "flower", **{FOLDER_VARIABLE: str(folder.resolve())})
     with stoppable(), running(command, env) as link:
-        _until_listening(link, reachable, port)
-        tell(f"registering the keys of {len(members.sites)} sites")
-        _register(folder, members)
-        where = "" if host == own else f", listening on {join_address(host, port)}"
-        tell(f"the server of {members.name} is ready at {members.address}{where}")
-        code = link.wait()
-        raise ProtofedError(f"the SuperLink ended unexpectedly with exit code {code}")
+        _until_listening(link, *inside)
+        _until_listening(link, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+        work = _executor("server", join_address(*inside), secret, own_ca)
+        with running(work, env) as executor:
+            tell(f"registering the keys of {len(members.sites)} sites")
+            _register(folder, members)
+            elsewhere = (host, port) != host_port(members.address)
+            where = f", listening on {join_address(host, port)}" if elsewhere else ""
+            tell(f"the server of {members.name} is ready at {members.address}{where}")
+            name, code = _until_one_ends(SuperLink=link, executor=executor)
+        raise ProtofedError(f"the {name} ended unexpectedly with exit code {code}")
 
 
 def check_free(host: str, port: int) -> None:
@@ -213,32 +274,40 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
     for value in config.values():
         if "'" in value or "\n" in value:
             raise ProtofedError(f"Flower does not accept the path {value!r}", "rename the folder")
+    program = [_program("flower-supernode")]
+    if site.members.client_certificates:
+        shown, its_key = _require(site.folder, "client.crt", "client.key")
+        program = [sys.executable, "-m", "protofed.deploy.supernode"]
+        program += ["--client-certfile", shown, "--client-keyfile", its_key]
     env = environment(site.folder / "flower")
     tell(f"site {site.name} is joining {site.members.address}; Ctrl-C stops it")
     connected = time.monotonic()
     with stoppable():
         while True:
+            secret, port = _new_secret(site.folder), _free_port()
             command = [
-                _program("flower-supernode"),
+                *program,
                 "--superlink", site.members.address,
                 "--root-certificates", ca,
                 "--auth-supernode-private-key", key,
-                "--host", "127.0.0.1", "--port", str(_free_port()),
+                *_isolated(secret),
+                "--host", "127.0.0.1", "--port", str(port),
                 "--node-config", " ".join(f"{k}='{v}'" for k, v in config.items()),
             ]  # fmt: skip
             began = time.monotonic()
-            with running(command, env) as node:
-                code = node.wait()
+            work = _executor("site", f"127.0.0.1:{port}", secret)
+            with running(command, env) as node, running(work, env) as executor:
+                name, code = _until_one_ends(SuperNode=node, executor=executor)
             ended = time.monotonic()
             if ended - began > CONNECTED_SECONDS:
                 connected = ended
             if ended - connected > patience:
                 raise ProtofedError(
-                    f"site '{site.name}' cannot join {site.members.address} (exit code {code}, "
-                    "explained above)",
+                    f"site '{site.name}' cannot join {site.members.address} ({name}: exit code "
+                    f"{code}, explained above)",
                     "compare ca.crt, node.key and the address with the server's",
                 )
-            tell(f"not connected (exit code {code}); retrying in {RETRY_SECONDS:g} s")
+            tell(f"not connected ({name}: exit code {code}); retrying in {RETRY_SECONDS:g} s")
             time.sleep(RETRY_SECONDS)
 
 
@@ -250,17 +319,25 @@ def _free_port() -> int:
 # ---- the operator: flwr -------------------------------------------------------------------------
 
 
-def write_connection(folder: Path, address: str) -> None:
+def connection_file(folder: Path) -> Path:
+    """The configuration of Flower's command line for a server's folder."""
+    return folder / "operator" / "config.toml"
+
+
+def write_connection(folder: Path, address: str, ca: str) -> None:
     """Write the configuration of Flower's command line: where the server is, nothing else."""
-    ca = str((folder / "ca.crt").resolve())
     text = render("connection.toml", connection=CONNECTION, address=address, ca=ca)
-    write_atomic(folder / "operator" / "config.toml", text)
+    write_atomic(connection_file(folder), text)
 
 
 def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any]:
     """Run Flower's command line and return the JSON object it prints."""
-    if not (folder / "operator" / "config.toml").is_file():
-        write_connection(folder, read_members(folder).address)
+    no_server = ProtofedError(
+        f"no server of {read_members(folder).name} runs on this machine",
+        f"start one: protofed deploy server --dir {folder}",
+    )
+    if not connection_file(folder).is_file():
+        raise no_server
     try:
         done = subprocess.run(
             [_program("flwr"), *arguments, "--format", "json"],
@@ -270,10 +347,7 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
     except subprocess.TimeoutExpired:
         raise ProtofedError(f"flwr {arguments[0]} did not finish within {seconds:g} s") from None
     if "SuperLink is unavailable" in done.stdout + done.stderr:
-        raise ProtofedError(
-            f"no server responds at {read_members(folder).address}",
-            f"start one: protofed deploy server --dir {folder}",
-        )
+        raise no_server
     _, brace, rest = done.stdout.partition("{")
     try:
         found: dict[str, Any] = json.loads(brace + rest)

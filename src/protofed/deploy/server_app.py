@@ -1,4 +1,4 @@
-"""Flower's ServerApp: the SuperLink starts a process of it for each run.
+"""What the server does with a run; its ``executor`` forks a process for each.
 
 The server's folder comes from ``PROTOFED_SERVER``, which ``protofed deploy server`` sets: a
 submitted run cannot choose another one.
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import Grid
 
 from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import read_members
@@ -27,10 +27,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
 from protofed.runs.run import tf32
 
-app = ServerApp()
 
-
-@app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run all rounds of the run that Flower's run configuration describes."""
     place = os.environ.get(FOLDER_VARIABLE)
@@ -55,12 +52,13 @@ def main(grid: Grid, context: Context) -> None:
             raise
 
 
+app = main
+"""What the app that is submitted names; Flower looks for an assignment, and nothing imports it."""
+
+
 @contextmanager
 def log_signals() -> Iterator[None]:
-    """``deploy stop`` makes Flower end this process by a signal: log it before Flower's handler.
-
-    That handler may take longer than the five seconds after which Flower kills the process.
-    """
+    """``deploy stop`` and the server's end come as a signal: log it before the process ends."""
     if threading.current_thread() is not threading.main_thread():  # as in a test
         yield
         return

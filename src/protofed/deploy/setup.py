@@ -14,6 +14,7 @@ from typing import Any
 
 from protofed.data import describe, load_task
 from protofed.deploy.certificates import Authority, node_key, write_secret
+from protofed.deploy.gate import CALLS
 from protofed.deploy.members import FEDERATION_FILE, Member, Members
 from protofed.deploy.programs import FLOWER_SWITCHES, host_port
 from protofed.deploy.site import SITE_FILE
@@ -41,7 +42,7 @@ def init(
     server's certificate. ``domains`` gives the domain of a site, by default the site's name. With
     ``task`` the sites are clients of that built-in task, which then decides their domains.
     ``minimum`` is the number of sites that a round needs. ``rules`` are other fields of
-    ``Members``: the image size and the time limits.
+    ``Members``: the image size, the time limits, whether sites need client certificates.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ProtofedError(f"'{folder}' already exists", "choose a new folder")
@@ -54,7 +55,7 @@ def init(
         domain_of = _client_domains(task, sites)
     else:
         domain_of = {site: (domains or {}).get(site, site) for site in sites}
-    host, _ = host_port(address)
+    host, port = host_port(address)
     keys = {site: node_key() for site in domain_of}
     title = folder.resolve().name
     members = Members(
@@ -80,18 +81,23 @@ def init(
         "ca/ca.crt": authority.certificate,
         "server/server.crt": certificate,
         "server/protofed-server.service": _service("server", "server"),
+        "server/nginx.conf": render("nginx.conf", **values, port=port, host=host, calls=CALLS),
         **{f"server/{file}": content for file, content in common.items()},
     }
     secrets = {"ca/ca.key": authority.key, "server/server.key": server_key}
     for site, (private, public) in keys.items():
         secrets[f"sites/{site}/node.key"] = private
         options = ["--site", site, *([] if task else ["--data", "/srv/images"])]
+        if members.client_certificates:
+            certificate, secrets[f"sites/{site}/client.key"] = authority.client(site)
+            files[f"sites/{site}/client.crt"] = certificate
         own = {
             "node.key.pub": f"{public} {site}\n",
             SITE_FILE: render("site.toml", **values, site=site),
             "protofed-site.service": _service("site", f"site {site}", *options),
         }
         files |= {f"sites/{site}/{file}": content for file, content in (common | own).items()}
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path, secret in secrets.items():
         write_secret(folder / path, secret)
     for path, content in files.items():

@@ -193,7 +193,9 @@ def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str
     panel_width = max(p.width for p in plot.panels)
     panel_height = max(p.height for p in plot.panels)
     width = panel_width * columns  # in inches, as all sizes here
-    legend_columns = max(1, min(len(plot.legend), int(width / 1.3)))
+    longest = max((len(key.label) for key in plot.legend), default=0)
+    entry_width = max(1.3, 0.6 + 0.075 * longest)
+    legend_columns = max(1, min(len(plot.legend), int(width / entry_width)))
     legend_height = 0.18 * math.ceil(len(plot.legend) / legend_columns)
     heading_height = 0.25 * bool(plot.heading)
     height = panel_height * rows + 0.1 + legend_height + heading_height
