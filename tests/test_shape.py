@@ -7,13 +7,14 @@ import pytest
 from protofed.files import Damaged
 from protofed.shape import LARGEST_INT, mismatch, require_shape
 
-SHAPE = {"name": str, "sizes": {str: int}, "mean?": float, "rows?": [{"on": bool}], "any?": object}
+SHAPE = {"name": str, "sizes": {str: int}, "mean?": float, "rows?": [{"on": bool}], "any?": object,
+         "id?": str | None}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "more",
     [{}, {"mean": 1}, {"mean": math.nan}, {"rows": [{"on": True}, {"on": False, "x": 1}]},
-     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST_INT}}],
+     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST_INT}}, {"id": None}, {"id": "x"}],
 )  # fmt: skip
 def test_what_fits(more, tmp_path):
     found = {"name": "x", "sizes": {}, **more}
@@ -35,6 +36,7 @@ def test_what_fits(more, tmp_path):
         ({"rows": [{"on": True}, {"on": 1}]}, "rows[1].on is not true or false"),
         ({"rows": [{}]}, "it lacks rows[0].on"),
         ({"any": None}, "any is null"),
+        ({"id": 3}, "id is not text or null"),
     ],
 )
 def test_what_does_not_fit(more, wrong, tmp_path):

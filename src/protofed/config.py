@@ -509,7 +509,7 @@ TASK_PROTOCOL = {
 
 def protocol(name: str | None, task: str) -> Protocol:
     """The protocol of that name, adjusted to the task; None: the task's own."""
-    name = name or TASK_PROTOCOL.get(task, "fpl")
+    name = TASK_PROTOCOL.get(task, "fpl") if name is None else name
     if name not in PROTOCOLS:
         raise unknown("protocol", name, PROTOCOLS)
     found = PROTOCOLS[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,7 +128,7 @@ def write_atomic(path: Path, content: bytes | str, private: bool = False) -> Non
     """
     with writing(path):
         make_folder(path.parent, private)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+        temporary = temporary_file(path)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
             handle = os.open(temporary, flags, 0o600 if private else 0o666)
@@ -140,6 +141,16 @@ def write_atomic(path: Path, content: bytes | str, private: bool = False) -> Non
             temporary.unlink(missing_ok=True)
             raise
         sync_folder(path.parent)
+
+
+def temporary_file(path: Path) -> Path:
+    """Where to write what is to replace a file: a new name beside it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file is such a one; if nobody is writing, a kill left it."""
+    return re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", path.name) is not None
 
 
 def make_folder(path: Path, private: bool = False) -> None:

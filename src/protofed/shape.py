@@ -1,8 +1,8 @@
 """Check that plain data read from JSON or TOML has the expected shape.
 
-A shape is a type (``float`` accepts any number, ``object`` anything but null), a list of one shape,
-a table ``{name: shape}`` in which a name that ends with ``?`` is optional, or ``{str: shape}``, a
-table with any names.
+A shape is a type (``float`` accepts any number, ``object`` anything but null), a type or None, a
+list of one shape, a table ``{name: shape}`` in which a name that ends with ``?`` is optional, or
+``{str: shape}``, a table with any names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ Data = TypeVar("Data")
 LARGEST_INT = 2**63 - 1
 """No file that Protofed writes has a larger integer, and most arithmetic would overflow."""
 
-_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_TYPE_NAMES = {
+    str: "text",
+    str | None: "text or null",
+    int: "a whole number",
+    int | None: "a whole number or null",
+    float: "a number",
+    bool: "true or false",
+}
 
 
 def require_shape(path: Path, found: Data, shape: Shape) -> Data:

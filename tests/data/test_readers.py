@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.io import savemat
+from scipy.io import loadmat, savemat
 
 from protofed.data.readers import pair, read_arrays, read_idx, sniff
 from protofed.errors import ProtofedError
@@ -71,7 +71,10 @@ def test_usps_in_libsvm_format(tmp_path: Path) -> None:
     assert sniff(plain) == "libsvm"
 
 
-@pytest.mark.parametrize("line", ["3 257:1 ", "3 0:1 ", "3 1:2 ", "12 1:1 ", "0 1:1 ", "3 1:x "])
+@pytest.mark.parametrize(
+    "line",
+    ["3 257:1 ", "3 0:1 ", "3 1:2 ", "12 1:1 ", "0 1:1 ", "3 1:x ", ":", "3 1:1 2", "3 1:1 2 4:1"],
+)
 def test_usps_that_is_not(tmp_path: Path, line: str) -> None:
     path = tmp_path / "usps"
     path.write_text(line + "\n")
@@ -98,6 +101,31 @@ def test_svhn(tmp_path: Path) -> None:
         read_arrays(path, str(sniff(path)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("labels", [np.uint8, np.float64, np.int32])
+def test_svhn_as_scipy_reads_it(tmp_path: Path, packed: bool, labels: type) -> None:
+    path = tmp_path / "test_32x32.mat"
+    x = np.random.default_rng(0).integers(0, 256, (5, 4, 3, 7), np.uint8)
+    given = {"other": "text", "cells": np.array([{}, 1], object), "X": x}
+    savemat(path, {**given, "y": np.arange(1, 8, dtype=labels)}, do_compression=packed)
+    images, found, _ = read_arrays(path, "mat")
+    np.testing.assert_array_equal(images, np.moveaxis(loadmat(path)["X"], 3, 0))
+    assert found.tolist() == [1, 2, 3, 4, 5, 6, 7] and images.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [(132, 2**31), (144, 1), (160, 2**32 - 1), (176, 2**17), (184, 255), (188, 0)],
+)
+def test_a_wrong_number_in_a_mat_file(tmp_path: Path, at: int, value: int) -> None:
+    path = tmp_path / "train_32x32.mat"
+    savemat(path, {"X": np.zeros((2, 2, 3, 1), np.uint8), "y": np.ones((1, 1), np.uint8)})
+    content = path.read_bytes()
+    path.write_bytes(content[:at] + value.to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ProtofedError, match=r"train_32x32\.mat"):
+        read_arrays(path, "mat")
+
+
 def test_npz(tmp_path: Path) -> None:
     path = tmp_path / "x.bin.npz"
     images = np.arange(2 * 4).reshape(2, 2, 2).astype(np.uint8)
@@ -116,6 +144,11 @@ def test_npz(tmp_path: Path) -> None:
         ({"images": np.zeros((2, 2, 2), np.uint8), "labels": np.zeros(3, int)}, "3 labels"),
         ({"images": np.zeros((1, 2, 2), np.uint8), "labels": np.array([10])}, "0 to 9"),
         ({"images": np.array([None]), "labels": np.zeros(1, int)}, "pickle"),
+        ({"images": np.zeros((1, 2, 2), np.uint8), "labels": [1.5]}, "labels does not hold whole"),
+        (
+            {"images": np.zeros((2, 2, 2), np.uint8), "labels": [1, 2], "suggested_split": [0, 2]},
+            "0 .training. and 1 .test.",
+        ),
     ],
 )
 def test_npz_that_does_not_fit(tmp_path: Path, arrays: dict, words: str) -> None:

@@ -63,7 +63,7 @@ def _array_files() -> dict[str, tuple[bytes, ...]]:
     for save in (np.savez, np.savez_compressed):
         for more in ({}, {"suggested_split": np.array([0, 1])}):
             buffer = io.BytesIO()
-            save(buffer, images=x[:4, :4].T, labels=np.array([1, 2]), **more)
+            save(buffer, images=np.moveaxis(x[:4, :4], 3, 0), labels=np.array([1, 2]), **more)
             npzs.append(buffer.getvalue())
     return {"idx": (idx, labels), "libsvm": (svm,), "mat": tuple(mats), "npz": tuple(npzs)}
 
@@ -121,6 +121,7 @@ def _check_arrays(found: Arrays) -> None:
     _require(not len(labels) or 0 <= labels.min() <= labels.max() <= 9, "labels that are no digits")
     if split is not None:
         _require(split.dtype == np.int64 and split.shape == labels.shape, "a split of another kind")
+        _require({*split.tolist()} <= {0, 1}, "images of neither part")
 
 
 def _require(right: bool, what: str) -> None:

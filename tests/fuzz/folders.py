@@ -193,13 +193,31 @@ class TensorFile(NamedTuple):
     content: bytes
 
 
+@functools.cache
+def _card(folder: Path) -> dict[str, Any]:
+    with Guard.off():
+        path = tiny.reference(METHOD, folder).whole / "model.safetensors"
+    return tree.load(path)[1]
+
+
+@functools.cache
+def _entries(folder: Path) -> tuple[str, ...]:
+    with Guard.off():
+        found, _ = tree.load(tiny.reference(METHOD, folder).whole / "model.safetensors")
+    return tuple(f"{slot}/{name}" for slot, entries in found.items() for name in entries)
+
+
 def _tensors(choices: Choices) -> TensorFile:
     file = choices.pick(("checkpoint.safetensors", "model.safetensors"))
     held = {}
     for _ in range(choices.number(4)):
         shape = choices.pick(((), (1,), (0,), (2, 3), (2, 0, 3)))
-        held[choices.pick(_KEYS)] = torch.zeros(shape, dtype=choices.pick(_DTYPES))
+        held[choices.pick((*_KEYS, *_entries(HOME[0])))] = torch.zeros(
+            shape, dtype=choices.pick(_DTYPES)
+        )
     about: Any = {"round": 2, "hash": "0123456789", "clients": {"left-0": "left-0-2.safetensors"}}
+    if file.startswith("model"):
+        about = _card(HOME[0])
     if not choices.chance(4):
         about = mutate.changed({**about, "pending": None}, choices)
     content = serialize(held, {"protofed": json.dumps(about)})
@@ -215,7 +233,10 @@ def _try_tensors(given: TensorFile, folder: Path) -> None:
     if not all(isinstance(t, torch.Tensor) for slot in found.values() for t in slot.values()):
         raise Wrong("a tensor file holds something else")
     if given.name.startswith("model"):
-        RunFolder(run).model()
+        model = RunFolder(run).model()
+        if model.card.width == int(tiny.SETTINGS["width"]):  # others may take gigabytes
+            for client in (None, *model.clients):
+                model.network(client)
         return
     checkpoint = RunFolder(run).checkpoint()
     if checkpoint is None or not isinstance(checkpoint.records, int):

@@ -203,6 +203,8 @@ class Trial:
             good = self.references[method].whole
             if what := tiny.difference(tiny.numbers(path), tiny.numbers(good)):
                 raise Wrong(f"the resumed run has another {what}")
+            if self.command == "run" and any(path.rglob("*.tmp")):
+                raise Wrong("the resumed run leaves a temporary file")
         if self.command == "compare" and not (self.place / "compared" / "table.csv").is_file():
             raise Wrong("lost: there is no table")
 

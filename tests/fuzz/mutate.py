@@ -127,7 +127,7 @@ def changed(data: Any, choices: Choices) -> Any:
             at = at[key]
         kind = choices.number(8)
         if parent is None:
-            data = choices.pick(VALUES)
+            data = copy.deepcopy(choices.pick(VALUES))
         elif kind == 0:
             del parent[key]
         elif kind == 1 and isinstance(parent, dict):
@@ -137,7 +137,7 @@ def changed(data: Any, choices: Choices) -> Any:
         elif kind == 2 and isinstance(at, (int, float)) and not isinstance(at, bool):
             parent[key] = choices.pick((-at, at + 1, -at - 1, str(at), [at], [at, at]))
         else:
-            parent[key] = choices.pick(VALUES)
+            parent[key] = copy.deepcopy(choices.pick(VALUES))
     return data
 
 

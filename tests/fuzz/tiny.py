@@ -291,7 +291,9 @@ def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     if a["clients"].keys() != b["clients"].keys():
         return "clients"
     pairs += [("clients", a["clients"][n], b["clients"][n]) for n in a["clients"]]
-    models = [{"model": x["model"][0], **x["model"][1]} for x in (a, b)]
+    if a["model"].card != b["model"].card:
+        return "model card"
+    models = [{"model": m.model, **m.clients, **m.received} for m in (a["model"], b["model"])]
     pairs.append(("model", models[0], models[1]))
     return next((name for name, x, y in pairs if not _equal(x, y)), "")
 

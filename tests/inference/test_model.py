@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from protofed import load_model, run
+from protofed import load_model, run, tree
 from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.inference.model import cosine_distances, softmax
@@ -121,3 +122,24 @@ def test_softmax_and_distances() -> None:
     np.testing.assert_allclose(softmax(np.array([[1000.0, -np.inf]])), [[1, 0]])
     a, b = np.array([[1.0, 0.0]]), np.array([[0.0, 2.0], [3.0, 3.0]])
     np.testing.assert_allclose(cosine_distances(a, b), [[1, 1 - 0.5**0.5]])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mean": 3}, "mean is not a list"),
+        ({"models": {}}, "models is empty"),
+        ({"models": {"a": "vgg"}}, "unknown model"),
+        ({"width": 10**12}, "at most"),
+        ({"width": 3}, "do not fit cnn3"),
+        ({"precision": "auto"}, "in which precision"),
+    ],
+)
+def test_a_file_that_says_something_else(
+    trained: Result, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    assert trained.folder is not None
+    content, card = tree.load(trained.folder / "model.safetensors")
+    tree.save(content, tmp_path / "model.safetensors", {**card, **change})
+    with pytest.raises(ProtofedError, match=words):
+        load_model(tmp_path / "model.safetensors")

@@ -6,6 +6,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
 from protofed.methods import FedBN
+from protofed.report.collect import collect
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
 from protofed.runs.run import run
@@ -197,6 +199,52 @@ def test_the_model_of_another_run_is_not_taken_for_this_ones(whole: Result, tmp_
     assert RunFolder(other.folder).damage() == {
         "model.safetensors": "it is the model of another run"
     }
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run with another seed."""
+    out = tmp_path_factory.mktemp("other") / "run"
+    with one_thread():
+        run(TASK, config=replace(CONFIG, seed=1), out=out)
+    return out
+
+
+@pytest.mark.parametrize("name", ["config.toml", "facts.json", "rounds.jsonl", "summary.json"])
+def test_a_finished_run_with_a_file_of_another(
+    whole: Result, other: Path, tmp_path: Path, name: str
+) -> None:
+    assert whole.folder is not None
+    copy = Path(shutil.copytree(whole.folder, tmp_path / "copy"))
+    shutil.copy(other / name, copy)
+    with pytest.raises(ProtofedError, match=r"' is damaged: it") as error:
+        load_run(copy, model=False)
+    with pytest.raises(ProtofedError, match="no finished run"):
+        collect([copy])
+    named = "summary.json" if name == "facts.json" else name
+    assert named in error.value.message and named in RunFolder(copy).damage()
+
+
+def test_a_stopped_run_with_the_rounds_of_another(cut: Path, other: Path) -> None:
+    shutil.copy(other / "rounds.jsonl", cut)
+    before = [path.read_bytes() for path in files(cut)]
+    with pytest.raises(ProtofedError, match=f"not those that {NEWEST} counts on"):
+        run(TASK, config=CONFIG, out=cut, resume=True)
+    assert [path.read_bytes() for path in files(cut)] == before
+
+
+def test_a_run_that_does_not_say_what_its_rounds_are(whole: Result, cut: Path) -> None:
+    """As versions before format 2 wrote it."""
+    assert whole.folder is not None
+    found, about = tree.load(cut / NEWEST)
+    del about["records"]
+    tree.save(found, cut / NEWEST, about)
+    with one_thread():
+        assert same(run(TASK, config=CONFIG, out=cut, resume=True), whole)
+    summary = RunFolder(cut).summary()
+    del summary["records"]
+    RunFolder(cut).finish(summary)
+    assert load_run(cut).rounds["average"] == whole.rounds["average"]
 
 
 def test_rounds_that_are_missing_or_in_another_order(whole: Result, tmp_path: Path) -> None:

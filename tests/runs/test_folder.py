@@ -21,6 +21,7 @@ from protofed.federation.simulation import Observer
 from protofed.files import CannotWrite
 from protofed.methods import FedAvg
 from protofed.runs.folder import FILES, Checkpoint, RunFolder, find_runs
+from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.run import run
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -58,7 +59,12 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         folder.save_clients([{"client": "left-0"}])
         saved = Checkpoint("abc", 2, STATE, {"left-0": "f"}, RECORD, {"accepted": {}})
         folder.save_checkpoint(saved)
-        folder.save_model("abc", "everything", STATE["model"], {"a/b": {"x": torch.ones(1)}})
+        card = ModelCard(
+            "abc", "everything", "glyphs", ("a",), 8, (0.0,), (1.0,), {"a/b": "cnn2"}, {"a/b": "d"},
+            None, None, "fpl", {"tau": 0.1}, 0, 2, "fp32", {"average": 50.0},
+        )  # fmt: skip
+        model = StoredModel(card, STATE["model"], {"a/b": {"x": torch.ones(1)}})
+        folder.save_model(model)
         folder.save_artifact("snapshots", 2, STATE, {"hash": "abc"})
         folder.finish(
             dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
@@ -69,8 +75,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert found is not None and found.records == 1
     assert replace(found, state={}) == replace(saved, state={})
     assert torch.equal(found.state["model"]["x"], STATE["model"]["x"])
-    model, clients = folder.model()
-    assert list(model) == ["x"] and list(clients) == ["a/b"] and list(clients["a/b"]) == ["x"]
+    read = folder.model()
+    assert read.card == card and list(read.model) == ["x"]
+    assert list(read.clients) == ["a/b"] and list(read.clients["a/b"]) == ["x"]
     assert folder.artifact_rounds("snapshots") == [2] and folder.artifact_rounds("prototypes") == []
     assert folder.artifact("snapshots", 2)[1] == {"round": 2, "hash": "abc"}
     assert folder.is_finished("abc") and not folder.is_finished("abd")
@@ -128,12 +135,23 @@ def test_two_runs_do_not_write_one_folder(tmp_path: Path, how: str) -> None:
     assert not (tmp_path / ".lock").exists()
 
 
-def test_what_a_kill_left_does_no_harm(tmp_path: Path) -> None:
-    (tmp_path / ".config.toml.x1y2.tmp").write_text("rou")
+def test_what_a_kill_left_does_no_harm_and_is_removed(tmp_path: Path) -> None:
+    left = [tmp_path / ".config.toml.01e2f3a4.tmp", tmp_path / "snapshots" / ".1.0a1b2c3d.tmp"]
+    left[0].write_text("rou")
     (tmp_path / ".lock").touch()
     asked = make_config(TASK, FedAvg(), **{**QUICK, "rounds": 1})
     run(TASK, config=asked, out=tmp_path)
-    assert RunFolder(tmp_path).is_finished()
+    assert RunFolder(tmp_path).is_finished() and not left[0].exists()
+    (tmp_path / "snapshots").mkdir()
+    others = [tmp_path / ".mine.tmp", tmp_path / "mine.01e2f3a4.tmp"]
+    for path in (*left, *others):
+        path.touch()
+    with pytest.raises(ProtofedError):
+        run(TASK, config=replace(asked, lr=0.5), out=tmp_path, resume=True)
+    assert all(path.exists() for path in left), "an error touches nothing"
+    run(TASK, config=asked, out=tmp_path, resume=True)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), OSError(37, "No locks available")])

@@ -91,7 +91,8 @@ def test_what_is_unfinished_diverged_or_damaged(tmp_path: Path) -> None:
         json.dumps(dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
                    | {"hash": "another", "method": "fpl", "accuracy": {}})
     )  # fmt: skip
-    assert Pool(tmp_path).select(asked) == [None, None]
+    with pytest.raises(Damaged, match=r"not of the run that facts\.json names"):
+        Pool(tmp_path).select(asked)
     (runs["FPL", 0] / "facts.json").write_text("{")  # `protofed run` says so when it is run again
     assert Pool(tmp_path).candidates(asked[1][0]) == []
     assert Pool(tmp_path / "nowhere").runs == []

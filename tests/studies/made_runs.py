@@ -78,7 +78,7 @@ def make_runs(
         hash = found.run_hash(run.config)
         folder = pool / found.run_name(run.config)
         folders[run.line.label, run.seed] = folder
-        RunFolder(folder).save_config(run.config)
+        RunFolder(folder).save_config(run.config, hash)
         known = {**found.to_dict(), "run": hash, "config": run.config.hash}
         (folder / "facts.json").write_text(json.dumps(known))
         values = dict(accuracy(run))

@@ -81,7 +81,9 @@ def main() -> None:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
     except OSError as error:  # of a place that only the system knows to be bad
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error)[:300])}", soft_wrap=True)
+        where = f": '{str(error.filename)[:200]}'" if error.filename else ""
+        text = escape(f"{error.strerror or error}{where}")
+        Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True)
         sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer's code for Ctrl-C

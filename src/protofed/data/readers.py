@@ -10,6 +10,7 @@ import math
 import re
 import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,20 @@ _MAGIC = {
     b"MATLAB 7.3": "mat-hdf5",
     b"\x89HDF\r\n\x1a\n": "mat-hdf5",
 }
-_COMPRESSED = 15  # the type of an element of a MATLAB file
+_MATRIX, _COMPRESSED = 14, 15  # types of the elements of a MATLAB file
+_NUMERIC_CLASSES = range(6, 16)
+_NUMBERS = {
+    1: "i1",
+    2: "u1",
+    3: "i2",
+    4: "u2",
+    5: "i4",
+    6: "u4",
+    7: "f4",
+    9: "f8",
+    12: "i8",
+    13: "u8",
+}
 _LONGEST_LINE = 1 << 16
 
 
@@ -105,6 +119,8 @@ def _libsvm_line(line: bytes) -> tuple[int, Bytes]:
     if len(line) > _LONGEST_LINE:
         raise ValueError
     fields = np.array(line.replace(b":", b" ").split(), np.float64)
+    if len(fields) % 2 == 0:
+        raise ValueError
     label, index, given = fields[0], fields[1::2], fields[2::2]
     if label not in range(1, 11) or not set(index) <= set(range(1, 257)):
         raise ValueError
@@ -117,37 +133,52 @@ def _libsvm_line(line: bytes) -> tuple[int, Bytes]:
 
 
 def read_mat(path: Path) -> Arrays:
-    """SVHN's cropped digits: X [32, 32, 3, N], and y where 10 stands for the digit 0."""
-    from scipy.io import loadmat, whosmat  # slow to import, and rarely needed
-    from scipy.io.matlab import MatReadError
+    """SVHN's cropped digits: X [32, 32, 3, N], and y where 10 stands for the digit 0.
 
+    Read here, since SciPy's reader trusts a file: a wrong number in it may end the process.
+    """
     try:
-        file = _unpacked_mat(path)
-        kinds = {name: kind for name, _, kind in whosmat(file)}
-        if kinds["X"] != "uint8" or kinds["y"] in ("cell", "struct", "object", "function"):
-            raise ValueError("they are not arrays of numbers")
-        content = loadmat(file, variable_names=["X", "y"])
-        images = np.ascontiguousarray(np.moveaxis(content["X"], 3, 0))
-        labels = content["y"].reshape(-1).astype(np.int64)
-    except (*DAMAGE, MatReadError) as error:
+        found = dict(_mat_arrays(path))
+        images = np.array(np.moveaxis(found["X"], 3, 0), order="C")
+        labels = _whole("y", found["y"].reshape(-1))
+    except DAMAGE as error:
         raise _damaged(path, f"it has no X and y like SVHN's files ({error})") from None
     return _checked(path, Arrays(images, np.where(labels == 10, 0, labels)))
 
 
-def _unpacked_mat(path: Path) -> io.BytesIO:
-    """A MATLAB 5 file with its compressed elements unpacked, which SciPy would do without limit."""
+def _mat_arrays(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The arrays of numbers in a MATLAB 5 file, by name."""
     allowance = Allowance(path)
     content = unpacked(path, allowance)
-    order, at = "<" if content[126:128] == b"IM" else ">", 128
-    plain = io.BytesIO()
-    plain.write(content[:at])
+    order = "<" if content[126:128] == b"IM" else ">"
+    for kind, body in _mat_elements(content[128:], order):
+        inner = [(kind, body)]
+        if kind == _COMPRESSED:
+            inner = list(_mat_elements(b"".join(unzipped(bytes(body), allowance)), order))
+        for kind, body in inner:
+            if kind != _MATRIX:
+                continue
+            (_, flags), (_, shape), (_, name), *parts = _mat_elements(body, order)
+            if struct.unpack_from(f"{order}I", flags)[0] & 0xFF in _NUMERIC_CLASSES:
+                kind, data = parts[0]
+                numbers = np.frombuffer(data, order + _NUMBERS[kind])
+                sides = np.frombuffer(shape, f"{order}u4")
+                yield str(name, "latin-1"), numbers.reshape(sides, order="F")
+
+
+def _mat_elements(content: bytes | memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
+    """The elements that follow each other: the type and the body of each."""
+    content, at = memoryview(content), 0
     while at < len(content):
         kind, size = struct.unpack_from(f"{order}2I", content, at)
-        element, at = content[at : at + 8 + size], at + 8 + size
-        for step in unzipped(element[8:], allowance) if kind == _COMPRESSED else [element]:
-            plain.write(step)
-    plain.seek(0)
-    return plain
+        start, end = at + 8, at + 8 + size
+        at = end if kind == _COMPRESSED else end + -size % 8
+        if kind >> 16:  # a short one has its size and up to four bytes in the place of the tag
+            kind, size, at = kind & 0xFFFF, kind >> 16, start
+            start, end = at - 4, at - 4 + size
+        if end > len(content) or end - start != size:
+            raise ValueError("it is cut off")
+        yield kind, content[start:end]
 
 
 def read_npz(path: Path) -> Arrays:
@@ -160,12 +191,19 @@ def read_npz(path: Path) -> Arrays:
                 content = io.BytesIO(read_member(archive, archive.getinfo(name), allowance))
                 return np.lib.format.read_array(content, allow_pickle=False)
 
-            images, labels = array("images.npy"), array("labels.npy").astype(np.int64)
+            images, labels = array("images.npy"), _whole("labels", array("labels.npy"))
             if "suggested_split.npy" in archive.namelist():
-                split = array("suggested_split.npy").astype(np.int64)
+                split = _whole("suggested_split", array("suggested_split.npy"))
     except DAMAGE as error:
         raise _damaged(path, str(error)) from None
     return _checked(path, Arrays(images, labels, split))
+
+
+def _whole(name: str, given: NDArray[Any]) -> Ints:
+    found = given.astype(np.int64)
+    if not np.array_equal(found, given):
+        raise ValueError(f"{name} does not hold whole numbers")
+    return found
 
 
 def _checked(path: Path, arrays: Arrays) -> Arrays:
@@ -177,6 +215,8 @@ def _checked(path: Path, arrays: Arrays) -> Arrays:
         raise _damaged(path, f"{len(images)} images but {labels.size} labels")
     if len(labels) and not 0 <= labels.min() <= labels.max() <= 9:
         raise _damaged(path, f"labels go from {labels.min()} to {labels.max()}, not 0 to 9")
+    if split is not None and len(split) and not 0 <= split.min() <= split.max() <= 1:
+        raise _damaged(path, "its split has other values than 0 (training) and 1 (test)")
     return arrays
 
 

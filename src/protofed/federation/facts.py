@@ -35,6 +35,7 @@ FACTS_SHAPE = {
     "numerics?": int,
     **dict.fromkeys(("device?", "precision?", "engine?", "engine_reason?", "hardware?"), str),
     **dict.fromkeys(("run?", "config?"), str),
+    **dict.fromkeys(("digest?", "public_digest?"), str | None),
     "versions?": {str: str},
 }
 """What is counted on in ``facts.json``."""

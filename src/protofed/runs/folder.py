@@ -34,23 +34,25 @@ from filelock import FileLock, Timeout
 from protofed import tree
 from protofed.config import Config, changes_numbers, make_config, read_config, short_task
 from protofed.data.info import FOLDER, TASKS, TaskInfo
-from protofed.errors import Busy, ProtofedError
+from protofed.errors import Busy, ProtofedError, unknown
 from protofed.federation.facts import FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
     Damaged,
     check_format,
     checksum,
+    is_temporary,
     make_folder,
     read_json,
     sync_folder,
+    temporary_file,
     write_atomic,
     write_json,
     writing,
 )
 from protofed.methods import RecordedMethod, known_class
 from protofed.runs.model_file import StoredModel, read_model
-from protofed.runs.records import Record, Records, read_records, to_line
+from protofed.runs.records import Record, Records, digest, read_records, to_line
 from protofed.runs.summary import SUMMARY_SHAPE
 from protofed.shape import require_shape
 from protofed.toml import parse_toml
@@ -80,8 +82,8 @@ REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
 BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
 
-_CHECKSUM = "# checksum "
-"""Starts the first line of a run's ``config.toml``."""
+_CHECKSUM, _OF_RUN = "# checksum ", " of run "
+"""The first line of a run's ``config.toml``: its checksum, and the run's hash."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -101,6 +103,8 @@ class Checkpoint:
     """What only a deployment has to remember; a simulation's is empty."""
     rounds: int = 0
     """How many rounds the run was asked for; 0 if that was not written down."""
+    digest: str = field(default="", compare=False)
+    """Of the records that it counts on; empty if that was not written down."""
 
     @property
     def records(self) -> int:
@@ -156,6 +160,7 @@ class RunFolder:
                 if resume:
                     checkpoint, damage = self._newest_whole()
                     self._require_same(checkpoint, config, hash, facts, deployed, hash_of)
+            self._sweep()
             if checkpoint is None:
                 self._clear()
             else:
@@ -169,7 +174,7 @@ class RunFolder:
                     write_atomic(self.path / CHECKPOINT, (self.path / PREVIOUS).read_bytes())
                 if checkpoint.round < config.rounds:
                     self._remove(SUMMARY, MODEL)
-            self.save_config(config)
+            self.save_config(config, hash)
             if facts is not None:
                 write_json(self.path / FACTS, facts)
             write_atomic(self.rounds_file, "".join(map(to_line, records)))
@@ -226,7 +231,9 @@ class RunFolder:
         """A checkpoint whose records and clients' states are known to be as they were written."""
         found = self.checkpoint(file)
         if found is not None:
-            read_records(self.rounds_file, found.records)
+            records = read_records(self.rounds_file, found.records)
+            if found.digest not in ("", digest(records)):
+                raise Damaged(self.rounds_file, f"its rounds are not those that {file} counts on")
             for state in found.clients.values():
                 self.client_state(state)
         return found
@@ -316,10 +323,13 @@ class RunFolder:
 
     def _is_used(self) -> bool:
         """Whether there is anything but our lock and what a kill left of an unfinished write."""
-        return any(
-            path.name != LOCK and not (path.name.startswith(".") and path.name.endswith(".tmp"))
-            for path in self.path.iterdir()
-        )
+        return any(path.name != LOCK and not is_temporary(path) for path in self.path.iterdir())
+
+    def _sweep(self) -> None:
+        """Remove what a kill left of unfinished writes."""
+        for folder in (self.path, *(self.path / name for name in FOLDERS)):
+            for path in filter(is_temporary, folder.glob(".*")):
+                path.unlink()
 
     def _clear(self) -> None:
         """Remove a run's files and nothing else; ``config.toml`` marks the folder as a run's.
@@ -342,9 +352,9 @@ class RunFolder:
 
     # ---- writing -----------------------------------------------------------------------------
 
-    def save_config(self, config: Config) -> None:
+    def save_config(self, config: Config, hash: str) -> None:
         text = config.toml()
-        write_atomic(self.config_file, f"{_CHECKSUM}{checksum(text)}\n{text}")
+        write_atomic(self.config_file, f"{_CHECKSUM}{checksum(text)}{_OF_RUN}{hash}\n{text}")
 
     def save_clients(self, table: Sequence[Mapping[str, Any]]) -> None:
         write_json(self.path / CLIENTS, {"clients": table})
@@ -367,12 +377,12 @@ class RunFolder:
             "hash": checkpoint.hash,
             "clients": dict(checkpoint.clients),
             "pending": checkpoint.pending,
+            "records": digest(read_records(self.rounds_file, checkpoint.records)),
             **checkpoint.extra,
         }
-        last, link = self.path / CHECKPOINT, self.path / f".{PREVIOUS}.tmp"
+        last, link = self.path / CHECKPOINT, temporary_file(self.path / PREVIOUS)
         with writing(self.path / PREVIOUS):
             if last.is_file():
-                link.unlink(missing_ok=True)
                 try:  # a second name, so that at no moment there is no checkpoint
                     os.link(last, link)
                 except OSError:  # a file system that has no links
@@ -472,8 +482,11 @@ class RunFolder:
         if not self.exists:
             raise Damaged(self.config_file, "it is missing")
         head, _, text = self.config_file.read_text("utf-8", errors="replace").partition("\n")
-        if head.startswith(_CHECKSUM) and head != f"{_CHECKSUM}{checksum(text)}":
+        given, _, run = head.partition(_OF_RUN)
+        if head.startswith(_CHECKSUM) and given != f"{_CHECKSUM}{checksum(text)}":
             raise Damaged(self.config_file, "its content does not match its checksum")
+        if run and self.is_finished() and run != self.summary()["hash"]:
+            raise Damaged(self.config_file, f"it is not of the run that {SUMMARY} is about")
         found = read_config(self.config_file)
         if not head.startswith(_CHECKSUM) and parse_toml(f"{head}\n{text}").get("format", 1) > 1:
             raise Damaged(self.config_file, "its checksum is missing")
@@ -491,15 +504,21 @@ class RunFolder:
         if not (self.rounds_file.is_file() or self.is_finished()):
             return Records()
         found = read_records(self.rounds_file)
-        if self.is_finished() and not 0 < len(found) == self.summary().get("rounds", len(found)):
+        summary = self.summary() if self.is_finished() else {}
+        if summary and not 0 < len(found) == summary.get("rounds", len(found)):
             raise Damaged(
                 self.rounds_file, f"it has {len(found)} rounds, not all of a finished run"
             )
+        if "records" in summary and summary["records"] != digest(found):
+            raise Damaged(self.rounds_file, f"its rounds are not those that {SUMMARY} is about")
         return found
 
     def summary(self) -> dict[str, Any]:
         path = self.path / SUMMARY
-        return require_shape(path, read_json(path), SUMMARY_SHAPE)
+        found = require_shape(path, read_json(path), SUMMARY_SHAPE)
+        if self.facts().get("run", found["hash"]) != found["hash"]:
+            raise Damaged(path, f"it is not of the run that {FACTS} names")
+        return found
 
     def checkpoint(self, file: str = CHECKPOINT) -> Checkpoint | None:
         path = self.path / file
@@ -511,11 +530,15 @@ class RunFolder:
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
         pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
-        kinds = ((hash, str), (round, int), (rounds, int), (clients, dict), (pending, dict | None))
+        records = extra.pop("records", "")
+        kinds = (
+            *((hash, str), (round, int), (clients, dict)),
+            *((pending, dict | None), (rounds, int), (records, str)),
+        )
         right = all(isinstance(value, kind) for value, kind in kinds)
         if not right or not all(isinstance(f, str) and Path(f).name == f for f in clients.values()):
             raise Damaged(path, "its metadata is not that of a checkpoint")
-        return Checkpoint(hash, round, state, clients, pending, extra, rounds)
+        return Checkpoint(hash, round, state, clients, pending, extra, rounds, records)
 
     def older_checkpoint(self) -> Checkpoint | None:
         """The checkpoint before the last one, if it is there and whole."""
@@ -581,8 +604,6 @@ class RunFolder:
             read(MODEL, self.model)
             if not (self.path / CHECKPOINT).is_file():
                 found[CHECKPOINT] = "it is missing"
-            if not found and self.facts().get("run", "") not in ("", self.summary()["hash"]):
-                found[SUMMARY] = f"it is not of the run that {FACTS} names"
         return found
 
 
@@ -612,7 +633,9 @@ def stored_config(settings: Mapping[str, Any], method: str) -> Config:
     if name in TASKS or name.startswith(FOLDER):
         return make_config(**settings)
     split, clients, samples = (settings.get(key) for key in ("test_split", "clients", "samples"))
-    domains = tuple(dict.fromkeys((*(clients or ()), *(samples or ()))))
+    if not (isinstance(clients, Mapping) and isinstance(samples, Mapping)):
+        raise unknown("task", name, (*TASKS, f"{FOLDER}PATH"))  # nothing names its domains
+    domains = tuple(dict.fromkeys((*clients, *samples)))
     splits = () if split is None else (split,)
     info = TaskInfo(name, domains, None, clients, samples, test_splits=splits)
     return make_config(**{**settings, "task": info})

@@ -16,15 +16,30 @@ from typing import Any
 import torch
 
 from protofed import tree
-from protofed.config import Config
+from protofed.config import Config, check_settings
 from protofed.data import Task
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
+from protofed.files import Damaged
 from protofed.method import Method, Sizes
 from protofed.methods import known_class, reference
 from protofed.models import Network, build
+from protofed.shape import require_shape
 from protofed.tree import Slot, Tree
 
+CARD_SHAPE = {
+    **dict.fromkeys(("hash", "holds", "task", "method", "precision"), str),
+    **dict.fromkeys(("image_size", "seed", "rounds"), int),
+    "classes": [str],
+    "mean": [float],
+    "std": [float],
+    "models": {str: str},
+    "domains": {str: str},
+    "width": int | None,
+    "norm": str | None,
+    "options": {},
+    "accuracy": {str: float},
+}
 CLIENT_SLOT = "client"
 RECEIVED = "received."
 
@@ -134,7 +149,10 @@ class StoredModel:
             sizes = Sizes(len(card.classes), backbone.features, card.image_size)
             network = method.network(backbone, sizes).to(DTYPES[card.precision])
         own = self.clients[client] if client else {}
-        network.load_state_dict({**network.state_dict(), **own, **self.model})
+        try:
+            network.load_state_dict({**network.state_dict(), **own, **self.model})
+        except RuntimeError as error:
+            raise ProtofedError(f"the model's entries do not fit {name}: {error!s:.500}") from None
         return network.eval()
 
     @classmethod
@@ -162,6 +180,11 @@ def read_model(path: Path) -> StoredModel:
             f"'{path}' does not say what is needed to use it: it lacks {', '.join(missing)}",
             "an earlier version wrote it; run it again",
         )
+    require_shape(path, metadata, CARD_SHAPE)
+    settings = {n: metadata[n] for n in ("image_size", "width", "norm", "precision")}
+    check_settings({**settings, "model": metadata["models"]})
+    if metadata["precision"] not in DTYPES:
+        raise Damaged(path, "it does not say in which precision the model is")
     for name in ("classes", "mean", "std"):
         metadata[name] = tuple(metadata[name])
     clients: dict[str, Slot] = {}

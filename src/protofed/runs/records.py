@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed.errors import ProtofedError
-from protofed.files import Damaged, sealed, unsealed
+from protofed.files import Damaged, checksum, sealed, unsealed
 from protofed.shape import mismatch
 
 LAST = 5
@@ -193,6 +193,11 @@ def require_records(path: Path, records: Any) -> None:
 def without_times(records: Iterable[Record]) -> list[Record]:
     """The records without the seconds, which differ between two runs that are otherwise equal."""
     return [{k: v for k, v in r.items() if k != "seconds"} for r in records]
+
+
+def digest(records: Iterable[Record]) -> str:
+    """Stands for the numbers of a run's rounds in the files that go with them."""
+    return checksum(json.dumps(without_times(records)))
 
 
 def _lookup(record: Record, key: str) -> Any:

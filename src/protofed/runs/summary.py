@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from protofed.config import Config
-from protofed.runs.records import SEEN, SELECTION, Records, last_mean, shown
+from protofed.runs.records import SEEN, SELECTION, Records, digest, last_mean, shown
 
 SUMMARY_SHAPE = {
     **dict.fromkeys(("hash", "method"), str),
@@ -14,7 +14,7 @@ SUMMARY_SHAPE = {
     **dict.fromkeys(("bytes_up", "bytes_down"), int),
     "seconds": float,
     **dict.fromkeys(("task?", "data?", "evaluated?", "batchnorm?", "weights?", "engine?"), str),
-    **dict.fromkeys(("average?", "precision?", "device?"), str),
+    **dict.fromkeys(("average?", "precision?", "device?", "records?"), str),
     "beside?": {str: {str: float}},
     "tested?": {str: int},
     "split?": {"clients": {str: int}, "samples": {str: float}},
@@ -61,6 +61,7 @@ def summarize(
         "selection": SELECTION,
         "evaluated": method.evaluates,
         "rounds": len(records),
+        "records": digest(records),
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": round(sum(sum(r["seconds"].values()) for r in records), 3),
