@@ -13,7 +13,7 @@ from protofed.data import load_task
 from protofed.data.info import FOLDER
 from protofed.deploy.members import FEDERATION_FILE, Members
 from protofed.deploy.programs import CONNECTION, NODES_FILE, flwr
-from protofed.deploy.run_log import is_last
+from protofed.deploy.run_log import says_run_is_over
 from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
@@ -133,7 +133,7 @@ def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = p
                 at = file.tell()
             for line in new.splitlines():
                 tell(line)
-                ending = ending or is_last(line)
+                ending = ending or says_run_is_over(line)
         if status.startswith("finished"):
             return status
         # asking Flower costs seconds of CPU time: do it rarely until the log says it is over
