@@ -23,6 +23,7 @@ from tests.deploy.spoiled import SPOILED
 from protofed import tree
 from protofed.deploy.certificates import Authority, node_key
 from protofed.deploy.members import read_members
+from protofed.runs.model_file import read_model
 from protofed.runs.records import read_records
 from protofed.runs.run import run
 
@@ -268,8 +269,8 @@ def test_public_images_are_compared_and_the_models_are_the_simulators(
                  device="cpu", engine="loop", out=tmp_path / "oracle", **settings)  # fmt: skip
     for site in classes:
         folder = deployment.home / "sites" / site / "models"
-        own = tree.load(folder / f"{out.name}.safetensors")[0]
-        assert tree.equal(own, {"model": oracle.clients[site]})
+        own = read_model(folder / f"{out.name}.safetensors").clients[site]
+        assert tree.equal({"model": own}, {"model": oracle.clients[site]})
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
     # neither paths nor names of public images have left their machines

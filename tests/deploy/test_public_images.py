@@ -27,8 +27,10 @@ from protofed.deploy.wire import read_tree
 from protofed.errors import ProtofedError
 from protofed.federation.public_images import describe_digest, public_digest
 from protofed.method import PublicImages
+from protofed.runs.model_file import read_model
 from protofed.runs.records import read_records
 from protofed.runs.run import run
+from protofed.tree import Tree
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 BAD = "print-0"
@@ -56,9 +58,16 @@ def copies(folder: Path, sites: dict[str, Path]) -> None:
         name_public(home, to)
 
 
+def own_model(home: Path, run: str) -> Tree:
+    """What a site has of its model at the end of a run."""
+    stored = read_model(home / "models" / f"{run}.safetensors")
+    (own,) = stored.clients.values()
+    return {"model": own}
+
+
 def own_models(w: Any) -> dict[str, Any]:
     return {
-        site: tree.load(w.folder / "homes" / site / "models" / f"{w.run.name}.safetensors")[0]
+        site: own_model(w.folder / "homes" / site, w.run.name)
         for site in w.members.sites
     }
 
@@ -181,8 +190,7 @@ def test_sites_with_folders_train_as_the_simulator_does(
     )  # fmt: skip
     assert oracle.facts["public_digest"] == spec.facts.public_digest
     for site, home in homes.items():
-        own = tree.load(home / "models" / f"{spec.name}.safetensors")[0]
-        assert tree.equal(own, {"model": oracle.clients[site]})
+        assert tree.equal(own_model(home, spec.name), {"model": oracle.clients[site]})
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
 
