@@ -28,7 +28,7 @@ DAYS = 365
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that only its owner can read, at no time anyone else."""
+    """Write a new file that is never, even while it is written, readable by others."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -98,7 +98,7 @@ class Authority:
             .issuer_name(_common_name(self._name))
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+            .not_valid_before(now - datetime.timedelta(hours=1))  # a site's clock may be behind
             .not_valid_after(now + datetime.timedelta(days=DAYS))
             .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
             .add_extension(usage, critical=True)

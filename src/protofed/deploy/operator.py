@@ -13,7 +13,7 @@ from protofed.data import load_task
 from protofed.data.info import FOLDER
 from protofed.deploy.members import FEDERATION_FILE, Members
 from protofed.deploy.programs import CONNECTION, NODES_FILE, flwr
-from protofed.deploy.run_log import is_last
+from protofed.deploy.run_log import says_run_is_over
 from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
@@ -28,10 +28,10 @@ def plan_run(
     settings: Mapping[str, Any],
     public: Path | None = None,
 ) -> RunSpec:
-    """A run of this federation.
+    """Plan a run of this federation.
 
-    ``public`` is this machine's copy of the folder of public images that all sites have. They are
-    read only for their digest; they do not travel.
+    ``public`` is this machine's copy of the folder of public images that all sites have. It is only
+    read to compute the digest of the images, which are never sent.
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
@@ -40,8 +40,8 @@ def plan_run(
     config = merged_config(file, members.task or members.skeleton(), method, options, given)
     if config.validate is not None:
         raise ProtofedError(
-            "validate works only in the simulator: sites report their test accuracy alone",
-            "choose there (protofed sweep --validate 0.1), then start the run without it",
+            "validate works only in the simulator: sites report only their test accuracy",
+            "choose settings there (protofed sweep --validate 0.1), then start the run without it",
         )
     wanted = config.method.public_images
     if public is not None:
@@ -53,7 +53,7 @@ def plan_run(
         config = replace(config, method=config.method.with_options(public=source))
     elif wanted is not None and wanted.source == FOLDER:
         raise ProtofedError(
-            f"the public images of {config.method.name} are in a folder that is not named",
+            f"method '{config.method.name}' needs a folder of public images, and none is named",
             "name this machine's copy: --public PATH",
         )
     if members.task is not None:
@@ -80,7 +80,7 @@ def run_folder(folder: Path, spec: RunSpec) -> Path:
 
 
 def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
-    """Submit a run to Flower; returns the number it has there."""
+    """Submit a run to Flower and return its number there."""
     out = run_folder(folder, spec)
     if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
         raise ProtofedError(
@@ -106,7 +106,7 @@ def runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def live(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of the runs that have not ended."""
+    """The runs that have not ended."""
     return [run for run in runs if not str(run["status"]).startswith("finished")]
 
 
@@ -117,34 +117,34 @@ def site_status(folder: Path) -> dict[str, str]:
     nodes = flwr(folder, "supernode", "ls", CONNECTION).get("nodes", [])
     status = {str(node["node-id"]): str(node["status"]) for node in nodes}
     words = {"registered": "never connected", "online": "connected", "offline": "lost"}
-    found = {site: status.get(number, "unknown") for site, number in known.items()}
+    found = {site: status.get(node_id, "unknown") for site, node_id in known.items()}
     return {site: words.get(word, word) for site, word in found.items()}
 
 
 def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = print) -> str:
-    """Show a run's log until the run ends; returns its final status."""
-    at = log.stat().st_size if log.is_file() else 0  # skip what earlier attempts wrote
-    asked, ending, status = 0.0, False, ""
+    """Show a run's log until the run ends, and return its final status."""
+    offset = log.stat().st_size if log.is_file() else 0  # skip what earlier attempts wrote
+    last_asked, ending, status = 0.0, False, ""
     while True:
         if log.is_file():
             with log.open(encoding="utf-8", errors="replace") as file:
-                file.seek(at)
+                file.seek(offset)
                 new = file.read()
-                at = file.tell()
+                offset = file.tell()
             for line in new.splitlines():
                 tell(line)
-                ending = ending or is_last(line)
+                ending = ending or says_run_is_over(line)
         if status.startswith("finished"):
             return status
-        # asking Flower costs seconds of CPU time: do it rarely until the log says it is over
-        if time.monotonic() - asked > (2 if ending else 15):
+        # asking Flower takes seconds of CPU time: ask rarely until the log says that it is over
+        if time.monotonic() - last_asked > (2 if ending else 15):
             known = {int(r["run-id"]): str(r["status"]) for r in runs(folder)}
-            status, asked = known.get(number, "finished:unknown"), time.monotonic()
+            status, last_asked = known.get(number, "finished:unknown"), time.monotonic()
         time.sleep(0.5)
 
 
 def stop(folder: Path, number: int | None) -> int:
-    """Stop the run with this number, or else the running one; returns its number."""
+    """Stop the run with this number, or else the running one, and return its number."""
     if number is None:
         running = live(runs(folder))
         if not running:

@@ -31,7 +31,7 @@ from protofed.errors import ProtofedError
 from protofed.files import write_atomic, write_json
 
 CONNECTION = "federation"
-"""The name of the server on Flower's command line."""
+"""What Flower's command line calls the connection to the server."""
 FLOWER_SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -40,13 +40,13 @@ FLOWER_SWITCHES = {
 }
 """With these, Flower neither contacts its vendor's servers nor installs anything."""
 NODES_FILE = Path("flower") / "nodes.json"
-"""In the server's folder: the number that each site has in Flower."""
+"""In the server's folder: each site's node ID in Flower."""
 FOLDER_VARIABLE = "PROTOFED_SERVER"
 """The environment variable that tells the server's processes which folder is theirs."""
 STOP_SECONDS = 15.0
-"""How long a program has to end after a signal."""
+"""How long a program may take to exit after a signal."""
 CONNECTED_SECONDS = 30.0
-"""A SuperNode that ends sooner was never connected."""
+"""A SuperNode that exits sooner is taken as never connected."""
 RETRY_SECONDS = 5.0
 
 
@@ -86,14 +86,14 @@ def join_address(host: str, port: int) -> str:
 
 
 def die_with_parent() -> None:
-    """In a child: end with the parent process, however that ends (Linux only)."""
+    """Called in a child: end when the parent process ends, for whatever reason (Linux only)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager
 def running(command: Sequence[str], env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A program that ends with this block, and whatever it started with it."""
+    """Run a program during this block, then end it and whatever it started."""
     process = subprocess.Popen(
         command, env=dict(env), start_new_session=True, preexec_fn=die_with_parent
     )
