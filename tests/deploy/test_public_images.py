@@ -66,10 +66,7 @@ def own_model(home: Path, run: str) -> Tree:
 
 
 def own_models(w: Any) -> dict[str, Any]:
-    return {
-        site: own_model(w.folder / "homes" / site, w.run.name)
-        for site in w.members.sites
-    }
+    return {site: own_model(w.folder / "homes" / site, w.run.name) for site in w.members.sites}
 
 
 def homes(w: Any) -> dict[str, Path]:

@@ -193,9 +193,13 @@ class RecordedMethod(Method):
 
 
 def _withheld(method: RecordedMethod) -> NoReturn:
-    raise ProtofedError(
-        f"this needs the code of method {method.name}, '{method.reference}', and reading a run "
-        "executes none",
+    raise code_withheld(method.name, method.reference)
+
+
+def code_withheld(name: str, reference: str) -> ProtofedError:
+    """The error for what needs a method's code, where only a name was read."""
+    return ProtofedError(
+        f"this needs the code of method {name}, '{reference}', and reading a run executes none",
         "if you trust it: --trust-code, or protofed.methods.trust_code() in Python",
     )
 

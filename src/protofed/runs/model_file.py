@@ -22,7 +22,7 @@ from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
 from protofed.files import Damaged
 from protofed.method import Method, Sizes
-from protofed.methods import known_class, reference
+from protofed.methods import code_withheld, known_class, reference
 from protofed.models import Network, build
 from protofed.shape import require_shape
 from protofed.tree import Slot, Tree
@@ -118,10 +118,7 @@ class StoredModel:
     def method(self) -> Method:
         known = known_class(self.card.method)
         if known is None:
-            raise ProtofedError(
-                f"the model is of method '{self.card.method}', whose code is not trusted",
-                "call protofed.methods.trust_code() first, or use --trust-code",
-            )
+            raise code_withheld(self.card.method.rpartition(":")[2].lower(), self.card.method)
         method = known.create(self.card.options)
         mixed = len({*self.card.models.values()}) > 1
         return method.for_mixed_models() if mixed else method
