@@ -128,7 +128,7 @@ def handmade(fpl: Result, tmp_path: Path) -> Result:
     clients = [{"client": f"c{i}", "domain": "xxyy"[i]} for i in range(4)]
     metadata = {"clients": clients, "classes": ["a", "b"]}
     RunFolder(tmp_path).save_artifact("prototypes", 3, kept, metadata)
-    return Result(fpl.config, fpl.rounds, fpl.model, fpl.summary, tmp_path)
+    return Result(fpl.config, fpl.rounds, fpl.summary, fpl.stored, tmp_path)
 
 
 def test_prototypes_as_rows(handmade: Result) -> None:

@@ -108,7 +108,10 @@ def test_every_setting_changes_the_hash() -> None:
         ({"leftover": "yes"}, "leftover must be true or false, got 'yes'"),
         ({"repair": 1}, "repair must be true or false"),
         ({"leave_out": "lft"}, r"unknown domain of tiny 'lft' \(did you mean left"),
-        ({"leave_out": "left", "clients": {"left": 2, "right": 1}}, "left out, but has 2 clients"),
+        (
+            {"leave_out": "left", "clients": {"left": 2, "right": 1}},
+            "left out, but is given 2 clients",
+        ),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], words: str) -> None:

@@ -285,7 +285,7 @@ PAPER_DEFAULTS = {
     "copa": {},
     "fedseproto": {
         "alpha": 1.0,
-        "beta": 0.01,
+        "beta": 1.0,
         "lam": 1.0,
         "decoder_step": 1.0,
         "first_phase": 0.2,

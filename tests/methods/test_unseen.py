@@ -56,7 +56,7 @@ def without_accuracy(text):
     return {
         k: v
         for k, v in told.items()
-        if k not in ("seconds", "beside")
+        if k not in ("seconds", "beside", "checksum", "records")
         and not (k in single and isinstance(v, float))
         and not (k != "tested" and isinstance(v, dict) and v.keys() & {"left", "right"})
     }
@@ -71,6 +71,13 @@ def content(folder):
             files[name] = without_accuracy(path.read_text("utf-8"))
         elif name == "rounds.jsonl":
             files[name] = [without_accuracy(t) for t in path.read_text("utf-8").splitlines()]
+        elif name.endswith(".safetensors"):
+            tensors, about = tree.load(path)
+            bits = {
+                f"{s}/{n}": t.numpy().tobytes() for s, e in tensors.items() for n, t in e.items()
+            }
+            # a checkpoint has a checksum of the rounds, a model what it scored
+            files[name] = bits, {k: v for k, v in about.items() if k not in ("records", "accuracy")}
         else:
             files[name] = path.read_bytes()
     return files

@@ -45,7 +45,7 @@ def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0,
         "method": method, "bytes_up": up, "bytes_down": down, "seconds": seconds,
         "data": "made up", "batchnorm": "averaged", "device": "cpu", "precision": "fp32",
     }  # fmt: skip
-    return Result(config, Records(lines), {}, summary)
+    return Result(config, Records(lines), summary)
 
 
 def cells(table):
@@ -288,7 +288,7 @@ def left_out(method, seed, scan, photo, inverse, unseen="inverse"):
     config = make_config(method=method, leave_out=unseen, seed=seed, samples=10, device="cpu")
     line = {"round": 0, "accuracy": values, "average": sum(values.values()) / 3}
     summary = {**made.summary, "tested": {"inverse": 450}, "weights": "samples"}
-    return Result(config, Records([line]), {}, summary)
+    return Result(config, Records([line]), summary)
 
 
 def test_the_unseen_domain_comes_first_and_the_average_is_of_the_others():
