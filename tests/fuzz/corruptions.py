@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import shutil
 import warnings
@@ -13,7 +14,6 @@ import protofed
 from protofed.errors import ProtofedError
 from protofed.methods import METHODS
 from protofed.runs.folder import RunFolder
-from protofed.runs.records import without_times
 from protofed.runs.result import load_run
 from tests.fuzz import tiny
 from tests.fuzz.folders import read, study_text
@@ -53,6 +53,8 @@ def batch(number: int, folder: Path) -> Tally:
         changed = damaged(content, kind, rng, theirs.read_bytes() if theirs.is_file() else b"")
         if changed == content and kind != "lost":
             continue
+        if kind == "another's" and file.name == "rounds.jsonl" and _same(changed, content):
+            continue  # in a tiny run, one method's rounds may be another's but for their times
         tally.tried += 1
         what = f"{method}, {'finished' if finished else 'stopped'}: {kind} in {file}"
         with tiny.emptied(folder / "damaged") as pool, warnings.catch_warnings(action="ignore"):
@@ -69,6 +71,16 @@ def batch(number: int, folder: Path) -> Tally:
             tally.add(Fault("corruptions", f"corruptions:{number}", f"{fault[0]} ({_name(file)})",
                             what, fault[1]))  # fmt: skip
     return tally
+
+
+def _same(a: bytes, b: bytes) -> bool:
+    """Whether rounds are the same but for their times."""
+    dropped = ("seconds", "checksum")
+    one, other = (
+        [{k: v for k, v in json.loads(line).items() if k not in dropped} for line in x.splitlines()]
+        for x in (a, b)
+    )
+    return one == other
 
 
 def _name(file: Path) -> str:
@@ -121,9 +133,7 @@ def _content(run: Path) -> tuple[Any, ...]:
     found = load_run(run)
     slots = {"model": found.model, **{f"client {n}": s for n, s in found.clients.items()}}
     bits = {f"{s} {n}": t.numpy().tobytes() for s, slot in slots.items() for n, t in slot.items()}
-    # rounds of a run that is equal but for its times, as FedNova's may be FedAvg's, are the same
-    rounds = without_times(found.rounds)
-    return repr([found.config, rounds, found.summary, found.facts]), bits
+    return repr([found.config, found.rounds, found.summary, found.facts]), bits
 
 
 @functools.cache
