@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,8 @@ from protofed.errors import ProtofedError
 
 DEPLOYED = (
     "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
-    "width", "norm", "samples", "participation", "average", "precision", "flip", "augment",
+    "width", "norm", "min_class_count", "samples", "participation", "average", "precision", "flip",
+    "augment",
     "checkpoint_every", "skip_bad", "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
 """The settings that a run across machines takes; the others are for the simulator."""
@@ -32,6 +34,8 @@ deploy_app = typer.Typer(
 DirOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="The folder that deploy init wrote.")
 ]
+
+SiteOption = Annotated[str | None, typer.Option("--site", help="The site's name.")]
 
 
 def _need_flower() -> None:
@@ -141,7 +145,7 @@ def server(
 @deploy_app.command(context_settings=HELP)
 def site(
     folder: DirOption = Path(),
-    name: Annotated[str | None, typer.Option("--site", help="The site's name.")] = None,
+    name: SiteOption = None,
     data: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Images: class/image, or {train,test}/class/image."),
@@ -272,26 +276,80 @@ def stop(
 
 
 @deploy_app.command(context_settings=HELP)
+def method(
+    named: Annotated[str, typer.Argument(metavar="FILE.py:CLASS", help="A method of your own.")],
+    folder: DirOption = Path(),
+    name: SiteOption = None,
+) -> None:
+    """Install a method of your own on this machine, pinned by its file's hash.
+
+    The server and every site need it; then `deploy start --method NAME` runs it.
+    """
+    _need_flower()
+    from protofed.deploy.setup import install_method, own_folder
+
+    made = install_method(own_folder(folder, name), named)
+    say(f"method {made.name} is installed, SHA-256 {made.sha256}")
+
+
+@deploy_app.command(context_settings=HELP)
+def approve(
+    run: Annotated[
+        str | None, typer.Argument(help="The run's hash; without it, the runs are listed.")
+    ] = None,
+    folder: DirOption = Path(),
+    name: SiteOption = None,
+) -> None:
+    """At a site whose policy has approval = true: list the runs asked for, or approve one."""
+    _need_flower()
+    from protofed.deploy.policy import Approvals
+    from protofed.deploy.setup import site_folder
+
+    approvals = Approvals(site_folder(folder, name))
+    if run is not None:
+        approvals.approve(run)
+        say(f"run {run} is approved")
+        return
+    found = approvals.list()
+    for asked in found:
+        word = f"approved {asked['approved']}" if asked["approved"] else "waits"
+        say(f"{asked['run']}  {word}: {asked['name']}, first asked {asked['asked']}")
+        say("  " + ", ".join(f"{key} {value}" for key, value in asked["settings"].items()))
+    if not found:
+        say("no run has been asked for")
+
+
+@deploy_app.command(context_settings=HELP)
+def audit(folder: DirOption = Path(), name: SiteOption = None) -> None:
+    """Print a site's audit log, and verify that no line was changed, removed or inserted."""
+    _need_flower()
+    from protofed.deploy.audit import AuditLog
+    from protofed.deploy.setup import site_folder
+
+    log = AuditLog(site_folder(folder, name))
+    count = 0
+    for entry in log.entries():
+        time, event, _ = (entry.pop(key) for key in ("time", "event", "before"))
+        say(f"{time}  {event:8}  {json.dumps(entry, ensure_ascii=False)}")
+        count += 1
+    say(f"{count} entries, none altered; the last one's hash is {log.head}")
+
+
+@deploy_app.command(context_settings=HELP)
 def doctor(
     folder: DirOption = Path(),
-    name: Annotated[
-        str | None, typer.Option("--site", help="Look from this site; default: from the server.")
-    ] = None,
+    name: SiteOption = None,
 ) -> None:
-    """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks."""
-    _need_flower()
-    from protofed.deploy.doctor import examine_server, examine_site
-    from protofed.deploy.setup import server_folder, site_folder
-    from protofed.deploy.site import SITE_FILE
+    """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks.
 
-    at_site = name is not None or (folder / SITE_FILE).is_file()
-    found = (
-        examine_site(site_folder(folder, name))
-        if at_site
-        else examine_server(server_folder(folder))
-    )
+    From a site, if one is named or DIR is a site's folder; else from the server.
+    """
+    _need_flower()
+    from protofed.deploy.doctor import examine
+    from protofed.deploy.setup import own_folder
+
     problems = 0
-    for ok, text in found:
+    for ok, text in examine(own_folder(folder, name)):
         say(f"{'ok     ' if ok else 'PROBLEM'} {text}")
         problems += not ok
     if problems:

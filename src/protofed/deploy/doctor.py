@@ -33,7 +33,7 @@ from protofed.deploy.gate import PATHS
 from protofed.deploy.members import Members, read_members
 from protofed.deploy.operator import site_status
 from protofed.deploy.programs import CONNECTION, connection_file, host_port, join_address
-from protofed.deploy.site import read_site_config
+from protofed.deploy.site import SITE_FILE, read_site_config
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
@@ -50,6 +50,11 @@ class Finding(NamedTuple):
 
     ok: bool
     text: str
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Look at the site or the server of this folder."""
+    return examine_site(folder) if (folder / SITE_FILE).is_file() else examine_server(folder)
 
 
 def examine_server(folder: Path) -> Iterator[Finding]:

@@ -6,21 +6,32 @@ which command runs where.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from protofed.data import describe, load_task
 from protofed.deploy.certificates import Authority, node_key, write_secret
 from protofed.deploy.gate import CALLS
-from protofed.deploy.members import FEDERATION_FILE, Member, Members
+from protofed.deploy.installed import InstalledMethod
+from protofed.deploy.members import (
+    FEDERATION_FILE,
+    Member,
+    Members,
+    members_text,
+    read_members,
+    write_members,
+)
 from protofed.deploy.programs import FLOWER_SWITCHES, host_port
 from protofed.deploy.site import SITE_FILE
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, write_atomic
+from protofed.methods import is_file, method_class
 
 
 def init(
@@ -73,7 +84,7 @@ def init(
     values = {**vars(members), "format": FORMAT}
     common: dict[str, str | bytes] = {
         "ca.crt": authority.certificate,
-        FEDERATION_FILE: render("federation.toml", **values),
+        FEDERATION_FILE: members_text(members),
         "protofed.env": "".join(f"{k}={v}\n" for k, v in FLOWER_SWITCHES.items()),
     }
     files: dict[str, str | bytes] = {
@@ -133,6 +144,30 @@ def _service(kind: str, title: str, *options: str) -> str:
     home = f"/srv/protofed/{kind}"
     command = ["deploy", kind, "--dir", home, *options]
     return render("service", title=title, home=home, command=command)
+
+
+def install_method(folder: Path, named: str) -> InstalledMethod:
+    """Copy a method's file into a server's or a site's folder, and pin it in its settings."""
+    members = read_members(folder)
+    if not is_file(named):
+        raise ProtofedError(f"'{named}' is not path/to/file.py:Class", "name a file of your own")
+    made = method_class(named)
+    made.require_plain_hypers()
+    file, _, its_class = named.rpartition(":")
+    content = Path(file).read_bytes()
+    about = {
+        "file": Path(file).name, "class": its_class, "sha256": hashlib.sha256(content).hexdigest()
+    }  # fmt: skip
+    method = InstalledMethod.read(folder, made.name, about)
+    write_atomic(method.path, content, private=True)
+    write_members(folder, replace(members, methods={**members.methods, method.name: method}))
+    return method
+
+
+def own_folder(folder: Path, site: str | None) -> Path:
+    """The folder of a site, if one is named or this is one; else the server's."""
+    at_site = site is not None or (folder / SITE_FILE).is_file()
+    return site_folder(folder, site) if at_site else server_folder(folder)
 
 
 def server_folder(folder: Path) -> Path:
