@@ -35,6 +35,12 @@ DirOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="The folder that deploy init wrote.")
 ]
 
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca", metavar="DIR", help="The folder of ca.key; default: ca beside the server's folder."
+    ),
+]
 SiteOption = Annotated[str | None, typer.Option("--site", help="The site's name.")]
 
 
@@ -87,6 +93,14 @@ def init(
             help="Give each site a TLS certificate, without which the server does not talk to it.",
         ),
     ] = False,
+    keys_at_sites: Annotated[
+        bool,
+        typer.Option(
+            "--keys-at-sites",
+            help="Make no keys for the sites: each makes its own with deploy join, so that no "
+            "private key leaves its machine.",
+        ),
+    ] = False,
 ) -> None:
     """Write certificates, keys, settings and a page that says which command runs where."""
     _need_flower()
@@ -111,6 +125,7 @@ def init(
         wait_seconds=wait_seconds,
         gather_seconds=gather_seconds,
         client_certificates=client_certificates,
+        keys_at_sites=keys_at_sites,
     )
     if task is None and not classes:
         say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
@@ -180,6 +195,70 @@ def site(
     if home.public is not None:
         say(f"site {home.name}: public folder: {check_public(home)}")
     join(home, patience, say)
+
+
+@deploy_app.command(context_settings=HELP)
+def join(folder: DirOption = Path(), name: SiteOption = None) -> None:
+    """At a site: make its key, and the request that the operator admits.
+
+    For a federation of deploy init --keys-at-sites. The private key stays here.
+    """
+    _need_flower()
+    from protofed.deploy.admission import make_request
+    from protofed.deploy.setup import site_folder
+
+    make_request(site_folder(folder, name), renew=False, tell=say)
+
+
+@deploy_app.command(context_settings=HELP)
+def admit(
+    request: Annotated[Path, typer.Argument(metavar="FILE", help="What deploy join has written.")],
+    folder: DirOption = Path(),
+    ca: CaOption = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="The site has a key already: replace it.")
+    ] = False,
+) -> None:
+    """On the server: let a site in with the key of its request, at once if the server runs.
+
+    Compare the fingerprint with the one that the site has seen, by telephone for example.
+    """
+    _need_flower()
+    from protofed.deploy.admission import admit as let_in
+    from protofed.deploy.setup import server_folder
+
+    home = server_folder(folder)
+    let_in(home, request, ca or home.parent / "ca", replace, say)
+
+
+@deploy_app.command(context_settings=HELP)
+def revoke(
+    site: Annotated[str, typer.Argument(help="The site's name.")], folder: DirOption = Path()
+) -> None:
+    """On the server: shut a site out, at once if the server runs; its key is never let in again."""
+    _need_flower()
+    from protofed.deploy.admission import revoke as shut_out
+    from protofed.deploy.setup import server_folder
+
+    shut_out(server_folder(folder), site, say)
+
+
+@deploy_app.command(context_settings=HELP)
+def renew(folder: DirOption = Path(), name: SiteOption = None, ca: CaOption = None) -> None:
+    """Make new keys: the server's, with its certificate, or a site's, with a request to admit.
+
+    Of a site, if one is named or DIR is a site's folder; else of the server.
+    """
+    _need_flower()
+    from protofed.deploy.admission import make_request, renew_server
+    from protofed.deploy.setup import own_folder
+    from protofed.deploy.site import SITE_FILE
+
+    home = own_folder(folder, name)
+    if (home / SITE_FILE).is_file():
+        make_request(home, renew=True, tell=say)
+    else:
+        renew_server(home, ca or home.parent / "ca", say)
 
 
 @deploy_app.command(context_settings=HELP)

@@ -45,6 +45,7 @@ def init(
     domains: Mapping[str, str] | None = None,
     task: str | None = None,
     minimum: int | None = None,
+    keys_at_sites: bool = False,
     **rules: Any,
 ) -> None:
     """Write everything that a federation of these sites needs into a new folder.
@@ -52,7 +53,8 @@ def init(
     ``name`` is the federation's, by default the folder's. ``hosts`` are additional names for the
     server's certificate. ``domains`` gives the domain of a site, by default the site's name. With
     ``task`` the sites are clients of that built-in task, which then decides their domains.
-    ``minimum`` is the number of sites that a round needs. ``rules`` are other fields of
+    ``minimum`` is the number of sites that a round needs. With ``keys_at_sites`` no keys are made
+    for the sites: they make their own (``admission``). ``rules`` are other fields of
     ``Members``: the image size, the time limits, whether sites need client certificates.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -67,7 +69,7 @@ def init(
     else:
         domain_of = {site: (domains or {}).get(site, site) for site in sites}
     host, port = host_port(address)
-    keys = {site: node_key() for site in domain_of}
+    keys = {site: (b"", "") if keys_at_sites else node_key() for site in domain_of}
     title = folder.resolve().name
     members = Members(
         name=name or re.sub(r"[^A-Za-z0-9._-]", "-", title) or "federation",
@@ -88,7 +90,7 @@ def init(
         "protofed.env": "".join(f"{k}={v}\n" for k, v in FLOWER_SWITCHES.items()),
     }
     files: dict[str, str | bytes] = {
-        "README.md": render("README.md", **values),
+        "README.md": render("README.md", **values, keys_at_sites=keys_at_sites),
         "ca/ca.crt": authority.certificate,
         "server/server.crt": certificate,
         "server/protofed-server.service": _service("server", "server"),
@@ -97,18 +99,19 @@ def init(
     }
     secrets = {"ca/ca.key": authority.key, "server/server.key": server_key}
     for site, (private, public) in keys.items():
-        secrets[f"sites/{site}/node.key"] = private
         options = ["--site", site, *([] if task else ["--data", "/srv/images"])]
-        if members.client_certificates:
-            certificate, secrets[f"sites/{site}/client.key"] = authority.client(site)
-            files[f"sites/{site}/client.crt"] = certificate
-        own = {
-            "node.key.pub": f"{public} {site}\n",
+        own: dict[str, str | bytes] = {
             SITE_FILE: render("site.toml", **values, site=site),
             "protofed-site.service": _service("site", f"site {site}", *options),
         }
+        if private:
+            secrets[f"sites/{site}/node.key"] = private
+            own["node.key.pub"] = f"{public} {site}\n"
+        if private and members.client_certificates:
+            own["client.crt"], secrets[f"sites/{site}/client.key"] = authority.client(site)
         files |= {f"sites/{site}/{file}": content for file, content in (common | own).items()}
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for part in ("", "ca", "server", "sites", *(f"sites/{site}" for site in keys)):
+        (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
     for path, secret in secrets.items():
         write_secret(folder / path, secret)
     for path, content in files.items():
