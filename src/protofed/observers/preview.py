@@ -6,11 +6,13 @@ import math
 import os
 import time
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from protofed.config import SETTINGS, Config, client_sizes
 from protofed.data import Task
+from protofed.data.augment import Choices, cropped, normalized
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES, discover
 from protofed.federation.memory import estimate
@@ -91,19 +93,22 @@ def _time(config: Config, task: Task) -> str:
 
 
 def _seconds_an_image(config: Config, task: Task) -> float:
-    """The time of a training step on this machine, divided by its images."""
-    device = torch.device(config.device)
-    n = config.batch if device.type == "cuda" else min(config.batch, PROBE_IMAGES)
+    """The time of a training step on this machine, augmentation included, by its images."""
+    device, dtype = torch.device(config.device), DTYPES[config.precision]
     network = initial_network(config, task).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    side = task.image_size
-    x = torch.zeros(n, 3, side, side, dtype=DTYPES[config.precision], device=device)
-    y = torch.zeros(n, dtype=torch.int64, device=device)
+    images = next(d.train for d in task.domains.values() if len(d.train))
+    n = config.batch if device.type == "cuda" else min(config.batch, PROBE_IMAGES)
+    rows = torch.arange(n) % len(images)
+    x, y = images.x[rows].to(device), images.y[rows].to(device)
     seconds = math.inf
     with one_thread():
         for _ in range(2):  # the first also allocates
             began = time.perf_counter()
+            choices = Choices.draw(np.random.default_rng(0), n, task.augment, task.image_size)
+            augmented = cropped(x, choices.rows(torch.arange(n), device), task.augment)
+            inputs = normalized(augmented, task.augment, dtype)
             with torch.autocast(device.type, torch.bfloat16, config.precision == "bf16"):
-                loss = F.cross_entropy(network(x).logits, y)
+                loss = F.cross_entropy(network(inputs).logits, y)
             loss.backward()
             loss.item()  # waits for a GPU
             seconds = min(seconds, time.perf_counter() - began)
