@@ -726,10 +726,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return raw
 
 
-READ_SETTINGS = ("skip_bad", "max_image_pixels", "max_unpacked_gb", "pixel_range")
+READ_SETTINGS = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
 """The settings that say how image files are read."""
 
-TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READ_SETTINGS)
+TASK_SETTINGS = (
+    "data", "image_size", "flip", "test_split", "augment", "pixel_range", *READ_SETTINGS
+)  # fmt: skip
 """The settings that ``load_task`` takes."""
 
 
