@@ -78,8 +78,6 @@ class Dicom:
         """8-bit RGB [H, W, 3], or values of gray [H, W]: of 8 bits, or rescaled as float32."""
         try:
             x = self._compressed() if self._syntax.is_compressed else self._found.pixel_array
-            if self._kind.startswith("YBR") and not self._syntax.is_compressed:
-                x = np.asarray(Image.fromarray(x, "YCbCr").convert("RGB"))
             slope, intercept = (
                 float(self._found.get(name) or default)
                 for name, default in (("RescaleSlope", 1), ("RescaleIntercept", 0))

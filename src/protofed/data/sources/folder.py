@@ -64,7 +64,7 @@ def folder_plan(path: Path, one_domain: bool = False) -> Plan:
     # from here on, paths start with the domain, and the split comes next if there is one
     images = [f for f in listed if not is_side_file(f.parts[-1])]
     move, read_as = _splits_second([f.parts[top:] for f in images], path, one_domain)
-    folders = {move(f[top:]) for f in folders if len(f) > top}
+    folders = {moved for f in folders if (moved := move(f[top:]))}
     files = [(move(f.parts[top:]), f) for f in images]
     split_names = _split_names(folders | {parts[:-1] for parts, _ in files})
 
@@ -171,8 +171,8 @@ def _splits_second(
 ) -> tuple[Callable[[FileParts], FileParts], dict[str, str]]:
     """What moves a split from above the domain, or below the class, between the two.
 
-    Also the domains of which it does, and how their tree is then read. Split folders stand above
-    all domains, or below all classes of a domain.
+    Of a folder that has no place then, it makes nothing. Also the domains of which it does this,
+    and how their tree is read. Split folders stand above all domains, or below all classes of one.
     """
 
     def are_splits(names: Iterable[str]) -> bool:
@@ -187,7 +187,7 @@ def _splits_second(
                 f"put the images of each domain into a folder of its own: {_SPLIT_TREE}",
             )
         above = dict.fromkeys((p[1] for p in paths), "{train,test}/domain/class/image")
-        return lambda p: (*p[1:2], p[0], *p[2:]), above
+        return lambda p: (p[1], p[0], *p[2:]) if len(p) > 1 else (), above
     by_domain: dict[str, list[FileParts]] = {}
     for p in paths:
         by_domain.setdefault(p[0], []).append(p)
@@ -196,7 +196,13 @@ def _splits_second(
         for domain, own in by_domain.items()
         if are_splits(p[2] if len(p) > 3 else "" for p in own)
     }
-    return lambda p: (p[0], *p[2:3], p[1], *p[3:]) if p[0] in below and len(p) > 1 else p, below
+
+    def up(p: FileParts) -> FileParts:
+        if len(p) < 2 or p[0] not in below:
+            return p
+        return (p[0], p[2], p[1], *p[3:]) if len(p) > 2 else ()
+
+    return up, below
 
 
 def _by_folder(domain: str, images: Sequence[TreeImage], names: set[str]) -> Parts:
