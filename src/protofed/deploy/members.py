@@ -153,6 +153,11 @@ class Members:
                 f"the run's images have {task.image_size} pixels, "
                 f"those of {FEDERATION_FILE} {self.image_size}"
             )
+        elif self.task is None and task.pixel_range != self.pixel_range:
+            problem = (
+                f"the run's pixel_range is {task.pixel_range}, "
+                f"that of {FEDERATION_FILE} {self.pixel_range}"
+            )
         if problem:
             raise Refused(problem, f"server and sites need the same {FEDERATION_FILE}")
 
