@@ -129,7 +129,8 @@ def folder_images(site: SiteConfig, classes: tuple[str, ...], size: int) -> tupl
     if not path.is_dir():
         raise ProtofedError(f"there is no folder '{path}'", "it must be a tree class/image")
     with _advice_for_sites():
-        found = site_images(path, size, site.reading)
+        reading = dataclasses.replace(site.reading, pixel_range=site.members.pixel_range)
+        found = site_images(path, size, reading)
     for name in found.classes:
         if name not in classes:
             raise unknown(f"class of the federation (a folder in '{path}'):", name, classes)

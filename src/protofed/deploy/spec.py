@@ -169,6 +169,7 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
             Augment(**augment),
             settings["test_split"],
         )
+        task = replace(task, pixel_range=settings.get("pixel_range"))
         config = make_config(task, found, method["options"], **settings)
         public = {str(name): int(n) for name, n in parts["public"].items()}
         spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
