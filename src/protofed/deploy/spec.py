@@ -33,7 +33,7 @@ from protofed.federation.public_images import (
     is_from_task,
     make_public_sampler,
 )
-from protofed.federation.simulation import make_shares
+from protofed.federation.simulation import initial_network, make_setup, make_shares
 from protofed.method import Method
 from protofed.methods import METHODS, reference
 
@@ -84,7 +84,9 @@ def make_spec(
     found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
-    return RunSpec(replace(config, precision=facts.precision), task, facts, public)
+    config = replace(config, precision=facts.precision)
+    make_setup(config, task, initial_network(config, task))  # here rather than at every site
+    return RunSpec(config, task, facts, public)
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
