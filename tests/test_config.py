@@ -232,7 +232,9 @@ def test_a_file_that_is_not_there_or_is_a_folder(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["rounds = ", "rounds = 1\nrounds = 2", "[method", b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", ["rounds = ", "rounds = 1\nrounds = 2", "[method", b"\xff\xfe", "seed = 2026-01-01"]
+)
 def test_a_file_that_is_not_toml(tmp_path, text):
     with pytest.raises(ProtofedError, match=r"config\.toml' is not valid TOML") as error:
         read_config(write(tmp_path, text))

@@ -277,9 +277,9 @@ def _make(root: Path, entry: Entry) -> None:
     elif entry.kind in targets:
         path.symlink_to(targets[entry.kind])
     else:
-        path.write_bytes(
-            {"empty": b"", "noise": entry.content[::-1]}.get(entry.kind, entry.content)
-        )
+        content = {"empty": b"", "noise": entry.content[::-1]}.get(entry.kind, entry.content)
+        with path.open("xb") as file:  # opening a pipe that is already there would wait forever
+            file.write(content)
         if entry.kind == "locked":
             path.chmod(0)
 

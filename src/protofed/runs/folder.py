@@ -648,7 +648,7 @@ def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> d
     """
     found = {name: summary[name] for name in ("device", "precision") if name in summary}
     named = {"method": summary["method"]} if "method" in summary else {}
-    return {"leave_out": None, **settings, **summary.get("split", {}), **found, **named}
+    return {"leave_out": None, **settings, **summary["split"], **found, **named}
 
 
 def _numeric_settings(toml: str) -> dict[str, Any]:
