@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_drawing")
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The runs that a study would do."""
     found: list[Job] = []
-    monkeypatch.setattr("protofed.api.run_all", lambda jobs, *_: found.extend(jobs) or [])
+    monkeypatch.setattr("protofed.api.run_all", lambda jobs, *_: found.extend(jobs))
     monkeypatch.setattr("protofed.studies.execution.raise_failures", lambda _: None)
     return found
 

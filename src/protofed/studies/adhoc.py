@@ -103,21 +103,20 @@ def tuning(
 def held_out(config: Config) -> tuple[str | float, str]:
     """What of the config's images can be chosen by, as the setting ``validate`` and in words."""
     task = loaded_task(config)
-    asked, first = config.for_task(task.info), None
+    asked, why = config.for_task(task.info), list[ProtofedError]()
     make_shares(asked, task)  # an error of the split itself is said as it is
     for part in HELD_OUT:
         tried = replace(asked, validate=part)
         try:
             rows_to_validate(tried, task, make_shares(tried, task))
         except ProtofedError as error:
-            first = first or error
+            why.append(error)
             continue
         if part == UNUSED:
             return part, "validated on training images that no client holds (validate = unused)"
         share = f"{100 * float(part):g} % of each client's images, held out of its training"
-        return part, f"validated on {share} (validate = {part}), since {first.message}"
-    assert first is not None
-    raise ProtofedError(f"there are too few images to choose by: {first.message}", first.hint)
+        return part, f"validated on {share} (validate = {part}), since {why[0].message}"
+    raise ProtofedError(f"there are too few images to choose by: {why[0].message}", why[0].hint)
 
 
 def method_rows(methods: Iterable[str | Method] | Mapping[str, str | Method]) -> Rows:
