@@ -21,7 +21,7 @@ from protofed.studies.adhoc import Asked, comparison, parameter_sweep, tuning
 from protofed.studies.definition import TUNE, Study
 from protofed.studies.execution import Job, default_jobs, raise_failures, run_all
 from protofed.studies.folder import StudyFolder
-from protofed.studies.launch import prepare
+from protofed.studies.launch import folder_preview, prepare
 from protofed.studies.plan import Selection
 from protofed.studies.search import Values
 
@@ -170,7 +170,7 @@ def run_study(
     study, work = prepare(study, pool, selection=selection, shard=shard, tensorboard=tensorboard)
     folder = StudyFolder.create(path, study, pool) if shard is None else None
     protocols = dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work)
-    for line in (*protocols, *says):
+    for line in (*protocols, *folder_preview(work), *says):
         print_plain(console, line)
     failed = run_all(work, jobs or default_jobs(work), console)
     files, made = list[str](), folder.tables() if folder is not None else []
