@@ -50,7 +50,10 @@ Otherwise a round's time would grow with the clients that do not take part in it
 
 
 class Observer:
-    """Watches a run; it sees everything and changes nothing."""
+    """Watches a run: override what is to be seen. It sees everything and changes nothing.
+
+    Rounds count from 1, as in the records.
+    """
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
@@ -214,18 +217,23 @@ class Federation:
             steps += reply.steps
             losses[name] = reply.losses
             for observer in observers:
-                observer.reply(round, name, reply.message)
-                observer.client(round, done, len(names))
+                observer.reply(round + 1, name, reply.message)
+                observer.client(round + 1, done, len(names))
         self._aggregate()
         require_finite_model(
             server.state.get("model", {}), f"round {round + 1}: the averaged model"
         )
         self.store.accept()
         trained = time.perf_counter()
-        scores = self.evaluate(observers)
+        scores, own = self._evaluate(observers)
         accuracy = scores.pop("accuracy")
+        by_client: dict[str, dict[str, Any]] = {
+            name: {"loss": mean_losses([losses[name]])} for name in names
+        }
+        for name, found in own.items():
+            by_client.setdefault(name, {})["accuracy"] = round_to(found, 4)
         return {
-            "round": round,
+            "round": round + 1,
             "accuracy": _rounded(accuracy),
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
@@ -233,6 +241,7 @@ class Federation:
             "bytes_up": up,
             "bytes_down": down,
             "clients": len(names),
+            "by_client": by_client,
             "steps": steps,
             **({"privacy": privacy.spent(releases)} if privacy.budgets else {}),
             "seconds": {
@@ -270,6 +279,10 @@ class Federation:
         With ``everyone`` the clients' mean on their own domains is there too, as ``own``; and with
         validation images the accuracy on these, as ``validation``.
         """
+        return self._evaluate(observers)[0]
+
+    def _evaluate(self, observers: Sequence[Observer]) -> tuple[Scores, dict[str, float]]:
+        """As ``evaluate``; and of each client that is tested with its own model, on its domain."""
         round, found = max(0, self.server.round - 1), list[Scores]()
         tests = self._eval_jobs(round, self.tests)
         jobs = tests + (self._eval_jobs(round, self.validation) if self.validation else [])
@@ -277,16 +290,20 @@ class Federation:
         for done, scores in enumerate(scored, start=1):
             found.append(scores)
             for observer in observers:
-                observer.tested(round, done, len(jobs))
+                observer.tested(round + 1, done, len(jobs))
         found, validated = found[: len(tests)], found[len(tests) :]
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
+        own = {
+            job.client: s["accuracy"][self.clients.domain(job.client)]
+            for job, s in zip(tests, found, strict=True)
+            if job.client is not None
+        }
         if self.method.evaluates == "everyone":
-            domains = [self.clients.domain(job.client) for job in tests if job.client]
-            own = [{d: s["accuracy"][d]} for d, s in zip(domains, found, strict=True)]
-            means["own"] = _means(own, self.tests)
+            each = [{self.clients.domain(name): accuracy} for name, accuracy in own.items()]
+            means["own"] = _means(each, self.tests)
         if validated:
             means["validation"] = _means([s["accuracy"] for s in validated], self.validation)
-        return means
+        return means, own
 
     def _eval_jobs(self, round: int, images: Mapping[str, Images]) -> list[EvalJob]:
         """Who is tested on what. A domain without clients is tested with all clients' models."""

@@ -542,6 +542,8 @@ class RunFolder:
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
         pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
+        if isinstance(pending, dict):
+            pending["round"] = round  # earlier versions counted from 0
         records = extra.pop("records", "")
         kinds = (
             *((hash, str), (round, int), (clients, dict)),
