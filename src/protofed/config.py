@@ -46,7 +46,8 @@ DEVICES = ("cpu", "cuda")
 ENGINES = ("loop", "workers", "lanes")
 
 TRAINING, CLIENTS, ENGINE, OUTPUT = "Training", "Clients and data", "Engine", "Output"
-PANELS = (TRAINING, CLIENTS, ENGINE, OUTPUT)
+ROBUSTNESS = "Robustness"
+PANELS = (TRAINING, CLIENTS, ROBUSTNESS, ENGINE, OUTPUT)
 """The groups in which help and docs show the settings."""
 
 
@@ -301,6 +302,47 @@ class Config:
         most=10**4,
         numbers=False,
     )
+    bounds: str = setting(
+        "str",
+        ROBUSTNESS,
+        "What happens to a client's message that is out of bounds (ten times the median of the "
+        "last rounds): refuse it by name, clip it to the bound, or off: let it count.",
+        "refuse",
+        choices=("refuse", "clip", "off"),
+        later=True,
+    )
+    robust: str = setting(
+        "str",
+        ROBUSTNESS,
+        "How weights, prototypes and all else that clients send are aggregated: none (as the "
+        "method does), clip (shortened to the median norm), trimmed or median (of each "
+        "coordinate), krum (only the messages nearest to one another).",
+        "none",
+        choices=("none", "clip", "trimmed", "median", "krum"),
+        later=True,
+    )
+    robust_fraction: float = setting(
+        "float",
+        ROBUSTNESS,
+        "The fraction of a round's clients that trimmed and krum leave out.",
+        0.2,
+        above=0,
+        below=0.5,
+        later=True,
+    )
+    attack: str | None = setting(
+        "str",
+        ROBUSTNESS,
+        "For studies of robustness, some clients lie: flip (train with wrong labels), scale (send "
+        "their change reversed and five times as long), noise (in place of their change), "
+        "prototypes (send those of other classes, five times as long).",
+        choices=("flip", "scale", "noise", "prototypes"),
+        later=True,
+    )
+    attackers: float = setting(
+        "float", ROBUSTNESS, "The fraction of clients that attack.", 0.2, least=0, below=1,
+        later=True,
+    )  # fmt: skip
     device: str = setting(
         "str", ENGINE, "Device to run on.", AUTO, choices=(AUTO, *DEVICES), numbers=False
     )

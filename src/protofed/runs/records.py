@@ -43,6 +43,8 @@ RECORD = {
     "bytes_up?": int,
     "bytes_down?": int,
     "seconds?": {str: float},
+    "norms?": {str: float},
+    "problems?": {str: str},
 }
 """The shape of a record."""
 
