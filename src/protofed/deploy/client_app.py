@@ -10,13 +10,12 @@ from pathlib import Path
 
 from flwr.app import Context, Error, Message
 
+from protofed.deploy.messages import SITE_FAILED
 from protofed.deploy.site import answer, read_site_config
 from protofed.deploy.wire import Refused
 from protofed.errors import Diverged
 
 log = logging.getLogger("flwr")
-SITE_FAILED = 100
-"""An error code above those of Flower."""
 
 
 def handle(message: Message, context: Context) -> Message:

@@ -247,6 +247,10 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
     model = client_models(config.model, list(site.members.sites))[site.name]
     network = initial_network(config, task, model)
     setup = dataclasses.replace(make_setup(config, task, network), public=public)
+    about = (site.name, run.hash, method.name, request.round, request.train)
+    if not (request.train or request.evaluate):  # only to declare how many images there are
+        declared = Answer(*about, samples=len(train), tested=len(test), version=__version__)
+        return write(declared)
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
@@ -284,7 +288,6 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             "loss_totals": [total for total, _ in reply.losses.values()],
             "loss_steps": [steps for _, steps in reply.losses.values()],
         }
-    about = (site.name, run.hash, method.name, request.round, request.train)
     return add_tree(write(Answer(*about, version=__version__, **report)), message)
 
 

@@ -20,6 +20,7 @@ import torch
 from protofed.config import SETTINGS, Config, make_config
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
+from protofed.deploy.counts import Count
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
 from protofed.federation.model_fit import require_fit
@@ -45,6 +46,8 @@ class RunSpec:
     """Of the machine that started the run; the digests are of the images that sites must have."""
     public: Mapping[str, int]
     """How many public images a round has, by where they come from; empty if it needs none."""
+    counts: Mapping[str, Count]
+    """The images of each site, where a built-in task decides them."""
 
     @property
     def hash(self) -> str:
@@ -70,7 +73,9 @@ def make_spec(config: Config, task: Task) -> RunSpec:
     found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
-    return RunSpec(replace(config, precision=facts.precision), task, facts, public)
+    shares = make_shares(config, task) if task.has_images else []
+    counts = {s.name: Count(len(s.rows), len(task.domains[s.domain].test)) for s in shares}
+    return RunSpec(replace(config, precision=facts.precision), task, facts, public, counts)
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
@@ -112,6 +117,7 @@ def pack(spec: RunSpec) -> str:
         },
         "facts": spec.facts.to_dict(),
         "public": dict(spec.public),
+        "counts": dict(spec.counts),
     }
     return json.dumps(parts, sort_keys=True)
 
@@ -136,7 +142,8 @@ def unpack(text: str) -> RunSpec:
         )
         config = make_config(task, method["name"], method["options"], **settings)
         public = {str(name): int(n) for name, n in parts["public"].items()}
-        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
+        counts = {str(name): Count(*map(int, both)) for name, both in parts["counts"].items()}
+        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public, counts)
         claimed = parts["hash"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtofedError(f"the run's configuration cannot be read: {error!r}") from None

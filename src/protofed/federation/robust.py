@@ -149,7 +149,9 @@ def _distances(sent: list[Slot]) -> Tensor | None:
         flat = torch.stack([torch.cat([s[n].double().flatten() for n in floats]) for s in sent])
         return _squared(flat.cpu())
     means = torch.stack([_class_means(*table) for table in tables], 1).cpu()  # [K, M, d]
-    owner = torch.stack([there.reshape(len(there), -1).any(1) for _, there in tables], 1).cpu()  # [K, M]
+    owner = torch.stack(
+        [there.reshape(len(there), -1).any(1) for _, there in tables], 1
+    ).cpu()  # [K, M]
     both = (owner[:, :, None] & owner[:, None]).double()
     common = both.sum(0)
     total = (torch.stack([_squared(m) for m in means]) * both).sum(0)

@@ -58,6 +58,9 @@ class Observer:
     def reply(self, round: int, name: str, message: Tree) -> None:
         """Called with the message that a client of the round sent."""
 
+    def refused(self, round: int, name: str, why: str) -> None:
+        """Called when the message that a client sent does not count."""
+
     def client(self, round: int, done: int, total: int) -> None:
         """Called when a client of the round has finished."""
 
@@ -236,12 +239,17 @@ class Federation:
             else:
                 self.store.stage(name, reply.mine, round)
             for observer in observers:
-                observer.reply(round, name, reply.message)
+                if name in problems:
+                    observer.refused(round, name, problems[name])
+                else:
+                    observer.reply(round, name, reply.message)
                 observer.client(round, done, len(names))
         for name, why in server.screen().items():
             problems[name] = why
             if self.config.bounds != "clip":
                 self.store.discard(name)
+                for observer in observers:
+                    observer.refused(round, name, why)
         if not server.updates():
             raise Diverged(
                 f"round {round + 1}: every reply was refused; {names[0]}: {problems[names[0]]}",
