@@ -71,7 +71,7 @@ class Exchange:
     answers: dict[str, Answer] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
-    """The sites that could not do what they were asked."""
+    """The sites that could not do what they were asked, or not within the bounds."""
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of tensor data in each accepted reply, counted as in every run."""
     down: int = 0
@@ -135,6 +135,8 @@ class Coordinator:
         self.expected = expected_reply(spec, self.server)
         self.failures = 0
         self.norms: dict[str, float] = {}
+        self.done = self._done()
+        """The checkpoint of the last complete round."""
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """Run the remaining rounds and the last evaluation; returns the summary."""
@@ -154,22 +156,20 @@ class Coordinator:
         if self.server.bounds is not None:
             pending = [found.pending] if found.pending is not None else []
             self.server.bounds.restore(recorded([*self.ledger.folder.records(), *pending]))
+        self.done = self._done()
 
     def _run(self) -> dict[str, Any]:
-        done = self._done()
         try:
             if not self.ledger.kept:
-                self.ledger.checkpoint(done)  # to go back to
+                self.ledger.checkpoint(self.done)  # to go back to
             self._wait(len(self.members.sites), self.members.gather_seconds)
             while self.server.round < self.config.rounds or not self._last_evaluation():
-                if self.server.round < self.config.rounds and self._round():
-                    done = self._done()
+                if self._round():
+                    self.done = self._done()
                     if self.server.round % self.config.checkpoint_every == 0:
-                        self.ledger.checkpoint(done)
-                elif self.server.round < done.round:  # it went back
-                    done = self._done()
+                        self.ledger.checkpoint(self.done)
         except BaseException:
-            self.ledger.checkpoint(done)  # complete rounds, and nothing else
+            self.ledger.checkpoint(self.done)  # complete rounds, and nothing else
             raise
         summary = self.ledger.finish(self._done(), self.server.broadcast())
         for name, count in summary["wire"].items():
@@ -186,7 +186,7 @@ class Coordinator:
             self.pending,
             accepted=dict(self.accepted),
             counts=dict(self.fixed),
-            excluded={n: until for n, until in self.excluded.items() if until > server.round},
+            excluded=dict(self.excluded),
         )
 
     # ---- who is connected ----------------------------------------------------------------------
@@ -259,6 +259,7 @@ class Coordinator:
         got = self._exchange(nodes, sampled, evaluate=self.pending is not None)
         for name, why in server.screen().items():
             self._problem(got, name, why if self.config.bounds == "clip" else f"refused: {why}")
+            got.failed.add(name)
             if self.config.bounds != "clip":
                 del got.answers[name]
                 self.ledger.artifacts.refused(round, name, why)
@@ -348,11 +349,12 @@ class Coordinator:
                 problem,
                 f"protofed deploy rollback --rounds 1{without}, then deploy start ... --resume",
             )
-        self._continue(self.ledger.go_back(last - 1))
-        self.excluded |= dict.fromkeys(self.suspects, last)
+        # who was left out before is not let in again
+        until = {n: self.config.rounds if n in self.excluded else last for n in self.suspects}
+        self._continue(self.ledger.go_back(last - 1, {**self.excluded, **until}))
         self.losses, self.suspects = {}, []
-        log.warning("went back to round %d; left out up to round %d: %s",
-                    self.server.round, last, names)  # fmt: skip
+        each = ", ".join(f"{n} up to round {round}" for n, round in until.items())
+        log.warning("went back to the end of round %d; left out: %s", self.server.round, each)
 
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()

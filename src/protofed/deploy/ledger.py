@@ -79,9 +79,9 @@ class Ledger:
         found = (accepted.get(site) for _, accepted in self.kept)
         return list(dict.fromkeys(filter(None, found)))
 
-    def go_back(self, most: int) -> Checkpoint:
-        """Return to the newest checkpoint of at most that many rounds."""
-        found = self.folder.roll_back(most)
+    def go_back(self, most: int, excluded: Mapping[str, int]) -> Checkpoint:
+        """Return to the newest checkpoint of at most that many rounds, without these sites."""
+        found = self.folder.roll_back(most, excluded=excluded)
         self._look()
         return found
 
