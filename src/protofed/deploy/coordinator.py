@@ -72,7 +72,7 @@ class Coordinator:
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll = poll
         models = client_models(config.model, list(members.sites))
-        network = initial_network(config, task, next(iter(models.values())))
+        network = initial_network(config, task, next(iter(models.values())), config.weights)
         self.server = Server(
             config.method,
             network,

@@ -17,20 +17,22 @@ from typing import Any
 
 import torch
 
-from protofed.config import SETTINGS, Config, make_config
+from protofed.config import SETTINGS, Config, make_config, without_paths
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
 from protofed.federation.model_fit import require_fit
+from protofed.federation.model_state import travel
 from protofed.federation.public_images import (
     FOLDER_POOL,
     digest_count,
     is_from_task,
     make_public_sampler,
 )
-from protofed.federation.simulation import make_shares
+from protofed.federation.simulation import initial_network, make_shares
 from protofed.methods import METHODS, reference
+from protofed.user_code import is_file
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,32 @@ def make_spec(config: Config, task: Task) -> RunSpec:
             f"method '{config.method.name}' comes from a file that the sites do not have",
             "only methods that the package includes can be deployed",
         )
+    if any(map(is_file, config.models)):
+        raise ProtofedError(
+            f"model {' and '.join(config.models)} comes from a file that the sites do not have",
+            "only models that the package includes can be deployed",
+        )
     config = config.for_task(task.info)
+    if config.weights is not None:
+        _require_sent(config, task)
     sizes = (len(task.classes), task.image_size, config.width, config.norm)
     require_fit(config.method, config.models, *sizes)
     found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
     return RunSpec(replace(config, precision=facts.precision), task, facts, public)
+
+
+def _require_sent(config: Config, task: Task) -> None:
+    """Refuse weights from a file if sites would start with others: they have them of the server."""
+    network = initial_network(config, task)
+    kept = [n for n, way in travel(config.method, network).items() if way == "no"]
+    if own := [name for name in kept if name.startswith("encoder.")]:
+        raise ProtofedError(
+            f"{config.method.name} keeps entries of the backbone at the sites ({own[0]}, ...), "
+            "which do not have the file of weights",
+            "use a method that sends the whole model, or leave out --weights",
+        )
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
@@ -103,7 +124,9 @@ def pack(spec: RunSpec) -> str:
     parts = {
         "hash": spec.hash,
         "method": {"name": reference(method), "options": method.options()},
-        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
+        "settings": {  # without the paths on this machine
+            name: without_paths(name, getattr(config, name)) for name in SETTINGS if name != "data"
+        },
         "task": {
             "name": task.name,
             "classes": task.classes,

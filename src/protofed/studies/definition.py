@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from protofed.config import MOST_SEEDS, check_settings, require_known, short_hash
+from protofed.config import MOST_SEEDS, check_settings, execute_models, require_known, short_hash
 from protofed.config import SETTINGS as RUN_SETTINGS
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
@@ -222,6 +222,7 @@ class Study:
     ) -> Study:
         """The study on another task, with settings that win over all others, or with
         hyper-parameters of its methods (method → name → value)."""
+        execute_models(settings or {})
         old = self.override
         methods = {**old.get("options", {})}
         for method, given in (options or {}).items():

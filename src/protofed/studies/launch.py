@@ -12,11 +12,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, paper_differences, short_task, task_settings
+from protofed.config import (
+    Config,
+    execute_models,
+    paper_differences,
+    short_task,
+    task_settings,
+)
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
-from protofed.federation.facts import discover
+from protofed.federation.facts import DIGESTS, discover
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import make_shares, rows_to_validate
@@ -118,7 +124,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     same_images = [
         stored
         for stored in pool.candidates(config)
-        if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
+        if all(stored.facts.get(n) == getattr(facts, n) for n in DIGESTS)
     ]
     if found := _complete(name, config, same_images):
         return found
@@ -168,6 +174,8 @@ def adhoc(
     sweeps: Sequence[Mapping[str, Any]] = (),
 ) -> Study:
     """A study written on the spot: one task, rows as label → (method, hyper-parameters)."""
+    for model in (settings.get("model"), *(m for s in sweeps for m in s["over"].get("model", ()))):
+        execute_models({"model": model})
     raw: dict[str, Any] = {
         "title": title,
         "kind": "sweep" if sweeps else "table",
