@@ -45,7 +45,7 @@ _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 globals().update(_CLASSES)
 
 __all__ = [
-    *("METHODS", "RecordedMethod", "create", "fingerprint", "is_file", "known_class"),
+    *("METHODS", "RecordedMethod", "create", "fingerprint", "known_class"),
     *("method_class", "reference", "trust_code"),
     *_CLASSES,
 ]

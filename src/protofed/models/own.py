@@ -36,7 +36,7 @@ def load_factory(name: str) -> Callable[..., Any]:
     """The function of a file that a person has named, which is executed."""
     name = full_name(name)
     file, wanted = parts_of(name, "function", "factory")
-    made = getattr(execute(file, f"model {wanted}"), wanted, None)
+    made: Callable[..., Any] | None = getattr(execute(file, f"model {wanted}"), wanted, None)
     if not callable(made):
         raise ProtofedError(
             f"there is no function {wanted} in {file}",

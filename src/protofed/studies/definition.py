@@ -22,8 +22,9 @@ from protofed.config import SETTINGS as RUN_SETTINGS
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import Method
-from protofed.methods import METHODS, RecordedMethod, fingerprint, is_file, known_class
+from protofed.methods import METHODS, RecordedMethod, fingerprint, known_class
 from protofed.toml import parse_toml, toml_text
+from protofed.user_code import is_file
 
 MOST_LINES = 10**4
 """Of a sweep: a table with more of them would help nobody."""
