@@ -103,7 +103,7 @@ def test_hash_and_initial_weights_follow_the_content(tmp_path: Path) -> None:
     Path("b/net.py").write_text(CODE)
     user_code.trust_code()
     here, there, other = (
-        make_config(task, **{**MINE, "model": name})
+        make_config(task, **{**MINE, "model": name, "precision": "fp32"})
         for name in (NAME, "b/net.py:small", "net.py:wider")
     )
     assert here.hash == there.hash != other.hash
@@ -132,7 +132,7 @@ WRONG = {
     "absent.py:small": "there is no file .*absent.py' to load model small",
     "net.py:image": r"makes \[2, 3, 8, 8\] of 2 images of 8×8",
     "net.py:number": "returns 3",
-    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:21",
+    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:20",
 }
 
 

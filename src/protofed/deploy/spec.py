@@ -72,14 +72,15 @@ def make_spec(config: Config, task: Task) -> RunSpec:
             "only models that the package includes can be deployed",
         )
     config = config.for_task(task.info)
-    if config.weights is not None:
-        _require_sent(config, task)
     sizes = (len(task.classes), task.image_size, config.width, config.norm)
     require_fit(config.method, config.models, *sizes)
     found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
-    return RunSpec(replace(config, precision=facts.precision), task, facts, public)
+    config = replace(config, precision=facts.precision)
+    if config.weights is not None:
+        _require_sent(config, task)
+    return RunSpec(config, task, facts, public)
 
 
 def _require_sent(config: Config, task: Task) -> None:

@@ -143,6 +143,7 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
         state = sum(t.numel() for t in network.state_dict().values())
         probe = backbone if own else build(model, classes, PROBE_SIZE, PROBE_WIDTH, config.norm)
     probed = side if own else PROBE_SIZE
+    images = torch.zeros(2, 3, probed, probed)
     saved: list[Tensor] = []
 
     def record(tensor: Tensor) -> Tensor:
@@ -150,12 +151,12 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
         return tensor
 
     with one_thread(), saved_tensors_hooks(record, lambda tensor: tensor):
-        probe(torch.zeros(2, 3, probed, probed))
-    weights = {t.data_ptr() for t in probe.state_dict().values()}
-    activations = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in weights}
+        probe(images)
+    known = {t.data_ptr() for t in (images, *probe.state_dict().values())}
+    activations = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in known}
     wider = next(backbone.parameters()).shape[0] / next(probe.parameters()).shape[0]
     scale = wider * (side / probed) ** 2 / 2  # the probe saw two images
-    return state, [math.ceil(scale * count) for count in activations.values()]
+    return state, [3 * side**2, *(math.ceil(scale * count) for count in activations.values())]
 
 
 # ---- available memory ----------------------------------------------------------------------------
