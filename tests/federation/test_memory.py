@@ -99,6 +99,15 @@ def test_the_activations_of_large_images(model, tmp_path, monkeypatch):
     assert max(each) == max(sizes)
 
 
+def test_lanes_have_a_whole_epoch_of_images_at_once():
+    task = large_task()
+    config = make_config(task, model="resnet18_imagenet", samples=500, max_memory_gb=1)
+    found = discover(replace(config, device="cpu"), task).applied(config)
+    on_cpu, on_gpu = (estimate(replace(found, device=d, engine="loop"), task).images
+                      for d in ("cpu", "cuda"))  # fmt: skip
+    assert on_gpu - on_cpu == 500 * 3 * 224**2 * 5
+
+
 def test_a_frozen_backbone_keeps_no_activations():
     task = large_task()
     base = {"model": "resnet18_imagenet", "batch": 64, "samples": 500}

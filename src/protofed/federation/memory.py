@@ -111,6 +111,8 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     image = 3 * task.image_size**2
     copies = image * sum(sorted(sizes)[-participants:])
     prepared = min(PREPARED_BYTES, image * most) * (1 + task.augment.flip)
+    if gpu:  # lanes have a whole epoch at once: cropped, then normalized
+        prepared += image * most * (1 + size)
     return Memory(
         weights,
         cores * activations // (2 if config.precision == "bf16" else 1),

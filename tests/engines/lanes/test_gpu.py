@@ -97,6 +97,19 @@ def test_bfloat16_runs_and_stays_finite(name: str) -> None:
     assert all(torch.isfinite(t).all() for model in models for t in model.values())
 
 
+@pytest.mark.parametrize("settings", [{"train": "head"}, {"freeze_bn": True}, {}])
+@pytest.mark.parametrize("name", ["fpl", "scaffold", "fedseproto"])
+def test_large_models_and_frozen_parts_agree(name: str, settings: dict[str, object]) -> None:
+    large = {"model": "resnet18_imagenet", "width": 8, "norm": None, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop, lanes = both(METHODS[name](), rounds=2, epochs=1, precision="fp64", **large)
+        both(METHODS[name](), rounds=2, epochs=1, precision="bf16", **large)
+    assert apart(loop, lanes) < 1e-7
+    for a, b in zip(loop.rounds, lanes.rounds, strict=True):
+        assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
+
+
 @pytest.mark.parametrize("name", ["local", "fedmd", "fedgh", "fedproto", "fedseproto"])
 def test_clients_with_different_models_agree(name: str) -> None:
     """Each stream has a network and graphs for each model, and takes clients of both."""
