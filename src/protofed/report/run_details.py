@@ -42,8 +42,12 @@ def _training(run: Result) -> str:
 
 
 def _model(run: Result) -> str:
-    norm = f", norm {run.config.norm}" if run.config.norm else ""
-    return " and ".join(run.config.models) + norm
+    config = run.config
+    words = [" and ".join(map(short_name, config.models))]
+    words += [f"norm {config.norm}"] if config.norm else []
+    words += [f"from weights {run.facts.get('weights_digest')}"] if config.weights else []
+    words += ["backbone frozen"] if config.train == "head" else []
+    return ", ".join(words)
 
 
 def _weights(run: Result) -> str:
