@@ -77,7 +77,8 @@ def plain(task: Task, clients: int, images: int) -> Callable[[], float]:
         around = F.pad(x[rows], (pad, pad, pad, pad))
         top, left = torch.randint(2 * pad + 1, (2,)).tolist()
         cut = around[:, :, top : top + SIDE, left : left + SIDE]
-        mirrored = torch.where(torch.rand(len(rows), 1, 1, 1, device="cuda") < 0.5, cut.flip(3), cut)
+        heads = torch.rand(len(rows), 1, 1, 1, device="cuda") < 0.5
+        mirrored = torch.where(heads, cut.flip(3), cut)
         inputs = (mirrored.float() / 255 - mean) / std
         return inputs.contiguous(memory_format=torch.channels_last)
 

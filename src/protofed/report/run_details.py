@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from protofed.models.own import short_name
 from protofed.report.collect import Group
 from protofed.report.page_table import PageTable, cells
 from protofed.runs.records import SELECTION
@@ -32,7 +33,13 @@ def facts(group: Group) -> dict[str, str]:
         "BatchNorm": _common(group, lambda r: str(r.summary.get("batchnorm", "?"))),
         "Tested": _common(group, lambda r: TESTED.get(r.summary.get("evaluated", "global"), "?")),
         "Weights of the average": _common(group, _weights),
+        **({"Privacy": _common(group, _privacy)} if any(map(_privacy, group.results)) else {}),
     }
+
+
+def _privacy(run: Result) -> str:
+    found: dict[str, str] = run.summary.get("privacy", {})
+    return "; ".join(f"{part}: {words}" for part, words in found.items())
 
 
 def _training(run: Result) -> str:
