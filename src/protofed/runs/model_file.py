@@ -8,6 +8,7 @@ engine: equal runs give equal files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -41,6 +42,7 @@ CARD_SHAPE = {
     "options": {},
     "accuracy": {str: float},
     "pixel_range?": str | None,
+    "temperature?": {str: float},
 }
 CLIENT_SLOT = "client"
 RECEIVED = "received."
@@ -76,6 +78,8 @@ class ModelCard:
     """Test accuracy in % by domain, and ``average``: what the run's summary has."""
     pixel_range: str | None = None
     """In images with more than 8 bits, the values ``LOW:HIGH`` that become black and white."""
+    temperature: Mapping[str, float] = field(default_factory=dict)
+    """By client, or under ``""`` for the global model: what scores are divided by, if fitted."""
 
     @classmethod
     def of(
@@ -177,7 +181,8 @@ class StoredModel:
 
 def read_model(path: Path) -> StoredModel:
     slots, metadata = tree.load(path)
-    names = [f.name for f in fields(ModelCard) if f.default is MISSING or f.name in metadata]
+    needed = [f.name for f in fields(ModelCard) if f.default is f.default_factory is MISSING]
+    names = [f.name for f in fields(ModelCard) if f.name in needed or f.name in metadata]
     if missing := [name for name in names if name not in metadata]:
         raise ProtofedError(
             f"'{path}' does not say what is needed to use it: it lacks {', '.join(missing)}",
@@ -189,6 +194,8 @@ def read_model(path: Path) -> StoredModel:
     check_settings({**settings, "model": metadata["models"]})
     if metadata["precision"] not in DTYPES:
         raise Damaged(path, "it does not say in which precision the model is")
+    if not all(0 < t < math.inf for t in metadata.get("temperature", {}).values()):
+        raise Damaged(path, "a temperature is not a number above 0")
     for name in ("classes", "mean", "std"):
         metadata[name] = tuple(metadata[name])
     clients: dict[str, Slot] = {}
