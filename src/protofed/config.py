@@ -46,8 +46,9 @@ PRECISIONS = ("fp32", "fp64", "tf32", "bf16")
 DEVICES = ("cpu", "cuda")
 ENGINES = ("loop", "workers", "lanes")
 
-TRAINING, CLIENTS, ENGINE, OUTPUT = "Training", "Clients and data", "Engine", "Output"
-PANELS = (TRAINING, CLIENTS, ENGINE, OUTPUT)
+TRAINING, CLIENTS, PRIVACY = "Training", "Clients and data", "Privacy"
+ENGINE, OUTPUT = "Engine", "Output"
+PANELS = (TRAINING, CLIENTS, PRIVACY, ENGINE, OUTPUT)
 """The groups in which help and docs show the settings."""
 
 
@@ -190,6 +191,16 @@ class Config:
         "samples",
         choices=("samples", "uniform"),
     )
+    min_class_count: int = setting(
+        "int",
+        TRAINING,
+        "The fewest images of a class whose prototype leaves a client; a smaller class, or a "
+        "smaller cluster of one, is sent as absent. A site's own policy may demand more.",
+        1,
+        least=1,
+        most=MOST_SAMPLES,
+        later=True,
+    )
     clients: Mapping[str, int] | int | str | None = setting(
         "table",
         CLIENTS,
@@ -318,6 +329,55 @@ class Config:
         above=0,
         most=10**4,
         numbers=False,
+    )
+    proto_epsilon: float | None = setting(
+        "float",
+        PRIVACY,
+        "Differential privacy of prototypes: the ε of the whole run for one image of a client. "
+        "Features of the received model are clipped, and class sums and counts get Gaussian noise "
+        "(docs/privacy.md).",
+        above=0,
+        most=10**6,
+        metavar="EPSILON",
+        later=True,
+    )
+    update_epsilon: float | None = setting(
+        "float",
+        PRIVACY,
+        "Differential privacy of model updates: the ε of the whole run for all data of a client. "
+        "Updates are clipped and get Gaussian noise; BatchNorm statistics must not travel "
+        "(--norm group).",
+        above=0,
+        most=10**6,
+        metavar="EPSILON",
+        later=True,
+    )
+    delta: float = setting(
+        "float",
+        PRIVACY,
+        "The δ of each privacy budget; it should be well below 1 / images of a client.",
+        1e-5,
+        above=0,
+        below=1,
+        later=True,
+    )
+    proto_clip: float = setting(
+        "float",
+        PRIVACY,
+        "The longest feature that counts in full with --proto-epsilon; longer ones are scaled.",
+        10.0,
+        above=0,
+        most=10**6,
+        later=True,
+    )
+    update_clip: float = setting(
+        "float",
+        PRIVACY,
+        "The longest change of the model that is sent in full with --update-epsilon.",
+        1.0,
+        above=0,
+        most=10**6,
+        later=True,
     )
     device: str = setting(
         "str", ENGINE, "Device to run on.", AUTO, choices=(AUTO, *DEVICES), numbers=False

@@ -35,6 +35,8 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
+    if method in members.methods:
+        method = members.methods[method].verified()
     agreed = {"checkpoint_every": 1, "pixel_range": members.pixel_range}
     given = {**agreed, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
@@ -58,7 +60,8 @@ def plan_run(
             "name this machine's copy: --public PATH",
         )
     if members.task is not None:
-        return make_spec(config, load_task(config.task, **task_settings(config)))
+        task = load_task(config.task, **task_settings(config))
+        return make_spec(config, task, members.methods)
     task = members.skeleton(config.augment, config.flip)
     asked = {name: getattr(config, name) for name in ("dirichlet", "quantity", "leave_out")}
     asked["samples"] = None if config.samples == task.samples else config.samples
@@ -73,7 +76,7 @@ def plan_run(
                 f"{name} is {asked_for}, but the sites agreed on {agreed_on}",
                 f"change it in every {FEDERATION_FILE}, or leave it out",
             )
-    return make_spec(config, task)
+    return make_spec(config, task, members.methods)
 
 
 def run_folder(folder: Path, spec: RunSpec) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from protofed.federation.finite import require_finite_model
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries
+from protofed.federation.participants import participants
+from protofed.federation.privacy import make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Setup, Training
@@ -169,6 +172,7 @@ class Federation:
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
+        self._trained, self._counted = Counter[str](), 0
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
 
@@ -195,6 +199,8 @@ class Federation:
         began = time.perf_counter()
         server, round = self.server, self.server.round
         names, received = server.sample(), server.broadcast()
+        privacy, releases = self.setup.privacy, self._releases()
+        privacy.require(releases)
         down = tree.nbytes(received) * len(names)
         up = 0
         losses: dict[str, dict[str, tuple[float, int]]] = {}
@@ -228,11 +234,25 @@ class Federation:
             "bytes_down": down,
             "clients": len(names),
             "steps": steps,
+            **({"privacy": privacy.spent(releases)} if privacy.budgets else {}),
             "seconds": {
                 "train": round_to(trained - began, 3),
                 "evaluate": round_to(time.perf_counter() - trained, 3),
             },
         }
+
+    def _releases(self) -> int:
+        """The most messages that a client has sent with those of this round."""
+        if not self.setup.privacy.budgets:
+            return 0
+        config, names = self.config, list(self.clients)
+        for round in range(
+            self._counted, self.server.round + 1
+        ):  # a resumed run's earlier ones too
+            at = participants(config.seed, round, len(names), config.participation)
+            self._trained.update(names[i] for i in at)
+        self._counted = self.server.round + 1
+        return max(self._trained.values())
 
     def _aggregate(self) -> None:
         """Close the round; if out of GPU memory, with what the engine can free."""
@@ -387,15 +407,18 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
     names = tuple(name for name, _ in network.named_parameters())
+    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
     return Setup(
         config.method,
-        Sizes(len(task.classes), network.features, task.image_size, names),
+        sizes,
         task.augment,
         Training(config.batch, config.epochs, config.lr, config.momentum, config.weight_decay),
         config.rounds,
         config.seed,
         DTYPES[config.precision],
         bf16=config.precision == "bf16",
+        min_class_count=config.min_class_count,
+        privacy=make_privacy(config, network, sizes),
     )
 
 

@@ -298,10 +298,12 @@ class RunFolder:
 
     def require_extendable(self, config: Config, rounds: int) -> None:
         """An error if the config's run cannot continue the one here, of that many rounds."""
-        if config.method.uses_rounds:
+        private = config.proto_epsilon is not None or config.update_epsilon is not None
+        if config.method.uses_rounds or private:
+            what = "a privacy budget" if private else config.method.name
             raise ProtofedError(
                 f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
-                f"round of {config.method.name} depends on how many there are in all",
+                f"round of {what} depends on how many there are in all",
                 "without --resume and in another folder, it runs from the beginning",
             )
 

@@ -42,6 +42,7 @@ RECORD = {
     "loss?": {str: float},
     "bytes_up?": int,
     "bytes_down?": int,
+    "privacy?": {str: {"level": str, "epsilon": float, "delta": float}},
     "seconds?": {str: float},
 }
 """The shape of a record."""

@@ -210,4 +210,5 @@ def _summary(federation: Federation, records: Records) -> dict[str, Any]:
         **({"public": public.counts} if (public := federation.setup.public) else {}),
         **({"examined": federation.examined} if federation.examined else {}),
         **({"validated": validated} if validated else {}),
+        **({"privacy": words} if (words := federation.setup.privacy.words(config.method)) else {}),
     )
