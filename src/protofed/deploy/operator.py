@@ -35,7 +35,7 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
-    if method in members.methods:
+    if method is not None and method in members.methods:
         method = members.methods[method].verified()
     given = {"checkpoint_every": 1, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
