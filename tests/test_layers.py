@@ -25,6 +25,7 @@ ORDER = (
     "studies",
     "report",
     "deploy",
+    "api",
     "cli __main__",
 )
 """The packages and modules of ``protofed``, one line a layer, the lowest first."""

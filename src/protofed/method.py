@@ -656,6 +656,19 @@ class Client:
         for x, y in self._batches("train"):
             self._add(self.forward_with({}, x).feature, y)
 
+    def clipped_sums(self, clip: float) -> tuple[Tensor, Tensor]:
+        """Class sums of the network as it is, in a clean pass; no feature is longer than ``clip``.
+
+        A feature that is not finite counts as 0: it must not show in the sum of the others.
+        """
+        self.begin_prototypes()
+        for x, y in self._batches("train"):
+            feature_Bd = widened(self.forward_with({}, x).feature).nan_to_num()
+            length_B = feature_Bd.norm(dim=1)
+            self._add(feature_Bd * (clip / length_B).clamp(max=1)[:, None], y)
+        assert self._sums is not None
+        return self._sums
+
     def _add(self, feature_Bd: Tensor, y: Tensor) -> None:
         added = class_sums(feature_Bd, y, self.classes)
         if self._sums is None:

@@ -53,7 +53,7 @@ def test_the_model_equals_the_simulators_bit_for_bit(
     assert found.card.hash == w.run.hash and found.card.classes == oracle.stored.card.classes
     for site in w.members.sites:  # each site has its own model, or the one for all
         path = w.folder / "homes" / site / "models" / f"{w.run.name}.safetensors"
-        whole = oracle.clients.get(site, {}) | oracle.model
+        whole = oracle.client_models.get(site, {}) | oracle.model
         own = read_model(path)
         mine = dict(own.clients.get(site, {})) | own.model
         assert load_model(path).client == (site if own.clients else None)

@@ -69,6 +69,10 @@ def init(
     image_size: Annotated[int, typer.Option(min=8, max=1024, help="Pixels of an image's side.")] = (
         32
     ),
+    pixel_range: Annotated[
+        str | None,
+        typer.Option(metavar="LOW:HIGH", help="Black and white in images of more than 8 bits."),
+    ] = None,
     minimum: Annotated[
         int | None, typer.Option(min=1, help="Sites a round needs; default 2.")
     ] = None,
@@ -118,6 +122,7 @@ def init(
         hosts=words(hosts),
         classes=words(classes),
         image_size=image_size,
+        pixel_range=pixel_range,
         domains=pairs,
         task=task,
         minimum=minimum,

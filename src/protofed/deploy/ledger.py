@@ -40,7 +40,7 @@ class Ledger:
         self.wire: dict[str, dict[str, int]] = {}
         """Bytes of each site's messages, including failed rounds and the last evaluation."""
         method, average = spec.config.method, spec.config.average
-        self.policies = {
+        self.policies: dict[str, Any] = {
             "batchnorm": batchnorm_policy(network, method),
             "weights": weights_policy(network, method, average),
         }

@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from protofed.config import SETTINGS
+from protofed.config import check_settings
 from protofed.data import Task
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
@@ -60,6 +60,8 @@ class Members:
     """Sites that must reply before anything is averaged."""
     classes: tuple[str, ...] = ()
     image_size: int = 32
+    pixel_range: str | None = None
+    """What becomes black and white in images with more than 8 bits, e.g. ``0:4095``."""
     task: str | None = None
     """A built-in task whose clients the sites are: for trying things out without own images."""
     gather_seconds: float = 120.0
@@ -97,7 +99,7 @@ class Members:
             raise ProtofedError(
                 f"client_certificates must be true or false, got {self.client_certificates!r}"
             )
-        SETTINGS["image_size"].check("image_size", self.image_size)
+        check_settings({"image_size": self.image_size, "pixel_range": self.pixel_range})
         if not all(isinstance(c, str) for c in self.classes):
             raise ProtofedError("classes must be names")
         if len(set(self.classes)) != len(self.classes):
@@ -137,8 +139,10 @@ class Members:
                 f'add classes = ["...", "..."] to {FEDERATION_FILE}, the same on server and sites',
             )
         # a run's hash covers the digest, and so what all sites must agree on
-        agreed = json.dumps([self.name, self.classes, self.image_size])
-        return skeleton(
+        agreed = json.dumps(
+            [self.name, self.classes, self.image_size, *filter(None, [self.pixel_range])]
+        )
+        task = skeleton(
             f"{FOLDER}{self.name}",
             self.classes,
             self.clients(),
@@ -147,6 +151,7 @@ class Members:
             TEST_SPLITS[0],
             hashlib.sha256(agreed.encode()).hexdigest(),
         )
+        return replace(task, pixel_range=self.pixel_range)
 
     def require_own(self, task: Task) -> None:
         """Refuse a run on a task that is not this federation's.
@@ -162,6 +167,11 @@ class Members:
             problem = (
                 f"the run's images have {task.image_size} pixels, "
                 f"those of {FEDERATION_FILE} {self.image_size}"
+            )
+        elif self.task is None and task.pixel_range != self.pixel_range:
+            problem = (
+                f"the run's pixel_range is {task.pixel_range}, "
+                f"that of {FEDERATION_FILE} {self.pixel_range}"
             )
         if problem:
             raise Refused(problem, f"server and sites need the same {FEDERATION_FILE}")

@@ -37,7 +37,8 @@ def plan_run(
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
     if method is not None and method in members.methods:
         method = members.methods[method].verified()
-    given = {"checkpoint_every": 1, **settings, "device": "cpu", "engine": "loop"}
+    agreed = {"checkpoint_every": 1, "pixel_range": members.pixel_range}
+    given = {**agreed, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
     config = merged_config(file, members.task or members.skeleton(), method, options, given)
     if config.validate is not None:
@@ -69,11 +70,12 @@ def plan_run(
             raise ProtofedError(
                 f"{name} works only in the simulator: sites train on all their images"
             )
-    if config.image_size != task.image_size:
-        raise ProtofedError(
-            f"image_size is {config.image_size}, but the sites agreed on {task.image_size}",
-            f"change it in every {FEDERATION_FILE}, or leave it out",
-        )
+    for name in ("image_size", "pixel_range"):
+        if (asked_for := getattr(config, name)) != (agreed_on := getattr(task, name)):
+            raise ProtofedError(
+                f"{name} is {asked_for}, but the sites agreed on {agreed_on}",
+                f"change it in every {FEDERATION_FILE}, or leave it out",
+            )
     return make_spec(config, task, members.methods)
 
 

@@ -33,7 +33,7 @@ from protofed.federation.public_images import (
     is_from_task,
     make_public_sampler,
 )
-from protofed.federation.simulation import make_shares
+from protofed.federation.simulation import initial_network, make_setup, make_shares
 from protofed.method import Method
 from protofed.methods import METHODS, reference
 
@@ -84,7 +84,9 @@ def make_spec(
     found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
-    return RunSpec(replace(config, precision=facts.precision), task, facts, public)
+    config = replace(config, precision=facts.precision)
+    make_setup(config, task, initial_network(config, task))  # here rather than at every site
+    return RunSpec(config, task, facts, public)
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
@@ -169,6 +171,7 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
             Augment(**augment),
             settings["test_split"],
         )
+        task = replace(task, pixel_range=settings.get("pixel_range"))
         config = make_config(task, found, method["options"], **settings)
         public = {str(name): int(n) for name, n in parts["public"].items()}
         spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)

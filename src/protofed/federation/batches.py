@@ -80,8 +80,11 @@ class ClientBatches:
         return self._prepared
 
     def small_classes(self) -> Tensor | None:
-        """The classes [K] with too few images for a prototype; None if one image is enough."""
-        if self.setup.min_class_count == 1:
+        """The classes [K] with too few images for a prototype; None if one image is enough.
+
+        Under privacy the noised counts decide, and these must not.
+        """
+        if self.setup.min_class_count == 1 or self.setup.proto_pass == "received":
             return None
         y = self.images.y[torch.from_numpy(self.parts["train"]).to(self.images.y.device)]
         one_hot_NK = y[:, None] == torch.arange(self.setup.sizes.classes, device=y.device)

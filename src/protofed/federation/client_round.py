@@ -17,8 +17,9 @@ from protofed.federation.batches import ClientBatches, next_public_batches
 from protofed.federation.finite import require_finite_losses
 from protofed.federation.model_state import load_model, model_entries
 from protofed.federation.optimizers import make_optimizer
+from protofed.federation.privacy import collect_private, protected
 from protofed.federation.setup import ClientData, Setup
-from protofed.method import Batch, Client, Method, Phase, Terms
+from protofed.method import Batch, Client, Phase, Terms
 from protofed.models import Network
 from protofed.tree import Slot, Tree
 
@@ -64,27 +65,35 @@ def train_client(
         small_classes=own.small_classes(),
     )
     load_model(network, client.start)
+    key = (setup.seed, round, data.name)
+    if setup.proto_pass == "received":
+        with setup.autocast(device):
+            collect_private(setup.privacy, client, key, setup.min_class_count)
     network.train()
     reply = Reply({}, {}, client.samples, 0, 0.0)
     phases = method.phases(round, setup.training.epochs)
     with setup.autocast(device):
         for number, phase in enumerate(phases):
-            collect = method.proto_pass == "last_epoch" and number == len(phases) - 1
+            collect = setup.proto_pass == "last_epoch" and number == len(phases) - 1
             images = data.for_phase(setup, phase, round)
             batches = own if images is data else ClientBatches(setup, images)
             losses = _train_phase(setup, client, batches, phase, round, number, collect)
             for term, total in losses.items():
                 reply.add_loss(term, *total)
-        reply.message, reply.mine = finish_round(method, client)
+        reply.message, reply.mine = finish_round(setup, client, key)
     reply.steps, reply.lr = client.steps, client.lr
     return reply
 
 
 def finish_round(
-    method: Method, client: Client, device: torch.device | str = "cpu"
+    setup: Setup, client: Client, key: tuple[int | str, ...], device: torch.device | str = "cpu"
 ) -> tuple[Tree, Tree]:
-    """The message and the private state after training, each with its entries of the model."""
-    if method.proto_pass == "post":
+    """The message and the private state after training, each with its entries of the model.
+
+    ``key`` is that of the noise, if there is some.
+    """
+    method = setup.method
+    if setup.proto_pass == "post":
         client.begin_prototypes()
         client.collect_post()
     message, private = method.upload(client)
@@ -92,6 +101,7 @@ def finish_round(
     travel = {e.name: method.shared(e) for e in model_entries(client.network)}
     message = {**message, "model": {n: state[n] for n, way in travel.items() if way == "both"}}
     private = {**private, "model": {n: state[n] for n, way in travel.items() if way == "no"}}
+    message = protected(setup.privacy, client, key, message)
     return tree.copy(message, device), tree.copy(private, device)
 
 

@@ -91,7 +91,11 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     most = max(sizes, default=0)
     participants = math.ceil(len(sizes) * config.participation)
     # clients' own passes without gradients do not use smaller batches for large images
-    client_passes = config.method.proto_pass == "post" or config.method.public_images is not None
+    client_passes = (
+        config.method.proto_pass == "post"
+        or config.method.public_images is not None
+        or config.proto_epsilon is not None
+    )
     test_batch = EVALUATION_BATCH if client_passes else evaluation_batch(task.image_size)
     largest_set = max(most, *(len(domain.test) for domain in task.domains.values()))
     states, activations = [], 0

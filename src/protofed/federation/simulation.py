@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
-from protofed.data.split import UNUSED, hold_out, validation_rows
+from protofed.data.split import UNUSED, hold_out, validation_rows, validation_source
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_state import ClientStore
 from protofed.federation.engine import engine_factory
@@ -24,6 +25,8 @@ from protofed.federation.finite import require_finite_model
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries
+from protofed.federation.participants import participants
+from protofed.federation.privacy import make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Setup, Training
@@ -47,7 +50,10 @@ Otherwise a round's time would grow with the clients that do not take part in it
 
 
 class Observer:
-    """Watches a run; it sees everything and changes nothing."""
+    """Watches a run: override what is to be seen. It sees everything and changes nothing.
+
+    Rounds count from 1, as in the records.
+    """
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
@@ -151,7 +157,7 @@ class Federation:
             for name in self.task.domains
         }
         self.validation = {
-            name: _taken(self.task.domains[name].train, rows, device)
+            name: _taken(validation_source(self.task, name, config.validate), rows, device)
             for name, rows in validation.items()
         }
         """By domain, the images to choose by; empty if none were asked for."""
@@ -169,6 +175,7 @@ class Federation:
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
+        self._trained, self._counted = Counter[str](), 0
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
 
@@ -195,6 +202,8 @@ class Federation:
         began = time.perf_counter()
         server, round = self.server, self.server.round
         names, received = server.sample(), server.broadcast()
+        privacy, releases = self.setup.privacy, self._releases()
+        privacy.require(releases)
         down = tree.nbytes(received) * len(names)
         up = 0
         losses: dict[str, dict[str, tuple[float, int]]] = {}
@@ -208,18 +217,23 @@ class Federation:
             steps += reply.steps
             losses[name] = reply.losses
             for observer in observers:
-                observer.reply(round, name, reply.message)
-                observer.client(round, done, len(names))
+                observer.reply(round + 1, name, reply.message)
+                observer.client(round + 1, done, len(names))
         self._aggregate()
         require_finite_model(
             server.state.get("model", {}), f"round {round + 1}: the averaged model"
         )
         self.store.accept()
         trained = time.perf_counter()
-        scores = self.evaluate(observers)
+        scores, own = self._evaluate(observers)
         accuracy = scores.pop("accuracy")
+        by_client: dict[str, dict[str, Any]] = {
+            name: {"loss": mean_losses([losses[name]])} for name in names
+        }
+        for name, found in own.items():
+            by_client.setdefault(name, {})["accuracy"] = round_to(found, 4)
         return {
-            "round": round,
+            "round": round + 1,
             "accuracy": _rounded(accuracy),
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
@@ -227,12 +241,27 @@ class Federation:
             "bytes_up": up,
             "bytes_down": down,
             "clients": len(names),
+            "by_client": by_client,
             "steps": steps,
+            **({"privacy": privacy.spent(releases)} if privacy.budgets else {}),
             "seconds": {
                 "train": round_to(trained - began, 3),
                 "evaluate": round_to(time.perf_counter() - trained, 3),
             },
         }
+
+    def _releases(self) -> int:
+        """The most messages that a client has sent with those of this round."""
+        if not self.setup.privacy.budgets:
+            return 0
+        config, names = self.config, list(self.clients)
+        for round in range(
+            self._counted, self.server.round + 1
+        ):  # a resumed run's earlier ones too
+            at = participants(config.seed, round, len(names), config.participation)
+            self._trained.update(names[i] for i in at)
+        self._counted = self.server.round + 1
+        return max(self._trained.values())
 
     def _aggregate(self) -> None:
         """Close the round; if out of GPU memory, with what the engine can free."""
@@ -250,6 +279,10 @@ class Federation:
         With ``everyone`` the clients' mean on their own domains is there too, as ``own``; and with
         validation images the accuracy on these, as ``validation``.
         """
+        return self._evaluate(observers)[0]
+
+    def _evaluate(self, observers: Sequence[Observer]) -> tuple[Scores, dict[str, float]]:
+        """As ``evaluate``; and of each client that is tested with its own model, on its domain."""
         round, found = max(0, self.server.round - 1), list[Scores]()
         tests = self._eval_jobs(round, self.tests)
         jobs = tests + (self._eval_jobs(round, self.validation) if self.validation else [])
@@ -257,16 +290,20 @@ class Federation:
         for done, scores in enumerate(scored, start=1):
             found.append(scores)
             for observer in observers:
-                observer.tested(round, done, len(jobs))
+                observer.tested(round + 1, done, len(jobs))
         found, validated = found[: len(tests)], found[len(tests) :]
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
+        own = {
+            job.client: s["accuracy"][self.clients.domain(job.client)]
+            for job, s in zip(tests, found, strict=True)
+            if job.client is not None
+        }
         if self.method.evaluates == "everyone":
-            domains = [self.clients.domain(job.client) for job in tests if job.client]
-            own = [{d: s["accuracy"][d]} for d, s in zip(domains, found, strict=True)]
-            means["own"] = _means(own, self.tests)
+            each = [{self.clients.domain(name): accuracy} for name, accuracy in own.items()]
+            means["own"] = _means(each, self.tests)
         if validated:
             means["validation"] = _means([s["accuracy"] for s in validated], self.validation)
-        return means
+        return means, own
 
     def _eval_jobs(self, round: int, images: Mapping[str, Images]) -> list[EvalJob]:
         """Who is tested on what. A domain without clients is tested with all clients' models."""
@@ -348,7 +385,7 @@ def make_shares(config: Config, task: Task) -> list[Share]:
 
 
 def rows_to_validate(config: Config, task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
-    """Per domain, the training images that a run is validated on; none unless asked for."""
+    """Per domain, the images that a run is validated on; none unless asked for."""
     public, validate = config.method.public_images, config.validate
     if validate is not None and public is not None:
         same = is_from_task(public, task) if validate == UNUSED else False
@@ -387,9 +424,10 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
     names = tuple(name for name, _ in network.named_parameters())
+    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
     return Setup(
         config.method,
-        Sizes(len(task.classes), network.features, task.image_size, names),
+        sizes,
         task.augment,
         Training(config.batch, config.epochs, config.lr, config.momentum, config.weight_decay),
         config.rounds,
@@ -397,6 +435,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
         DTYPES[config.precision],
         bf16=config.precision == "bf16",
         min_class_count=config.min_class_count,
+        privacy=make_privacy(config, network, sizes),
     )
 
 

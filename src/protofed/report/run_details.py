@@ -32,7 +32,13 @@ def facts(group: Group) -> dict[str, str]:
         "BatchNorm": _common(group, lambda r: str(r.summary.get("batchnorm", "?"))),
         "Tested": _common(group, lambda r: TESTED.get(r.summary.get("evaluated", "global"), "?")),
         "Weights of the average": _common(group, _weights),
+        **({"Privacy": _common(group, _privacy)} if any(map(_privacy, group.results)) else {}),
     }
+
+
+def _privacy(run: Result) -> str:
+    found: dict[str, str] = run.summary.get("privacy", {})
+    return "; ".join(f"{part}: {words}" for part, words in found.items())
 
 
 def _training(run: Result) -> str:

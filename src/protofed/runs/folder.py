@@ -32,7 +32,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from protofed import tree
-from protofed.config import Config, changes_numbers, make_config, read_config, short_task
+from protofed.config import (
+    CHOSEN,
+    Config,
+    changes_numbers,
+    make_config,
+    read_config,
+    short_task,
+)
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError, unknown
 from protofed.federation.facts import FACTS_SHAPE
@@ -195,6 +202,9 @@ class RunFolder:
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
         del asked["format"]
+        for name in CHOSEN:  # by the images, which are compared by their digest
+            if name not in asked:
+                found.pop(name, None)
         return _changes(found | before, asked | now)  # found out counts, not asked for
 
     def _binding_facts(
@@ -288,10 +298,12 @@ class RunFolder:
 
     def require_extendable(self, config: Config, rounds: int) -> None:
         """An error if the config's run cannot continue the one here, of that many rounds."""
-        if config.method.uses_rounds:
+        private = config.proto_epsilon is not None or config.update_epsilon is not None
+        if config.method.uses_rounds or private:
+            what = "a privacy budget" if private else config.method.name
             raise ProtofedError(
                 f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
-                f"round of {config.method.name} depends on how many there are in all",
+                f"round of {what} depends on how many there are in all",
                 "without --resume and in another folder, it runs from the beginning",
             )
 
@@ -530,6 +542,8 @@ class RunFolder:
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
         pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
+        if isinstance(pending, dict):
+            pending["round"] = round  # earlier versions counted from 0
         records = extra.pop("records", "")
         kinds = (
             *((hash, str), (round, int), (clients, dict)),

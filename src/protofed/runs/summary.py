@@ -17,6 +17,7 @@ SUMMARY_SHAPE = {
     **dict.fromkeys(("average?", "precision?", "device?", "records?"), str),
     "beside?": {str: {"average": float, str: float}},
     "tested?": {str: int},
+    "privacy?": {str: str},
     "split": {"clients": {str: int}, "samples": {str: float}},
     "clients?": [
         {"client": str, "domain": str, "samples": int, "model?": str, "per_class?": {str: int}}
