@@ -36,7 +36,7 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
-    if method in members.methods:
+    if method is not None and method in members.methods:
         method = members.methods[method].verified()
     agreed = {"checkpoint_every": 1, "pixel_range": members.pixel_range}
     given = {**agreed, **settings, "device": "cpu", "engine": "loop"}
