@@ -46,6 +46,7 @@ from protofed.errors import NoSecondDerivative, unknown
 from protofed.errors import ProtofedError as ProtofedError
 from protofed.models.network import Network as Network
 from protofed.models.network import Output as Output
+from protofed.models.network import trainable
 from protofed.prototypes import Prototypes, class_means, class_sums, widened
 from protofed.tree import Slot as Slot
 from protofed.tree import Tree as Tree
@@ -486,6 +487,8 @@ class Client:
         public: BatchSource | None = None,
         samples: int = 0,
         lr: float = 0.0,
+        min_class_count: int = 1,
+        small_classes: Tensor | None = None,
     ) -> None:
         device = next(network.parameters()).device
         self.method = method
@@ -498,8 +501,8 @@ class Client:
         """The client's private state; empty when the server evaluates."""
         self.start: Slot = mine.get("model", {}) | received.get("model", {})
         """The model local training started from."""
-        self.parameters = dict(network.named_parameters())
-        """The live parameters by name."""
+        self.parameters: dict[str, Tensor] = {**trainable(network)}
+        """The live parameters by name, without those that are frozen."""
         self.sizes = sizes._replace(parameters=tuple(self.parameters))
         self.round = torch.tensor(round, device=device)
         """The number of this round, from 0."""
@@ -514,6 +517,10 @@ class Client:
         self.steps = 0
         self.lr = lr
         self.clean, self.public = clean, public
+        self.min_class_count = min_class_count
+        """The fewest images of a prototype that leaves the client."""
+        self.small_classes = small_classes
+        """The classes [K] with fewer images than that, if there may be some."""
         self._draws = 0
         self._main: Tensor | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
@@ -563,21 +570,31 @@ class Client:
         return {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
     def class_means(self) -> tuple[Tensor, Tensor]:
-        """The mean feature [K, d] of each class, and the number of samples [K] behind it."""
+        """The mean feature [K, d] of each class, and the number of samples [K] behind it.
+
+        Both are 0 for a class that the client lacks, or has fewer than ``min_class_count`` of.
+        """
         if self._sums is None:
             raise RuntimeError(
                 f"{type(self.method).__name__} asks for class means but collects none: "
                 "its proto_pass must be 'last_epoch' or 'post'"
             )
-        return class_means(*self._sums), self._sums[1]
+        sum_Kd, count_K = self._sums
+        if self.small_classes is not None:
+            count_K = count_K.masked_fill(self.small_classes, 0)
+        return class_means(sum_Kd, count_K), count_K
 
     def features(self) -> tuple[Tensor, Tensor]:
         """Features [n, d] and labels [n] of all training samples: a clean pass, no gradient.
 
-        In float32 even where the network computes in bfloat16: prototypes are made of them.
+        Without the classes that have fewer than ``min_class_count`` samples. In float32 even where
+        the network computes in bfloat16: prototypes are made of them.
         """
         out = [(widened(self.forward_with({}, x).feature), y) for x, y in self._batches("train")]
         z_nd, y_n = map(torch.cat, zip(*out, strict=True))
+        if self.small_classes is not None:
+            large_n = ~self.small_classes[y_n]
+            return z_nd[large_n], y_n[large_n]
         return z_nd, y_n
 
     def public_logits(self) -> Tensor:
@@ -639,6 +656,19 @@ class Client:
         """Fill the class sums in a clean pass over the training samples."""
         for x, y in self._batches("train"):
             self._add(self.forward_with({}, x).feature, y)
+
+    def clipped_sums(self, clip: float) -> tuple[Tensor, Tensor]:
+        """Class sums of the network as it is, in a clean pass; no feature is longer than ``clip``.
+
+        A feature that is not finite counts as 0: it must not show in the sum of the others.
+        """
+        self.begin_prototypes()
+        for x, y in self._batches("train"):
+            feature_Bd = widened(self.forward_with({}, x).feature).nan_to_num()
+            length_B = feature_Bd.norm(dim=1)
+            self._add(feature_Bd * (clip / length_B).clamp(max=1)[:, None], y)
+        assert self._sums is not None
+        return self._sums
 
     def _add(self, feature_Bd: Tensor, y: Tensor) -> None:
         added = class_sums(feature_Bd, y, self.classes)

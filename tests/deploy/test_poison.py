@@ -96,7 +96,7 @@ def test_a_poisoned_round_is_repeated_without_the_liar(
     assert assert_done[0] == round
     assert f"replies of that round that stood out: {BAD}" in caplog.text
     records = read_records(w.out / "rounds.jsonl")
-    assert [r["round"] for r in records] == [0, 1, 2, 3]
+    assert [r["round"] for r in records] == [1, 2, 3, 4]
     assert [r["clients"] for r in records] == [2 if i == round else 3 for i in range(4)]
     assert records[round]["problems"] == {BAD: "left out"}
     other = world(method, rounds=4)

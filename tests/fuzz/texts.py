@@ -15,9 +15,9 @@ from protofed.cli import app as app_module
 from protofed.cli.parse import (
     assignments,
     by_method,
+    parse_over,
     parse_setting,
     parse_shard,
-    parse_sweep,
     words,
 )
 from protofed.config import PROTOCOLS, SETTINGS, Config, make_config, merged_config
@@ -134,7 +134,7 @@ def _set(choices: Choices) -> tuple[str, list[str], str, str]:
 
 def _try_set(given: tuple[str, list[str], str, str], folder: Path) -> None:
     method, texts, setting, typed = given
-    for attempt in (parse_shard, parse_sweep, words):
+    for attempt in (parse_shard, parse_over, words):
         with contextlib.suppress(ProtofedError):
             attempt(typed)
     values = assignments(texts)
@@ -159,7 +159,7 @@ _OTHER_OPTIONS = (
 _ARGUMENTS = (
     "0", "1", "-1", "0.5", "nan", "inf", "1e26", "9" * 5000, "1000000", "99999999999", "", "auto",
     "each", "cpu", "scan=99999999999", "scan=1,scan=2", "fpl", "all", ",", "[bold]", "\x1b[31m",
-    "x" * 5000, "../../up", "/dev/null", ".", "é", f"{mutate.EVIL}:Evil",
+    "x" * 5000, "../../up", "/dev/null", ".", "é",
 )  # fmt: skip
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("--task", _MISSING),

@@ -52,6 +52,8 @@ class ExpectedReply:
     limit: int
     setup: Setup
     public: int
+    releases: int
+    """The most messages of a site under the run's privacy budget; 0 without one."""
 
 
 def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
@@ -79,7 +81,8 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
                 max(x, y) if isinstance(size, str) else size
                 for size, x, y in zip(shape, own, other, strict=True)
             )
-    return ExpectedReply(entries, 4 * largest + SLACK_BYTES, setup, total or 0)
+    releases = max((b.releases for b in setup.privacy.budgets), default=0)
+    return ExpectedReply(entries, 4 * largest + SLACK_BYTES, setup, total or 0, releases)
 
 
 def _shape(
@@ -136,6 +139,10 @@ def check_answer(
         raise Refused(
             f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}; "
             f"with {count} it must be {work[0]}, {work[1]}, {work[2]}"
+        )
+    if not min(1, expected.releases) <= answer.releases <= expected.releases:
+        raise Refused(
+            f"the reply is number {answer.releases} of {expected.releases} under a privacy budget"
         )
     if not all(map(math.isfinite, answer.loss_totals)):
         raise Refused("a loss in the reply is not finite")

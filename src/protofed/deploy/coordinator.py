@@ -16,6 +16,7 @@ checkpoint before them and repeats the round without them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from protofed.deploy.checks import check_answer, expected_reply
 from protofed.deploy.counts import Count, Counts
 from protofed.deploy.ledger import Ledger
 from protofed.deploy.members import Members
-from protofed.deploy.messages import RECORD, SITE_FAILED, Answer, Request, write
+from protofed.deploy.messages import RECORD, SITE_FAILED, SITE_WAITS, Answer, Request, write
 from protofed.deploy.run_log import COMPLETE, log
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
@@ -55,6 +56,8 @@ from protofed.runs.records import Record
 
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
+APPROVAL_POLLS = 30
+"""Polls between two attempts at a round for which sites have yet to be approved."""
 JUMP = 4.0
 """A site's loss jumps if it is this many times the largest of its last rounds."""
 OUTLYING = 4.0
@@ -72,6 +75,8 @@ class Exchange:
     problems: dict[str, str] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     """The sites that could not do what they were asked, or not within the bounds."""
+    waiting: list[str] = field(default_factory=list)
+    """The sites where a person has yet to approve the run."""
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes of tensor data in each accepted reply, counted as in every run."""
     down: int = 0
@@ -104,7 +109,8 @@ class Coordinator:
         self.counts = counts or Counts(None, spec.counts, members.max_samples)
         self.fixed: dict[str, Count] = {}
         """The images of each site that has taken part; they do not change during a run."""
-        self.declared: set[str] = set()
+        self.asked: dict[str, float] = {}
+        """When each site was asked for its images."""
         self.excluded: dict[str, int] = {}
         """The sites that are left out, and up to which round."""
         self.suspects: list[str] = []
@@ -113,11 +119,13 @@ class Coordinator:
         """Each site's losses in the last rounds."""
         self.rollbacks = 0
         models = client_models(config.model, list(members.sites))
-        network = initial_network(config, task, next(iter(models.values())))
+        network = initial_network(config, task, next(iter(models.values())), config.weights)
+        setup = make_setup(config, task, network)
+        self.privacy = setup.privacy
         self.server = Server(
             config.method,
             network,
-            make_setup(config, task, network).sizes,
+            setup.sizes,
             list(members.sites),
             rounds=config.rounds,
             seed=config.seed,
@@ -128,12 +136,15 @@ class Coordinator:
         )
         self.server.bounds = make_bounds(config, task, self.server)
         self.ledger = Ledger(folder, spec, members, network)
+        if words := self.privacy.words(config.method):
+            self.ledger.policies["privacy"] = words
         self.accepted: dict[str, str] = {}
         """For each site, the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
         """The record of the last round, which still lacks its accuracy."""
         self.expected = expected_reply(spec, self.server)
         self.failures = 0
+        self.waiting_since: float | None = None
         self.norms: dict[str, float] = {}
         self.done = self._done()
         """The checkpoint of the last complete round."""
@@ -203,15 +214,17 @@ class Coordinator:
     def _ready(self) -> dict[str, int]:
         """The connected sites that take part: they are not left out, and their images are known.
 
-        Those whose images are not known are asked for them, once.
+        Those whose images are not known are asked for them, and again if they have not answered.
         """
         left_out = {n for n, until in self.excluded.items() if self.server.round < until}
         nodes = {n: node for n, node in self._connected().items() if n not in left_out}
         new = [n for n in nodes if n not in self.fixed and self.counts.confirmed(n) is None]
-        if unasked := {n: nodes[n] for n in new if n not in self.declared}:
-            for name, answer in self._exchange(unasked, (), evaluate=False).answers.items():
+        long_ago = time.monotonic() - self.poll * APPROVAL_POLLS
+        if unasked := {n: nodes[n] for n in new if self.asked.get(n, -math.inf) < long_ago}:
+            answers = self._exchange(unasked, (), evaluate=False).answers
+            self.asked |= {n: math.inf if n in answers else time.monotonic() for n in unasked}
+            for name, answer in answers.items():
                 self._declare(name, Count(answer.samples, answer.tested))
-            self.declared |= unasked.keys()
         for name in nodes:
             if name not in self.fixed and (count := self.counts.confirmed(name)) is not None:
                 self.fixed[name] = count
@@ -262,7 +275,7 @@ class Coordinator:
             got.failed.add(name)
             if self.config.bounds != "clip":
                 del got.answers[name]
-                self.ledger.artifacts.refused(round, name, why)
+                self.ledger.artifacts.refused(round + 1, name, why)
         trained = [name for name in sampled if name in got.answers]
         left_out = [name for name in sampled if self.excluded.get(name, 0) > round]
         got.problems |= {name: "not connected" for name in sampled if name not in nodes}
@@ -278,7 +291,7 @@ class Coordinator:
             problem = self._aggregate()
         if problem:
             return self._failed(problem, got)
-        self.failures = 0
+        self.failures, self.waiting_since = 0, None
         if self.pending is not None:
             self._measure(got)
         for name in trained:
@@ -359,6 +372,8 @@ class Coordinator:
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
         self.ledger.artifacts.abandon()
+        if self._wait_for_approval(got.waiting):
+            return False
         self.failures += 1
         log.warning(
             "round %d failed: %s (attempt %d of %d)",
@@ -370,6 +385,18 @@ class Coordinator:
                 "fix the sites, then: protofed deploy start ... --resume",
             )
         return False
+
+    def _wait_for_approval(self, sites: Sequence[str]) -> bool:
+        """Give the sites' people time; False if there are no such sites, or it is up."""
+        if self.waiting_since is None:
+            self.waiting_since = time.monotonic()
+        left = self.waiting_since + self.members.wait_seconds - time.monotonic()
+        if not sites or left <= 0:
+            return False
+        text = "round %d waits for the run's approval at %s (for at most %.0f s more)"
+        log.warning(text, self.server.round + 1, ", ".join(sites), left)
+        time.sleep(min(self.poll * APPROVAL_POLLS, left))
+        return True
 
     def _last_evaluation(self) -> bool:
         """Measure the accuracy after the last round, with a message without training.
@@ -399,32 +426,44 @@ class Coordinator:
             domain = self.members.sites[name].domain
             right[domain] += answer.right
             tested[domain] += answer.tested
+            if answer.tested:
+                own = round_to(100 * answer.right / answer.tested, 4)
+                self.pending.setdefault("by_client", {}).setdefault(name, {})["accuracy"] = own
         # over all test images of a domain's sites: large test sets weigh more than small ones
         scores = {d: 100 * right[d] / n if n else float("nan") for d, n in tested.items()}
         known = [s for d, s in scores.items() if tested[d]]
         self.pending["accuracy"] = {d: round_to(s, 4) for d, s in scores.items()}
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
         # a site says what it likes of its own images, so each stands for itself
-        self.pending["sites"] = {n: [a.right, a.tested] for n, a in got.answers.items() if a.tested}
+        each = {n: a for n, a in got.answers.items() if a.tested}
+        for name, a in each.items():
+            own = self.pending["by_client"].setdefault(name, {})
+            own |= {"accuracy": round_to(100 * a.right / a.tested, 4), "tested": a.tested}
         self.ledger.tested = tested
         self.ledger.folder.append_record(self.pending)
-        each = ", ".join(f"{n} {a.right}/{a.tested}" for n, a in got.answers.items() if a.tested)
+        by_site = ", ".join(f"{n} {a.right}/{a.tested}" for n, a in each.items())
         text = "after round %d: %s; by site: %s"
-        log.info(text, self.pending["round"] + 1, accuracies(self.pending), each)
+        log.info(text, self.pending["round"], accuracies(self.pending), by_site)
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
         record: Record = {
-            "round": round,
+            "round": round + 1,
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
             "bytes_up": sum(got.sent[name] for name in trained),
             "bytes_down": got.down,
             "clients": len(trained),
+            "by_client": {
+                name: {"loss": mean_losses([got.answers[name].losses])} for name in trained
+            },
             "steps": sum(got.answers[n].steps for n in trained),
             "seconds": {"train": round_to(got.seconds, 3), "evaluate": 0.0},
             "wire": got.wire,
         }
+        if self.privacy.budgets:
+            releases = max(got.answers[name].releases for name in trained)
+            record["privacy"] = self.privacy.spent(releases)
         if got.problems:
             record["problems"] = got.problems
         if self.norms:
@@ -516,6 +555,8 @@ class Coordinator:
             error = message.error
             if error.code == SITE_FAILED:
                 got.failed.add(name)
+            if error.code == SITE_WAITS:
+                got.waiting.append(name)
             self._problem(got, name, f"error {error.code}: {error.reason or ''}")
             return
         try:
@@ -535,7 +576,7 @@ class Coordinator:
             return
         got.answers[name] = answer
         if reply is not None:
-            self.ledger.artifacts.reply(self.server.round, name, reply.message)
+            self.ledger.artifacts.reply(self.server.round + 1, name, reply.message)
             got.sent[name] = tree.nbytes(reply.message)
             log.info("round %d: site %s replied", self.server.round + 1, name)
 

@@ -41,6 +41,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from protofed.deploy import client_app, server_app
+from protofed.deploy.audit import AuditLog
 from protofed.deploy.messages import SITE_FAILED
 from protofed.deploy.programs import die_with_parent
 from protofed.deploy.templating import render
@@ -92,6 +93,7 @@ def run_site_task(runtime: Runtime, token: str) -> None:
     problem = refusal(run, fab)
     if problem:
         log.error("protofed: %s", problem)
+        AuditLog(Path(str(context.node_config["site-folder"]))).append("refused", why=problem)
         reply = Message(Error(SITE_FAILED, problem), reply_to=message)
     else:
         reply = client_app.handle(message, context)
