@@ -76,11 +76,13 @@ class Coordinator:
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll = poll
         models = client_models(config.model, list(members.sites))
-        network = initial_network(config, task, next(iter(models.values())))
+        network = initial_network(config, task, next(iter(models.values())), config.weights)
+        setup = make_setup(config, task, network)
+        self.privacy = setup.privacy
         self.server = Server(
             config.method,
             network,
-            make_setup(config, task, network).sizes,
+            setup.sizes,
             list(members.sites),
             rounds=config.rounds,
             seed=config.seed,
@@ -88,6 +90,8 @@ class Coordinator:
             average=config.average,
         )
         self.ledger = Ledger(folder, spec, members, network)
+        if words := self.privacy.words(config.method):
+            self.ledger.policies["privacy"] = words
         self.accepted: dict[str, str] = {}
         """For each site, the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
@@ -291,6 +295,9 @@ class Coordinator:
             "seconds": {"train": round_to(got.seconds, 3), "evaluate": 0.0},
             "wire": got.wire,
         }
+        if self.privacy.budgets:
+            releases = max(got.answers[name].releases for name in trained)
+            record["privacy"] = self.privacy.spent(releases)
         if got.problems:
             record["problems"] = got.problems
         return record

@@ -23,10 +23,11 @@ from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
 from protofed.files import Damaged
 from protofed.method import Method, Sizes
-from protofed.methods import code_withheld, known_class, reference
+from protofed.methods import known_class, reference
 from protofed.models import Network, build
 from protofed.shape import require_shape
 from protofed.tree import Slot, Tree
+from protofed.user_code import code_withheld
 
 CARD_SHAPE = {
     **dict.fromkeys(("hash", "holds", "task", "method", "precision"), str),
@@ -126,7 +127,8 @@ class StoredModel:
     def method(self) -> Method:
         known = known_class(self.card.method)
         if known is None:
-            raise code_withheld(self.card.method.rpartition(":")[2].lower(), self.card.method)
+            name = self.card.method.rpartition(":")[2].lower()
+            raise code_withheld(f"method {name}", self.card.method)
         method = known.create(self.card.options)
         mixed = len({*self.card.models.values()}) > 1
         return method.for_mixed_models() if mixed else method

@@ -44,6 +44,7 @@ RECORD = {
     f"{BY_CLIENT}?": {str: {"loss?": {str: float}, "accuracy?": float}},
     "bytes_up?": int,
     "bytes_down?": int,
+    "privacy?": {str: {"level": str, "epsilon": float, "delta": float}},
     "seconds?": {str: float},
 }
 """The shape of a record. Rounds count from 1; ``by_client`` has the losses of those that trained,
