@@ -326,6 +326,15 @@ class Config:
         metavar="unused | folder | FRACTION",
         later=True,
     )
+    patience: int | None = setting(
+        "int",
+        TRAINING,
+        "Stop early: end the run once the validation accuracy (--validate) has not improved for "
+        "this many rounds.",
+        least=1,
+        most=10**6,
+        later=True,
+    )
     pixel_range: str | None = setting(
         "str",
         CLIENTS,
@@ -780,6 +789,8 @@ def make_config(
             raise ProtofedError(f"{info.name} has only one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
+    if values["patience"] is not None and values["validate"] is None:
+        raise ProtofedError("patience stops by the validation accuracy", "add --validate unused")
     if len(models) > 1:
         made = made.for_mixed_models()
         if values["weights"] is not None:

@@ -145,6 +145,9 @@ class RunProgress(Observer):
 
     def end(self, result: Result) -> None:
         self.bar.stop()
+        if (done := len(result.rounds)) < self.rounds:
+            better = f"no better validation accuracy in {result.config.patience} rounds"
+            print_plain(self.console, f"stopped early after round {done}: {better}")
 
     def stopped(self) -> None:
         self.bar.stop()  # or the terminal's cursor stays hidden

@@ -468,6 +468,8 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         words.append(f"sizes Dirichlet({beta:g})")
     if settings.get("repair"):
         words.append("missing classes repaired")
+    if (patience := settings.get("patience")) is not None:
+        words.append(f"stopped early after {patience} rounds without a better validation average")
     if (validate := settings.get("validate")) is not None:
         counts = ", ".join(f"{d} {n}" for d, n in summary["validated"].items())
         given = {UNUSED: "training images that no client holds", VAL_FOLDERS: "images in val/"}
