@@ -26,7 +26,7 @@ from protofed.runs.pool import PACKED, write_packed
 from protofed.studies.definition import Study
 from protofed.studies.folder import StudyFolder, to_text
 
-DPI = 100
+DPI = 160
 """Of the figures: for a screen; ``protofed report`` makes them for a paper."""
 
 
