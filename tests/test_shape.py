@@ -8,13 +8,14 @@ from protofed.files import Damaged
 from protofed.shape import LARGEST_INT, mismatch, require_shape
 
 SHAPE = {"name": str, "sizes": {str: int}, "mean?": float, "rows?": [{"on": bool}], "any?": object,
-         "id?": str | None}  # fmt: skip
+         "id?": str | None, "means?": {"average": float, str: float}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "more",
     [{}, {"mean": 1}, {"mean": math.nan}, {"rows": [{"on": True}, {"on": False, "x": 1}]},
-     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST_INT}}, {"id": None}, {"id": "x"}],
+     {"any": []}, {"other": None}, {"sizes": {"a": LARGEST_INT}}, {"id": None}, {"id": "x"},
+     {"means": {"average": 1}}, {"means": {"a": 2.0, "average": 1.0}}],
 )  # fmt: skip
 def test_what_fits(more, tmp_path):
     found = {"name": "x", "sizes": {}, **more}
@@ -37,6 +38,8 @@ def test_what_fits(more, tmp_path):
         ({"rows": [{}]}, "it lacks rows[0].on"),
         ({"any": None}, "any is null"),
         ({"id": 3}, "id is not text or null"),
+        ({"means": {"a": 1.0}}, "it lacks means.average"),
+        ({"means": {"average": 1.0, "a": "1"}}, "means.a is not a number"),
     ],
 )
 def test_what_does_not_fit(more, wrong, tmp_path):

@@ -1,8 +1,8 @@
 """Check that plain data read from JSON or TOML has the expected shape.
 
 A shape is a type (``float`` accepts any number, ``object`` anything but null), a type or None, a
-list of one shape, a table ``{name: shape}`` in which a name that ends with ``?`` is optional, or
-``{str: shape}``, a table with any names.
+list of one shape, or a table ``{name: shape}``, in which a name that ends with ``?`` is optional
+and ``str: shape`` stands for any other name.
 """
 
 from __future__ import annotations
@@ -42,14 +42,11 @@ def mismatch(found: Any, shape: Shape, name: str = "") -> str:
     if isinstance(shape, Mapping):
         if not isinstance(found, Mapping):
             return f"{name or 'it'} is not a table"
-        if str in shape:
-            parts = ((prefix + str(key), value, shape[str]) for key, value in found.items())
-        else:
-            names = {key.removesuffix("?"): key for key in shape}
-            if missing := [key for key, full in names.items() if key == full and key not in found]:
-                return f"it lacks {', '.join(prefix + key for key in missing)}"
-            present = [key for key in names if key in found]
-            parts = ((prefix + key, found[key], shape[names[key]]) for key in present)
+        names = {key.removesuffix("?"): key for key in shape if key is not str}
+        if missing := [key for key, full in names.items() if key == full and key not in found]:
+            return f"it lacks {', '.join(prefix + key for key in missing)}"
+        known = ((key, names.get(key, str)) for key in found)
+        parts = ((f"{prefix}{key}", found[key], shape[k]) for key, k in known if k in shape)
     elif isinstance(shape, list):
         if not isinstance(found, list):
             return f"{name or 'it'} is not a list"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import tomllib
@@ -32,6 +33,8 @@ def _require_usable(value: Any, depth: int) -> None:
             _require_usable(part, depth - 1)
     elif isinstance(value, int) and abs(value) > LARGEST_INT:
         raise ValueError("it has a number of more than 64 bits")  # as TOML itself demands
+    elif isinstance(value, (datetime.date, datetime.time)):
+        raise ValueError(f"no setting is a date or a time ({value}): put it in quotes")
 
 
 def toml_key(name: str) -> str:

@@ -166,7 +166,7 @@ def run_study(
     from protofed.report.study_figures import write_figures
     from protofed.studies.execution import default_jobs, raise_failures, run_all
     from protofed.studies.folder import StudyFolder
-    from protofed.studies.launch import prepare
+    from protofed.studies.launch import folder_preview, prepare
     from protofed.studies.plan import Selection
 
     at_least_one(jobs=jobs)
@@ -174,6 +174,8 @@ def run_study(
     study, work = prepare(study, pool, selection=chosen, shard=part, tensorboard=tensorboard)
     folder = StudyFolder.create(path, study, pool) if part is None else None
     for line in dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work):
+        say(line)
+    for line in folder_preview(work):
         say(line)
     if warning:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)

@@ -89,12 +89,10 @@ def _predictions(
     import numpy as np
     import torch
 
-    from protofed.inference.model import pixels
-
     decoded = []
     for file in files:
         try:
-            decoded.append((file, pixels(file, trained.image_size)))
+            decoded.append((file, trained.pixels(file)))
         except ProtofedError as error:
             if bad is None:
                 raise type(error)(error.message, "--skip-bad leaves such files out") from None
@@ -128,7 +126,7 @@ def _predictions(
 def _image_files(paths: list[Path]) -> list[Path]:
     from PIL import Image
 
-    endings = Image.registered_extensions()
+    endings = {*Image.registered_extensions(), ".dcm", ".dicom"}
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -174,7 +172,8 @@ def evaluate(
 
     trained = load_model(model, client, device)
     name = task or trained.card.task
-    loaded = load_task(name, data, image_size=None if name == "glyphs" else trained.image_size)
+    size = None if name == "glyphs" else trained.image_size
+    loaded = load_task(name, data, image_size=size, pixel_range=trained.card.pixel_range)
     order = _class_order(trained, loaded)
     found: dict[str, Metrics] = {}
     for domain, images in track(

@@ -29,7 +29,7 @@ from protofed.deploy import wire
 from protofed.deploy.checks import check_answer, expected_reply
 from protofed.deploy.ledger import Ledger
 from protofed.deploy.members import Members
-from protofed.deploy.messages import RECORD, Answer, Request, write
+from protofed.deploy.messages import RECORD, SITE_WAITS, Answer, Request, write
 from protofed.deploy.run_log import COMPLETE, log
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
@@ -43,6 +43,8 @@ from protofed.runs.records import Record
 
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
+APPROVAL_POLLS = 30
+"""Polls between two attempts at a round for which sites have yet to be approved."""
 MAX_PROBLEM_LENGTH = 500
 """Characters to record of what is wrong with a reply: some of them are the site's own."""
 
@@ -53,6 +55,8 @@ class Exchange:
 
     answers: dict[str, Answer] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    """The sites where a person has yet to approve the run."""
     up: int = 0
     """Bytes of tensor data, counted as in every run."""
     down: int = 0
@@ -90,6 +94,7 @@ class Coordinator:
         """The record of the last round, which still lacks its accuracy."""
         self.expected = expected_reply(spec, self.server)
         self.failures = 0
+        self.waiting_since: float | None = None
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """Run the remaining rounds and the last evaluation; returns the summary."""
@@ -177,7 +182,7 @@ class Coordinator:
             problem = self._aggregate()
         if problem:
             return self._failed(problem, got)
-        self.failures = 0
+        self.failures, self.waiting_since = 0, None
         if self.pending is not None:
             self._measure(got)
         self.accepted |= {name: got.answers[name].state for name in trained}
@@ -212,6 +217,8 @@ class Coordinator:
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
         self.ledger.artifacts.abandon()
+        if self._wait_for_approval(got.waiting):
+            return False
         self.failures += 1
         log.warning(
             "round %d failed: %s (attempt %d of %d)",
@@ -223,6 +230,18 @@ class Coordinator:
                 "fix the sites, then: protofed deploy start ... --resume",
             )
         return False
+
+    def _wait_for_approval(self, sites: Sequence[str]) -> bool:
+        """Give the sites' people time; False if there are no such sites, or it is up."""
+        if self.waiting_since is None:
+            self.waiting_since = time.monotonic()
+        left = self.waiting_since + self.members.wait_seconds - time.monotonic()
+        if not sites or left <= 0:
+            return False
+        text = "round %d waits for the run's approval at %s (for at most %.0f s more)"
+        log.warning(text, self.server.round + 1, ", ".join(sites), left)
+        time.sleep(min(self.poll * APPROVAL_POLLS, left))
+        return True
 
     def _last_evaluation(self) -> None:
         """Measure the accuracy after the last round, with a message without training."""
@@ -352,6 +371,8 @@ class Coordinator:
         """Check a reply, and accept it if it is valid."""
         if message.has_error():
             error = message.error
+            if error.code == SITE_WAITS:
+                got.waiting.append(name)
             self._problem(got, name, f"error {error.code}: {error.reason or ''}")
             return
         try:

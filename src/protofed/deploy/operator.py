@@ -35,7 +35,10 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
-    given = {"checkpoint_every": 1, **settings, "device": "cpu", "engine": "loop"}
+    if method in members.methods:
+        method = members.methods[method].verified()
+    agreed = {"checkpoint_every": 1, "pixel_range": members.pixel_range}
+    given = {**agreed, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
     config = merged_config(file, members.task or members.skeleton(), method, options, given)
     if config.validate is not None:
@@ -57,7 +60,8 @@ def plan_run(
             "name this machine's copy: --public PATH",
         )
     if members.task is not None:
-        return make_spec(config, load_task(config.task, **task_settings(config)))
+        task = load_task(config.task, **task_settings(config))
+        return make_spec(config, task, members.methods)
     task = members.skeleton(config.augment, config.flip)
     asked = {name: getattr(config, name) for name in ("dirichlet", "quantity", "leave_out")}
     asked["samples"] = None if config.samples == task.samples else config.samples
@@ -66,12 +70,13 @@ def plan_run(
             raise ProtofedError(
                 f"{name} works only in the simulator: sites train on all their images"
             )
-    if config.image_size != task.image_size:
-        raise ProtofedError(
-            f"image_size is {config.image_size}, but the sites agreed on {task.image_size}",
-            f"change it in every {FEDERATION_FILE}, or leave it out",
-        )
-    return make_spec(config, task)
+    for name in ("image_size", "pixel_range"):
+        if (asked_for := getattr(config, name)) != (agreed_on := getattr(task, name)):
+            raise ProtofedError(
+                f"{name} is {asked_for}, but the sites agreed on {agreed_on}",
+                f"change it in every {FEDERATION_FILE}, or leave it out",
+            )
+    return make_spec(config, task, members.methods)
 
 
 def run_folder(folder: Path, spec: RunSpec) -> Path:

@@ -36,7 +36,8 @@ def main(grid: Grid, context: Context) -> None:
             f"{FOLDER_VARIABLE} is not set", "start the server with: protofed deploy server"
         )
     folder, asked = Path(place), context.run_config
-    spec, members = unpack(str(asked["spec"])), read_members(folder)
+    members = read_members(folder)
+    spec = unpack(str(asked["spec"]), members.methods)
     members.require_own(spec.task)
     config, out = spec.config, run_folder(folder, spec)
     with one_thread(), tf32(config.precision == "tf32"), logging_to(log_path(out)), log_signals():

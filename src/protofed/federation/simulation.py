@@ -14,7 +14,7 @@ from torch import Tensor
 from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
-from protofed.data.split import UNUSED, hold_out, validation_rows
+from protofed.data.split import UNUSED, hold_out, validation_rows, validation_source
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_state import ClientStore
 from protofed.federation.engine import engine_factory
@@ -151,7 +151,7 @@ class Federation:
             for name in self.task.domains
         }
         self.validation = {
-            name: _taken(self.task.domains[name].train, rows, device)
+            name: _taken(validation_source(self.task, name, config.validate), rows, device)
             for name, rows in validation.items()
         }
         """By domain, the images to choose by; empty if none were asked for."""
@@ -348,7 +348,7 @@ def make_shares(config: Config, task: Task) -> list[Share]:
 
 
 def rows_to_validate(config: Config, task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
-    """Per domain, the training images that a run is validated on; none unless asked for."""
+    """Per domain, the images that a run is validated on; none unless asked for."""
     public, validate = config.method.public_images, config.validate
     if validate is not None and public is not None:
         same = is_from_task(public, task) if validate == UNUSED else False
@@ -396,6 +396,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
         config.seed,
         DTYPES[config.precision],
         bf16=config.precision == "bf16",
+        min_class_count=config.min_class_count,
     )
 
 

@@ -40,12 +40,14 @@ def duration(seconds: float) -> str:
 
 
 def protocol_line(config: Config) -> str:
-    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``."""
-    return (
-        f"protocol {config.protocol}: {' and '.join(config.models)}, {config.image_size}×"
-        f"{config.image_size} pixels, batch {config.batch}, epochs {config.epochs}, "
-        f"rounds {config.rounds}"
-    )
+    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``.
+
+    Without what a folder's images have yet to decide.
+    """
+    size = f"{config.image_size}×{config.image_size} pixels" if config.image_size else ""
+    numbers = {n: getattr(config, n) for n in ("batch", "epochs", "rounds")}
+    parts = [" and ".join(config.models), size, *(f"{n} {v}" for n, v in numbers.items() if v)]
+    return f"protocol {config.protocol}: {', '.join(filter(None, parts))}"
 
 
 def client_lines(federation: Federation) -> list[str]:

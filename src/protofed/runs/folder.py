@@ -32,7 +32,14 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from protofed import tree
-from protofed.config import Config, changes_numbers, make_config, read_config, short_task
+from protofed.config import (
+    CHOSEN,
+    Config,
+    changes_numbers,
+    make_config,
+    read_config,
+    short_task,
+)
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError, unknown
 from protofed.federation.facts import FACTS_SHAPE
@@ -195,6 +202,9 @@ class RunFolder:
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
         del asked["format"]
+        for name in CHOSEN:  # by the images, which are compared by their digest
+            if name not in asked:
+                found.pop(name, None)
         return _changes(found | before, asked | now)  # found out counts, not asked for
 
     def _binding_facts(
@@ -648,7 +658,7 @@ def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> d
     """
     found = {name: summary[name] for name in ("device", "precision") if name in summary}
     named = {"method": summary["method"]} if "method" in summary else {}
-    return {"leave_out": None, **settings, **summary.get("split", {}), **found, **named}
+    return {"leave_out": None, **settings, **summary["split"], **found, **named}
 
 
 def _numeric_settings(toml: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ engine: equal runs give equal files.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ CARD_SHAPE = {
     "norm": str | None,
     "options": {},
     "accuracy": {str: float},
+    "pixel_range?": str | None,
 }
 CLIENT_SLOT = "client"
 RECEIVED = "received."
@@ -72,6 +73,8 @@ class ModelCard:
     precision: str
     accuracy: Mapping[str, float]
     """Test accuracy in % by domain, and ``average``: what the run's summary has."""
+    pixel_range: str | None = None
+    """In images with more than 8 bits, the values ``LOW:HIGH`` that become black and white."""
 
     @classmethod
     def of(
@@ -102,6 +105,7 @@ class ModelCard:
             rounds=config.rounds,
             precision=config.precision,
             accuracy=dict(accuracy),
+            pixel_range=config.pixel_range,
         )
 
 
@@ -171,14 +175,15 @@ class StoredModel:
 
 def read_model(path: Path) -> StoredModel:
     slots, metadata = tree.load(path)
-    names = [f.name for f in fields(ModelCard)]
+    names = [f.name for f in fields(ModelCard) if f.default is MISSING or f.name in metadata]
     if missing := [name for name in names if name not in metadata]:
         raise ProtofedError(
             f"'{path}' does not say what is needed to use it: it lacks {', '.join(missing)}",
             "an earlier version wrote it; run it again",
         )
     require_shape(path, metadata, CARD_SHAPE)
-    settings = {n: metadata[n] for n in ("image_size", "width", "norm", "precision")}
+    known = ("image_size", "width", "norm", "precision", "pixel_range")
+    settings = {n: metadata[n] for n in known if n in metadata}
     check_settings({**settings, "model": metadata["models"]})
     if metadata["precision"] not in DTYPES:
         raise Damaged(path, "it does not say in which precision the model is")

@@ -55,6 +55,7 @@ def run(
     else:
         config = merged_config(config, task, method, options, settings)
     loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
+    asked, config = config.hash, config.settled(loaded.info)
     folder = RunFolder(out) if out is not None else None
     facts = discover(config, loaded)
     with one_thread(), tf32(facts.precision == "tf32"), memory_errors_in_words():
@@ -63,7 +64,7 @@ def run(
         federation = Federation(config, loaded, states, facts)
         if folder is None:
             return _rounds(federation, None, None, observers)
-        found = {**facts.to_dict(), "run": federation.hash, "config": config.hash}
+        found = {**facts.to_dict(), "run": federation.hash, "config": asked}
         complete = config.for_task(loaded.info)
         with folder.open(
             config,

@@ -15,9 +15,9 @@ SUMMARY_SHAPE = {
     "seconds": float,
     **dict.fromkeys(("task?", "data?", "evaluated?", "batchnorm?", "weights?", "engine?"), str),
     **dict.fromkeys(("average?", "precision?", "device?", "records?"), str),
-    "beside?": {str: {str: float}},
+    "beside?": {str: {"average": float, str: float}},
     "tested?": {str: int},
-    "split?": {"clients": {str: int}, "samples": {str: float}},
+    "split": {"clients": {str: int}, "samples": {str: float}},
     "clients?": [
         {"client": str, "domain": str, "samples": int, "model?": str, "per_class?": {str: int}}
     ],

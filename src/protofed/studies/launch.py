@@ -20,6 +20,7 @@ from protofed.federation.facts import discover
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import make_shares, rows_to_validate
+from protofed.observers.preview import preview
 from protofed.observers.tensorboard import require_tensorboard
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import Pool, StoredRun
@@ -85,6 +86,19 @@ def protocol_note(study: Study) -> str:
     )
 
 
+def folder_preview(work: Sequence[Job]) -> list[str]:
+    """What is chosen for the folders of images in which something is left to run, and why."""
+    lines, seen = list[str](), set[tuple[str, int]]()
+    for job in work:
+        if job.memory is None:  # it is complete
+            continue
+        task = _loaded(job.config)
+        if task.survey is not None and (task.name, task.image_size) not in seen:
+            seen.add((task.name, task.image_size))
+            lines += preview(job.config, task)
+    return lines
+
+
 def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
     """Part ``part`` (from 1) of ``parts`` of the planned runs, sorted by their hashes."""
     hashes = sorted({run.config.hash for run in planned})
@@ -105,7 +119,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     try:
         facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
-        require_fit(config.method, config.models, *sizes)
+        require_fit(config.method, asked.models, *sizes)
         if config.validate is not None:
             rows_to_validate(asked, task, make_shares(asked, task))
     except ProtofedError as error:

@@ -16,7 +16,7 @@ from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
 from protofed.config import EACH
-from protofed.data.split import UNUSED
+from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
 from protofed.runs.folder import plain_settings
@@ -627,8 +627,9 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         words.append("missing classes repaired")
     if (validate := settings.get("validate")) is not None:
         counts = ", ".join(f"{d} {n}" for d, n in summary["validated"].items())
-        which = "training images that no client holds"
-        if validate != UNUSED:
+        given = {UNUSED: "training images that no client holds", VAL_FOLDERS: "images in val/"}
+        which = given.get(validate)
+        if which is None:
             which = f"{100 * validate:g} % of each client's images, held out of its training"
         words.append(f"validated on {which} ({counts})")
     for client in summary.get("clients", ()):
