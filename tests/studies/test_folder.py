@@ -79,7 +79,7 @@ def test_rows_that_were_not_run_are_named_once(tmp_path: Path) -> None:
     skip = {(label, seed) for label in ("Prox", "MOON") for seed in (0, 1)}
     folder = make_study(study(rows=rows), tmp_path / "s", skip=skip)
     assert [line[0] for line in texts(folder)] == ["FedAvg", "FPL"]
-    assert table_of(folder).notes == ("2 of 4 rows were not run: Prox, MOON.",)
+    assert table_of(folder).notes == ("2 of 4 rows were not run: Prox; MOON.",)
 
 
 def test_what_a_target_takes(tmp_path: Path) -> None:

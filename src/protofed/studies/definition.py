@@ -181,6 +181,8 @@ class Study:
     """By task, for those that are folders and have been run."""
     methods: Mapping[str, MethodFile]
     """By reference, for those that are in files and have been run."""
+    diverged: Mapping[str, Sequence[str]]
+    """Of a packed study: by task, the lines with runs that diverged."""
     raw: Mapping[str, Any]
 
     @cached_property
@@ -303,9 +305,11 @@ def show(value: Any) -> str:
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
     "sweep", "printed", "baseline", "target", "tsne", "override", "pool", "images", "methods",
-    "like",
+    "diverged", "like",
 )  # fmt: skip
-_ASIDE = ("seeds", "title", "notes", "paper", "target", "name", "pool", "images", "methods")
+_ASIDE = (
+    "seeds", "title", "notes", "paper", "target", "name", "pool", "images", "methods", "diverged",
+)  # fmt: skip
 """What does not change which runs the study is made of, its seeds aside."""
 
 
@@ -406,6 +410,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     target = raw.get("target")
     if target is not None and not (type(target) in (int, float) and 0 < target <= 100):
         raise ProtofedError(f"target must be an accuracy in %, got {target!r:.100}")
+    diverged = _table(raw, "diverged")
     override = _table(raw, "override")
     require_known("key in [override]", override, ("on", "settings", "options"))
     if "on" in override:
@@ -441,6 +446,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         override=override,
         images={task: _images(task, found) for task, found in _table(raw, "images").items()},
         methods=methods,
+        diverged={task: _list(diverged, task, str) for task in diverged},
         raw=raw,
     )
     counts = Counter(line.label for line in study.lines)

@@ -164,7 +164,7 @@ class StudyFolder:
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
         absent = [r.label for r in rows if not r.was_run] if every else []
-        missing = [f"{len(absent)} of {len(rows)} rows were not run: {', '.join(absent)}."]
+        missing = [f"{len(absent)} of {len(rows)} rows were not run: {'; '.join(absent)}."]
         notes = (*notes, *missing * bool(absent), *self._mixed(task.name), *self._choices(rows))
         return TaskTable(
             task.name, shown, rows, base or "FedAvg", head, details, (*notes, *left_out)
@@ -196,7 +196,8 @@ class StudyFolder:
             if stored is None
             for found in self.pool.candidates(run.config, self.study.digests(run.config.task))
         )
-        return tables.DIVERGED if any(found.diverged for found in stopped) else ""
+        known = label in self.study.diverged.get(task, ())
+        return tables.DIVERGED if known or any(found.diverged for found in stopped) else ""
 
     def _mixed(self, task: str) -> list[str]:
         """What of the runs' facts differs, though they stand in one table."""
