@@ -30,6 +30,10 @@ from protofed.studies.tables import (
 from protofed.testing.checks import TINY, tiny_task
 
 
+def split_of(config):
+    return {"clients": dict(config.domain_clients), "samples": dict(config.domain_samples)}
+
+
 def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0, **settings):
     """A made-up run whose last rounds have these accuracies (lists: a value per round)."""
     scan = scan if isinstance(scan, list) else [scan]
@@ -46,6 +50,7 @@ def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0,
     summary = {
         "method": method, "bytes_up": up, "bytes_down": down, "seconds": seconds,
         "data": "made up", "batchnorm": "averaged", "device": "cpu", "precision": "fp32",
+        "split": split_of(config),
     }  # fmt: skip
     return Result(config, Records(lines), summary)
 
@@ -316,8 +321,9 @@ def test_the_caption_names_the_hyper_parameters_that_are_not_defaults():
     changed = METHODS["fpl"].create({"tau": 0.5})
     runs[1] = replace(runs[1], config=replace(runs[1].config, method=changed))
     assert "hyper-parameters: each method's defaults (fpl: tau=0.5);" in caption(runs)
-    labeled = replace(runs[1], summary={**runs[1].summary, "method": "FPL, tau=0.5"})
-    assert "each method's defaults;" in caption([runs[0], labeled])
+    for label, said in (("FPL, tau=0.5", False), ("FPL, mine", True)):
+        labeled = replace(runs[1], summary={**runs[1].summary, "method": label})
+        assert ("(FPL, mine: tau=0.5)" in caption([runs[0], labeled])) == said
 
 
 def test_few_seeds_are_said():
@@ -374,6 +380,7 @@ def left_out(method, seed, scan, photo, inverse, unseen="inverse"):
     config = make_config(method=method, leave_out=unseen, seed=seed, samples=10, device="cpu")
     line = {"round": 0, "accuracy": values, "average": sum(values.values()) / 3}
     summary = {**made.summary, "tested": {"inverse": 450}, "weights": "samples"}
+    summary["split"] = split_of(config)
     return Result(config, Records([line]), summary)
 
 

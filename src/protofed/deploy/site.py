@@ -30,12 +30,14 @@ from protofed.deploy.members import Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read, write
 from protofed.deploy.policy import Approvals, Policy, read_policy
 from protofed.deploy.spec import RunSpec, asked_settings, unpack
+from protofed.deploy.spending import Spending, Trained
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import Diverged, ProtofedError, unknown
 from protofed.federation.client_round import train_client
 from protofed.federation.cpu import keep_freed_memory, one_thread
 from protofed.federation.evaluation import evaluate
 from protofed.federation.facts import find_device
+from protofed.federation.privacy import system_normal
 from protofed.federation.public_images import (
     PublicSampler,
     describe_digest,
@@ -211,6 +213,9 @@ class PrivateStates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def has(self, name: str) -> bool:
+        return self._path(name).is_file()
+
     def load(self, name: str) -> Tree:
         path = self._path(name)
         if not path.is_file():
@@ -259,11 +264,9 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
             raise Refused(f"the message is for run {request.run}, but the run is {run.hash}")
         if not 0 <= request.round <= run.config.rounds - request.train:
             raise Refused(f"round {request.round}: the run has rounds = {run.config.rounds}")
-        if site.policy.approval:
-            Approvals(site.folder).require(run, spec)
         keep_freed_memory()
         with one_thread(), tf32(run.config.precision == "tf32"):
-            said, message = _answer(site, run, request, received)
+            said, message = _answer(site, run, spec, request, received)
     except Exception as error:
         event = "refused" if isinstance(error, Refused | Diverged) else "failed"
         audit.append(event, **about, why=str(error)[:MAX_REASON])
@@ -274,7 +277,7 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
 
 
 def _answer(
-    site: SiteConfig, run: RunSpec, request: Request, received: Tree
+    site: SiteConfig, run: RunSpec, spec: str, request: Request, received: Tree
 ) -> tuple[Answer, Tree]:
     config, task, method = run.config, run.task, run.config.method
     policy = site.policy
@@ -283,9 +286,12 @@ def _answer(
     network = initial_network(config, task, model)
     setup = make_setup(config, task, network)
     policy.check_round(setup, network, request.round)
+    if policy.approval:  # of what the policy allows
+        Approvals(site.folder).require(run, spec)
     train, test, public = own_images(site, run)
     least = max(config.min_class_count, policy.min_class_count)
-    setup = dataclasses.replace(setup, public=public, min_class_count=least)
+    privacy = dataclasses.replace(setup.privacy, normal=system_normal)
+    setup = dataclasses.replace(setup, public=public, privacy=privacy, min_class_count=least)
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
@@ -294,10 +300,11 @@ def _answer(
             method, network, setup.sizes, [site.name], rounds=config.rounds, seed=config.seed
         )
         mine = server.initial_client(network.state_dict())
-    states.keep_only(request.accepted, *request.kept)
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )
+    past = 2 * config.checkpoint_every  # rounds back to the server's older checkpoint
+    spending = Spending(site.folder / "privacy" / run.hash, privacy, past)
     report: dict[str, Any] = {}
     if request.evaluate:
         tests = {site.name: _on(test, site.device)}
@@ -307,23 +314,33 @@ def _answer(
         report |= {"right": round(score[site.name] * len(test) / 100), "tested": len(test)}
         if request.round == config.rounds:  # the run is over: the site gets its model
             _save_model(site, run, model, mine, received, score[site.name])
+            spending.forget(before=config.rounds)
     message: Tree = {}
     if request.train:
-        domain = site.members.sites[site.name].domain
-        client = ClientData(site.name, domain, _on(train, site.device), model)
-        reply = train_client(setup, network, client, received, mine, request.round)
-        message = reply.message
-        if any(reply.mine.values()) or any(mine.values()):
-            policy.check_private_state(method)
-            report["state"] = states.save(request.round, reply.mine)
-        report |= {
-            "samples": reply.samples,
-            "steps": reply.steps,
-            "lr": reply.lr,
-            "loss_terms": list(reply.losses),
-            "loss_totals": [total for total, _ in reply.losses.values()],
-            "loss_steps": [steps for _, steps in reply.losses.values()],
-        }
+
+        def train_here() -> Trained:
+            domain = site.members.sites[site.name].domain
+            client = ClientData(site.name, domain, _on(train, site.device), model)
+            reply = train_client(setup, network, client, received, mine, request.round)
+            kept = any(reply.mine.values()) or any(mine.values())
+            if kept:
+                policy.check_private_state(method)
+            return reply.message, {
+                "state": states.save(request.round, reply.mine) if kept else "",
+                "samples": reply.samples,
+                "steps": reply.steps,
+                "lr": reply.lr,
+                "loss_terms": list(reply.losses),
+                "loss_totals": [total for total, _ in reply.losses.values()],
+                "loss_steps": [steps for _, steps in reply.losses.values()],
+            }
+
+        if privacy.budgets:
+            message, trained = spending.once(request, received, train_here, states.has)
+        else:
+            message, trained = train_here()
+        report |= trained
+    states.keep_only(request.accepted, *request.kept, report.get("state", ""))
     about = (site.name, run.hash, method.name, request.round, request.train)
     return Answer(*about, version=__version__, **report), message
 

@@ -128,8 +128,8 @@ class RunProgress(Observer):
     def client(self, round: int, done: int, total: int) -> None:
         self.bar.update(
             self.bar_task,
-            completed=round + done / (total + 1),
-            round=round + 1,
+            completed=round - 1 + done / (total + 1),
+            round=round,
             state=self._state(f"client {done}/{total}"),
         )
 
@@ -139,7 +139,7 @@ class RunProgress(Observer):
             self.bar.update(self.bar_task, state=self._state(f"tested {done}/{total}"))
 
     def round(self, record: Record) -> None:
-        done = record["round"] + 1
+        done = record["round"]
         spent = time.perf_counter() - self.started
         left = f"{duration(spent / (done - self.earlier_rounds) * (self.rounds - done))} left"
         self.latest, self.left = record, left

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,8 @@ class Measure:
     def of_result(cls, result: Result) -> Measure:
         method = result.config.method
         asked = {**asdict(result.config), "method": method.name, "options": method.options()}
-        settings = plain_settings(asked, result.summary)
+        # the summary's may be the label of a row
+        settings = plain_settings(asked, {**result.summary, "method": method.name})
         summary = {**result.summary, "accuracy": result.accuracy}
         return cls.of(summary, settings, result.rounds)
 
@@ -147,6 +148,12 @@ class Measure:
         rounds = enumerate(self.progress, start=1)
         # a run reaches its own last value, whatever the last digits
         return next(((r, sent) for r, (a, sent) in rounds if a >= target - 1e-9), None)
+
+    def on_validation(self) -> Measure:
+        """The run with its validation accuracy in place of all accuracies on test images."""
+        accuracy = self.summary["beside"]["validation"]
+        summary = {**self.summary, "beside": {}}
+        return replace(self, accuracy=accuracy, summary=summary, progress=())
 
     @property
     def beside(self) -> dict[str, float]:
@@ -484,11 +491,15 @@ def _sign(value: float, digits: int = 1) -> str:
 
 def caption(results: Sequence[Result], baseline: str = BASELINE) -> str:
     """What the numbers are, in one paragraph: data, clients, seeds, precision, BatchNorm."""
-    return " ".join(describe([Measure.of_result(r) for r in results], baseline))
+    measures = [Measure.of_result(r) for r in results]
+    return " ".join(describe(measures, baseline=baseline))
 
 
 def describe(
-    measures: Sequence[Measure], baseline: str = BASELINE, target: float | None = None
+    measures: Sequence[Measure],
+    what: str = "Test accuracy",
+    baseline: str = BASELINE,
+    target: float | None = None,
 ) -> tuple[str, str]:
     """The caption of a table of these measures, and the note below it with all the rest.
 
@@ -508,7 +519,7 @@ def describe(
         return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
     many = f"; mean ± standard deviation over {len(seeds)} seeds" * (len(seeds) > 1)
-    head = f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}{many}."
+    head = f"{what} in %{_on_unseen(measures)}, {SELECTION}{many}."
     parts = []
     if any(WORST in m.values for m in measures):
         parts.append("worst: the lowest domain; spread: standard deviation over the domains")

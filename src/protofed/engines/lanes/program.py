@@ -48,7 +48,7 @@ class Program:
         batches = tables.batches(data)
         self.augment = batches.augment
         self.steps = -(-len(batches.parts["train"]) // self.batch)
-        self.collects = setup.method.proto_pass == "last_epoch" and last
+        self.collects = setup.proto_pass == "last_epoch" and last
         self.trainable = trainable
         parameters = [p for n, p in network.named_parameters() if trainable[n]]
         self.optimizer = make_optimizer(training, parameters)
