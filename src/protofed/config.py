@@ -866,7 +866,19 @@ def merged_config(
     old, new = found.pop("options", {}), options or {}
     if old and READING in new:  # the file names every switch that a reading sets: drop them
         old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
-    return make_config(**{"task": "glyphs", **found}, options={**old, **new})
+    config = make_config(**{"task": "glyphs", **found}, options={**old, **new})
+    require_rounds_to_keep(config)
+    return config
+
+
+def require_rounds_to_keep(config: Config) -> None:
+    """An error if a round that is to be kept comes after the last one."""
+    late = [r for r in config.keep_rounds or () if not isinstance(r, str) and r > config.rounds]
+    if late:
+        raise ProtofedError(
+            f"keep_rounds names round {late[0]}, but the run has {config.rounds}",
+            '"last" is the last round, whichever it is',
+        )
 
 
 def execute_models(settings: Mapping[str, Any]) -> None:
