@@ -32,6 +32,7 @@ from protofed.federation.facts import DTYPES
 from protofed.federation.model_state import load_model
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
+from protofed.models.network import trainable
 from protofed.prototypes import finch, widened
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
@@ -171,8 +172,9 @@ def outputs(
     received: Tree | None = None
     for model, mine in _evaluated(run, domain, round):
         network = initial_network(config, task, model)
-        names = tuple(name for name, _ in network.named_parameters())
-        sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+        sizes = Sizes(
+            len(task.classes), network.features, task.image_size, tuple(trainable(network))
+        )
         initial = {name: t.clone() for name, t in network.state_dict().items()}
         received = _received(run, round, sizes) if received is None else received
         at = (round or config.rounds) - 1

@@ -76,7 +76,7 @@ class Coordinator:
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll = poll
         models = client_models(config.model, list(members.sites))
-        network = initial_network(config, task, next(iter(models.values())))
+        network = initial_network(config, task, next(iter(models.values())), config.weights)
         setup = make_setup(config, task, network)
         self.privacy = setup.privacy
         self.server = Server(

@@ -24,7 +24,7 @@ from protofed.federation.facts import DTYPES, Facts, discover
 from protofed.federation.finite import require_finite_model
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import model_entries, travel
 from protofed.federation.participants import participants
 from protofed.federation.privacy import make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
@@ -33,6 +33,9 @@ from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
+from protofed.models.network import freeze, frozen, trainable
+from protofed.models.own import short_name
+from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
 
 Record = dict[str, Any]
@@ -141,7 +144,7 @@ class Federation:
         self.models = client_models(config.model, [s.name for s in self.shares])
         """The model of each client."""
         self._initial = {
-            name: initial_network(config, self.task, name)
+            name: initial_network(config, self.task, name, config.weights)
             for name in dict.fromkeys(self.models.values())
         }
         network = next(iter(self._initial.values()))
@@ -192,7 +195,7 @@ class Federation:
 
     def _initial_client(self, name: str) -> Tree:
         network = self._initial[self.models[name]]
-        names = tuple(n for n, _ in network.named_parameters())
+        names = tuple(trainable(network))
         return self.server.initial_client(
             network.state_dict(), self.sizes._replace(parameters=names)
         )
@@ -423,7 +426,7 @@ def _check_contract(method: Method, network: Network) -> None:
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
-    names = tuple(name for name, _ in network.named_parameters())
+    names = tuple(trainable(network))
     sizes = Sizes(len(task.classes), network.features, task.image_size, names)
     return Setup(
         config.method,
@@ -439,36 +442,48 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     )
 
 
-def initial_network(config: Config, task: Task, model: str = "") -> Network:
+def initial_network(
+    config: Config, task: Task, model: str = "", weights: str | Path | None = None
+) -> Network:
     """The network with the keyed initial weights that all clients of that model start from.
 
-    Where clients have different models and none is named, it is the first.
+    Where clients have different models and none is named, it is the first. The backbone's come
+    from the file ``weights``, if one is given: whoever only computes in the network needs none.
     """
     model = model or config.models[0]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keys.key(config.seed, model, "init"))
+        torch.manual_seed(keys.key(config.seed, short_name(model), "init"))
         classes = len(task.classes)
         backbone = build(model, classes, task.image_size, config.width, config.norm)
+        if weights is not None:
+            load_weights(backbone, model, weights)
+        freeze(backbone, config.train, config.freeze_bn)
         sizes = Sizes(classes, backbone.features, task.image_size)
         return config.method.network(backbone, sizes).to(DTYPES[config.precision])
 
 
 def batchnorm_policy(network: Network, method: Method) -> str:
     """What happens to BatchNorm between clients, in words."""
-    ways = {method.shared(e) for e in model_entries(network) if e.kind == "bn"}
-    if not ways:
+    norms = {e.name for e in model_entries(network) if e.kind == "bn"}
+    fixed = norms & frozen(network)
+    if not norms:
         return "the model has no BatchNorm"
     words = {
-        "both": "averaged like weights, running statistics included",
+        "both": "averaged like weights" + ", running statistics included" * (not fixed),
         "down": "set by the server",
         "no": "kept by each client",
     }
-    return "; ".join(words[w] for w in sorted(ways))
+    ways = {way for name, way in travel(method, network).items() if name in norms - fixed}
+    found = [words[w] for w in sorted(ways)]
+    if fixed:
+        what = "running statistics" if ways else "all of it"
+        found.insert(0, f"{what} frozen as at the start, and used in training")
+    return "; ".join(found)
 
 
 def weights_policy(network: Network, method: Method, average: str) -> str:
     """What the mean of the clients' models is weighted by, in words."""
-    if all(method.shared(e) != "both" for e in model_entries(network)):
+    if "both" not in travel(method, network).values():
         return NO_WEIGHTS
     return method.weighting or average
 

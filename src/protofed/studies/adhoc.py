@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from protofed.config import EACH, MOST_SEEDS, SETTINGS, Config, paper_differences, short_task
+from protofed.config import (
+    EACH,
+    MOST_SEEDS,
+    SETTINGS,
+    Config,
+    execute_models,
+    paper_differences,
+    short_task,
+)
 from protofed.data.split import UNUSED
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import make_shares, rows_to_validate
@@ -181,6 +189,8 @@ def adhoc(
     kind: str = "",
 ) -> Study:
     """A study of one task; its kind is ``sweep`` or ``table`` unless it is given."""
+    for model in (settings.get("model"), *(m for s in sweeps for m in s["over"].get("model", ()))):
+        execute_models({"model": model})
     raw: dict[str, Any] = {
         "title": title,
         "kind": kind or ("sweep" if sweeps else "table"),

@@ -17,13 +17,21 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from protofed.config import EACH, MOST_SEEDS, check_settings, require_known, short_hash
+from protofed.config import (
+    EACH,
+    MOST_SEEDS,
+    check_settings,
+    execute_models,
+    require_known,
+    short_hash,
+)
 from protofed.config import SETTINGS as RUN_SETTINGS
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import Method
-from protofed.methods import METHODS, RecordedMethod, fingerprint, is_file, known_class
+from protofed.methods import METHODS, RecordedMethod, fingerprint, known_class
 from protofed.toml import parse_toml, toml_text
+from protofed.user_code import is_file
 
 MOST_LINES = 10**4
 """Of a sweep: a table with more of them would help nobody."""
@@ -226,6 +234,7 @@ class Study:
     ) -> Study:
         """The study on another task, with settings that win over all others, or with
         hyper-parameters of its methods (method → name → value)."""
+        execute_models(settings or {})
         old = self.override
         methods = {**old.get("options", {})}
         for method, given in (options or {}).items():

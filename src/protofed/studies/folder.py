@@ -305,6 +305,8 @@ FACTS_IN_WORDS = {
     "device": "device",
     "precision": "precision",
     "digest": "images (digest)",
+    "weights_digest": "weights (digest)",
+    "model_digest": "the model's code (digest)",
 }
 
 

@@ -13,7 +13,7 @@ from protofed.config import Config, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
-from protofed.federation.facts import discover
+from protofed.federation.facts import DIGESTS, discover
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import make_shares, rows_to_validate
@@ -112,7 +112,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     same_images = [
         stored
         for stored in pool.candidates(config)
-        if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
+        if all(stored.facts.get(n) == getattr(facts, n) for n in DIGESTS)
     ]
     if found := _complete(name, config, same_images):
         return found
