@@ -16,9 +16,9 @@ from protofed.errors import ProtofedError
 
 DEPLOYED = (
     "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
-    "width", "norm", "min_class_count", "samples", "participation", "average", "precision", "flip",
-    "augment",
-    "checkpoint_every", "skip_bad", "max_image_pixels", "max_unpacked_gb",
+    "width", "norm", "weights", "train", "freeze_bn", "min_class_count", "samples",
+    "participation", "average", "precision", "flip", "augment", "checkpoint_every", "skip_bad",
+    "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
 """The settings that a run across machines takes; the others are for the simulator."""
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-SMALL, LARGE, LARGEST = 32, 96, 224
+from protofed.models import LARGE_IMAGE as LARGE
+from protofed.models import LARGE_MODEL
+
+SMALL, LARGEST = 32, 224
 """Images are at least SMALL by default and at most LARGEST; from LARGE on, networks of ImageNet."""
 STEP = 8
 """Image sizes are multiples of this: networks halve them three times."""
@@ -50,7 +53,7 @@ def image_size(survey: Survey) -> Choice:
 
 def model(size: int) -> Choice:
     if size >= LARGE:
-        return Choice("resnet18_imagenet", f"for images of {LARGE} pixels and more")
+        return Choice(LARGE_MODEL, f"for images of {LARGE} pixels and more")
     return Choice("resnet10", f"the papers' network, for images below {LARGE} pixels")
 
 

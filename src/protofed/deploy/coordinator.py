@@ -76,7 +76,7 @@ class Coordinator:
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll = poll
         models = client_models(config.model, list(members.sites))
-        network = initial_network(config, task, next(iter(models.values())))
+        network = initial_network(config, task, next(iter(models.values())), config.weights)
         setup = make_setup(config, task, network)
         self.privacy = setup.privacy
         self.server = Server(
@@ -267,6 +267,9 @@ class Coordinator:
             domain = self.members.sites[name].domain
             right[domain] += answer.right
             tested[domain] += answer.tested
+            if answer.tested:
+                own = round_to(100 * answer.right / answer.tested, 4)
+                self.pending.setdefault("by_client", {}).setdefault(name, {})["accuracy"] = own
         # over all test images of a domain's sites: large test sets weigh more than small ones
         scores = {d: 100 * right[d] / n if n else float("nan") for d, n in tested.items()}
         known = [s for d, s in scores.items() if tested[d]]
@@ -274,17 +277,20 @@ class Coordinator:
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
         self.ledger.tested = tested
         self.ledger.folder.append_record(self.pending)
-        log.info("after round %d: %s", self.pending["round"] + 1, accuracies(self.pending))
+        log.info("after round %d: %s", self.pending["round"], accuracies(self.pending))
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
         record: Record = {
-            "round": round,
+            "round": round + 1,
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
             "bytes_up": got.up,
             "bytes_down": got.down,
             "clients": len(trained),
+            "by_client": {
+                name: {"loss": mean_losses([got.answers[name].losses])} for name in trained
+            },
             "steps": sum(got.answers[n].steps for n in trained),
             "seconds": {"train": round_to(got.seconds, 3), "evaluate": 0.0},
             "wire": got.wire,
@@ -398,7 +404,7 @@ class Coordinator:
         got.answers[name] = answer
         if reply is not None:
             self.server.accept(name, reply)
-            self.ledger.artifacts.reply(self.server.round, name, reply.message)
+            self.ledger.artifacts.reply(self.server.round + 1, name, reply.message)
             got.up += tree.nbytes(reply.message)
             log.info("round %d: site %s replied", self.server.round + 1, name)
 

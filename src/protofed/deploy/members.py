@@ -108,9 +108,8 @@ class Members:
         if len(self._by_key) != len(keys):
             raise ProtofedError("two sites have the same key")
         for key in self.revoked:
-            site = self._by_key.get(_point(key) or b"")
-            if site is not None:
-                raise ProtofedError(f"site '{site}' has a key that was revoked")
+            if (owner := self._by_key.get(_point(key) or b"")) is not None:
+                raise ProtofedError(f"site '{owner}' has a key that was revoked")
 
     @cached_property
     def _by_key(self) -> dict[bytes, str]:

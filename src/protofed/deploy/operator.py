@@ -17,6 +17,7 @@ from protofed.deploy.run_log import says_run_is_over
 from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
+from protofed.federation.facts import file_digest
 from protofed.files import read_json, write_atomic
 
 
@@ -35,7 +36,7 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
-    if method in members.methods:
+    if method is not None and method in members.methods:
         method = members.methods[method].verified()
     agreed = {"checkpoint_every": 1, "pixel_range": members.pixel_range}
     given = {**agreed, **settings, "device": "cpu", "engine": "loop"}
@@ -95,6 +96,8 @@ def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
         raise ProtofedError(
             f"run {run['run-id']} is {run['status']}", "wait for it, or: protofed deploy stop"
         )
+    if spec.config.weights is not None:
+        write_atomic(_weights_file(folder, spec), Path(spec.config.weights).read_bytes())
     app, own = folder / "apps" / "protofed", folder / "apps" / f"{spec.name}.toml"
     write_atomic(app / "pyproject.toml", render("app.toml"))
     write_atomic(own, render("run.toml", spec=pack(spec), resume=resume, overwrite=overwrite))
@@ -102,6 +105,20 @@ def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
     if "run-id" not in answer:
         raise ProtofedError(f"Flower did not start the run: {answer}")
     return int(answer["run-id"])
+
+
+def with_weights(folder: Path, spec: RunSpec) -> RunSpec:
+    """The run as its server starts it, with the weights that ``start`` has put into its folder."""
+    if spec.config.weights is None:
+        return spec
+    file = _weights_file(folder, spec)
+    if file_digest(str(file)) != spec.facts.weights_digest:
+        raise ProtofedError(f"'{file}' is not the file of weights that the run names")
+    return replace(spec, config=replace(spec.config, weights=str(file)))
+
+
+def _weights_file(folder: Path, spec: RunSpec) -> Path:
+    return folder / "weights" / str(spec.facts.weights_digest)
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:

@@ -265,11 +265,9 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
             raise Refused(f"the message is for run {request.run}, but the run is {run.hash}")
         if not 0 <= request.round <= run.config.rounds - request.train:
             raise Refused(f"round {request.round}: the run has rounds = {run.config.rounds}")
-        if site.policy.approval:
-            Approvals(site.folder).require(run, spec)
         keep_freed_memory()
         with one_thread(), tf32(run.config.precision == "tf32"):
-            said, message = _answer(site, run, request, received)
+            said, message = _answer(site, run, spec, request, received)
     except Exception as error:
         event = "refused" if isinstance(error, Refused | Diverged) else "failed"
         audit.append(event, **about, why=str(error)[:MAX_REASON])
@@ -280,7 +278,7 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
 
 
 def _answer(
-    site: SiteConfig, run: RunSpec, request: Request, received: Tree
+    site: SiteConfig, run: RunSpec, spec: str, request: Request, received: Tree
 ) -> tuple[Answer, Tree]:
     config, task, method = run.config, run.task, run.config.method
     policy = site.policy
@@ -289,6 +287,8 @@ def _answer(
     network = initial_network(config, task, model)
     setup = make_setup(config, task, network)
     policy.check_round(setup, network, request.round)
+    if policy.approval:  # of what the policy allows
+        Approvals(site.folder).require(run, spec)
     train, test, public = own_images(site, run)
     least = max(config.min_class_count, policy.min_class_count)
     privacy = dataclasses.replace(setup.privacy, normal=system_normal)

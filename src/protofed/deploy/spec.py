@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from protofed.config import SETTINGS, Config, make_config
+from protofed.config import SETTINGS, Config, make_config, without_paths
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.deploy.installed import InstalledMethod, file_digest
@@ -27,6 +27,7 @@ from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
 from protofed.federation.model_fit import require_fit
+from protofed.federation.model_state import travel
 from protofed.federation.public_images import (
     FOLDER_POOL,
     digest_count,
@@ -36,6 +37,8 @@ from protofed.federation.public_images import (
 from protofed.federation.simulation import initial_network, make_setup, make_shares
 from protofed.method import Method
 from protofed.methods import METHODS, reference
+from protofed.models import Network
+from protofed.user_code import is_file
 
 _NONE: Mapping[str, InstalledMethod] = MappingProxyType({})
 
@@ -78,6 +81,11 @@ def make_spec(
             "install it on the server and at every site: protofed deploy method FILE.py:CLASS; "
             "then name it as that command does",
         )
+    if any(map(is_file, config.models)):
+        raise ProtofedError(
+            f"model {' and '.join(config.models)} comes from a file that the sites do not have",
+            "only models that the package includes can be deployed",
+        )
     config = config.for_task(task.info)
     sizes = (len(task.classes), task.image_size, config.width, config.norm)
     require_fit(config.method, config.models, *sizes)
@@ -85,8 +93,22 @@ def make_spec(
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
     config = replace(config, precision=facts.precision)
-    make_setup(config, task, initial_network(config, task))  # here rather than at every site
+    network = initial_network(config, task)
+    make_setup(config, task, network)  # here rather than at every site
+    if config.weights is not None:
+        _require_sent(config.method, network)
     return RunSpec(config, task, facts, public)
+
+
+def _require_sent(method: Method, network: Network) -> None:
+    """Refuse weights from a file if sites would start with others: they have them of the server."""
+    kept = [name for name, way in travel(method, network).items() if way == "no"]
+    if own := [name for name in kept if name.startswith("encoder.")]:
+        raise ProtofedError(
+            f"{method.name} keeps entries of the backbone at the sites ({own[0]}, ...), "
+            "which do not have the file of weights",
+            "use a method that sends the whole model, or leave out --weights",
+        )
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
@@ -119,7 +141,9 @@ def pack(spec: RunSpec) -> str:
     parts = {
         "hash": spec.hash,
         "method": {**_named(method), "options": method.options()},
-        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
+        "settings": {  # without the paths on this machine
+            name: without_paths(name, getattr(config, name)) for name in SETTINGS if name != "data"
+        },
         "task": {
             "name": task.name,
             "classes": task.classes,

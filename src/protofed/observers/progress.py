@@ -121,8 +121,8 @@ class RunProgress(Observer):
     def client(self, round: int, done: int, total: int) -> None:
         self.bar.update(
             self.bar_task,
-            completed=round + done / (total + 1),
-            round=round + 1,
+            completed=round - 1 + done / (total + 1),
+            round=round,
             state=f"client {done}/{total}  {self.latest}",
         )
 
@@ -132,7 +132,7 @@ class RunProgress(Observer):
             self.bar.update(self.bar_task, state=f"tested {done}/{total}  {self.latest}")
 
     def round(self, record: Record) -> None:
-        done = record["round"] + 1
+        done = record["round"]
         spent = time.perf_counter() - self.started
         left = f"{duration(spent / (done - self.earlier_rounds) * (self.rounds - done))} left"
         self.latest = accuracies(record, self.unseen)

@@ -39,10 +39,11 @@ from protofed.config import (
     make_config,
     read_config,
     short_task,
+    without_paths,
 )
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError, unknown
-from protofed.federation.facts import FACTS_SHAPE
+from protofed.federation.facts import DIGESTS, FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
     Damaged,
@@ -86,7 +87,7 @@ ARTIFACTS = ("prototypes", "snapshots")
 FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
-BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
+BINDING_FACTS = ("numerics", *DIGESTS, "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
 
 _CHECKSUM, _OF_RUN = "# checksum ", " of run "
@@ -542,6 +543,8 @@ class RunFolder:
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
         pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
+        if isinstance(pending, dict):
+            pending["round"] = round  # earlier versions counted from 0
         records = extra.pop("records", "")
         kinds = (
             *((hash, str), (round, int), (clients, dict)),
@@ -668,7 +671,7 @@ def _numeric_settings(toml: str) -> dict[str, Any]:
     found = parse_toml(toml)
     found["task"] = short_task(str(found.get("task")))
     flat: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in ((n, without_paths(n, v)) for n, v in found.items()):
         if isinstance(value, dict):
             flat |= {f"{name}.{k}": v for k, v in value.items()}
         elif changes_numbers(name):

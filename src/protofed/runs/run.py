@@ -25,7 +25,7 @@ from protofed.runs.folder import Checkpoint, RunFolder
 from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.records import Records
 from protofed.runs.result import Result
-from protofed.runs.summary import summarize
+from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
 
 
@@ -207,6 +207,7 @@ def _summary(federation: Federation, records: Records) -> dict[str, Any]:
         tested={name: len(images) for name, images in federation.tests.items()},
         clients=federation.table(),
         versions=facts.versions,
+        **pretrained(config, facts),
         **({"public": public.counts} if (public := federation.setup.public) else {}),
         **({"examined": federation.examined} if federation.examined else {}),
         **({"validated": validated} if validated else {}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,11 @@ class Measure:
             return dict(self.accuracy)
         seen = [a for d, a in self.accuracy.items() if d not in (self.unseen, AVERAGE)]
         return {**self.accuracy, SEEN: fmean(seen)}
+
+    def on_validation(self) -> Measure:
+        """The run with its validation accuracy in place of all accuracies on test images."""
+        accuracy = self.summary["beside"]["validation"]
+        return replace(self, accuracy=accuracy, summary={**self.summary, "beside": {}})
 
     @property
     def beside(self) -> dict[str, float]:
@@ -366,7 +371,7 @@ def caption(results: Sequence[Result]) -> str:
     return describe([Measure.of_result(r) for r in results])
 
 
-def describe(measures: Sequence[Measure]) -> str:
+def describe(measures: Sequence[Measure], what: str = "Test accuracy") -> str:
     """The caption of a table of these measures; rows that differ from most are named."""
     first, summary = measures[0].settings, measures[0].summary
     seeds = sorted({m.seed for m in measures})
@@ -386,7 +391,7 @@ def describe(measures: Sequence[Measure]) -> str:
     ) * (len(seeds) > 1)
     data = summary.get("data", "?").rstrip(".")
     return (
-        f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
+        f"{what} in %{_on_unseen(measures)}, {SELECTION}; {many}"
         f"task {first['task']} ({data}), protocol {one('protocol')}, "
         f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}; "
