@@ -220,7 +220,8 @@ def collect_private(
 ) -> None:
     """Fill the class sums from the network as it is, the received model, with noise.
 
-    A class whose noised count is below ``least``, or not clearly above 0, is absent.
+    A class is absent if its noised count is below ``least``, not clearly above 0, or so small that
+    the noise of its mean is expected to be longer than any feature.
     """
     budget = privacy.prototypes
     assert budget is not None
@@ -232,7 +233,8 @@ def collect_private(
     of_sum = budget.multiplier * budget.clip / math.sqrt(1 - COUNT_SHARE)
     of_count = budget.multiplier / math.sqrt(COUNT_SHARE)
     sum_Kd, count_K = sum_Kd + of_sum * noise[:, :-1], count_K + of_count * noise[:, -1]
-    count_K = count_K.masked_fill(count_K < max(least, CERTAIN * of_count), 0)
+    enough = max(least, CERTAIN * of_count, of_sum * math.sqrt(size) / budget.clip)
+    count_K = count_K.masked_fill(count_K < enough, 0)
     # no mean is longer than the features it is made of
     longest_K = budget.clip * count_K
     sum_Kd = sum_Kd * (longest_K / sum_Kd.norm(dim=1)).clamp(max=1)[:, None]
