@@ -89,8 +89,8 @@ TrustOption = Annotated[
     typer.Option(
         "--trust-code",
         callback=_trust,
-        help="Execute the Python files that a config, study or run names as its method. Without "
-        "it, only a file given on the command line is executed.",
+        help="Execute the Python files that a config, study or run names as its method or model. "
+        "Without it, only a file given on the command line is executed.",
     ),
 ]
 """Its work is done before the command begins."""

@@ -21,7 +21,7 @@ from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
 from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.records import Record
-from protofed.runs.summary import summarize
+from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
 
 
@@ -123,5 +123,6 @@ class Ledger:
                 for name, site in sites.items()
             ],
             **self.policies,
+            **pretrained(self.config, facts),
             **public,
         )

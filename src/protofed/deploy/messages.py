@@ -9,6 +9,8 @@ from flwr.app import ConfigRecord, RecordDict
 
 from protofed.deploy.wire import Refused
 
+SITE_FAILED, SITE_WAITS = 100, 101
+"""Error codes above those of Flower: a site refuses or cannot, or a person has yet to approve."""
 RECORD = "protofed"
 MAX_ITEMS = 1000
 """The longest list that a message may hold."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from protofed import keys
 from protofed.config import Config
 from protofed.errors import ProtofedError
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import travel
 from protofed.federation.participants import participants
 from protofed.method import Client, Method, Sizes
 from protofed.models import Network
@@ -179,9 +179,9 @@ def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None
         raise _no_privacy(method, "sends no class means", "proto_epsilon")
     state = network.state_dict()
     own = {
-        e.name: torch.full_like(state[e.name], math.nan)
-        for e in model_entries(network)
-        if method.shared(e) == "no" and state[e.name].is_floating_point()
+        name: torch.full_like(state[name], math.nan)
+        for name, way in travel(method, network).items()
+        if way == "no" and state[name].is_floating_point()
     }
     image = torch.zeros(2, 3, sizes.image, sizes.image, dtype=next(network.parameters()).dtype)
     view = Client(method, network, sizes, received={}, mine={})
@@ -195,15 +195,15 @@ def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None
 
 
 def _require_plain_updates(method: Method, network: Network) -> None:
-    sent = [e for e in model_entries(network) if method.shared(e) == "both"]
+    sent = [name for name, way in travel(method, network).items() if way == "both"]
     if not sent:
         raise _no_privacy(method, "sends no model", "update_epsilon")
     parameters = dict(network.named_parameters())
-    if buffers := [e.name for e in sent if e.name not in parameters]:
+    if buffers := [name for name in sent if name not in parameters]:
         raise ProtofedError(
             f"with update_epsilon no BatchNorm statistics may travel, and {method.name} sends "
             f"{buffers[0]}",
-            "use --norm group, or fedbn, whose clients keep theirs",
+            "use --norm group, --freeze-bn, or fedbn, whose clients keep theirs",
         )
 
 

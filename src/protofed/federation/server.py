@@ -10,7 +10,7 @@ import torch
 from protofed import tree
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import travel
 from protofed.federation.participants import participants
 from protofed.federation.spool import MEMORY_LIMIT, Spool
 from protofed.method import Method, ServerView, Sizes, Update, weighted_mean
@@ -40,7 +40,7 @@ class Server:
         self.participation, self.average = participation, average
         self.memory_limit, self.device = memory_limit, device
         state = network.state_dict()
-        self.travels = {e.name: method.shared(e) for e in model_entries(network)}
+        self.travels = travel(method, network)
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
         self.state: Tree = tree.copy({**method.init_server(state, sizes), "model": model}, device)
         self.round = 0
