@@ -144,8 +144,8 @@ class Privacy:
 
 def make_privacy(config: Config, network: Network, sizes: Sizes) -> Privacy:
     """The protection that a config asks for, or an error if its method cannot have it."""
-    method, asked = config.method, (config.proto_epsilon, config.update_epsilon)
-    if asked == (None, None):
+    method = config.method
+    if config.proto_epsilon is None and config.update_epsilon is None:
         return Privacy()
     if others := sorted(method.slots.up.keys() - {PROTOTYPES}):
         raise _no_privacy(method, f"also sends {', '.join(others)}, which would get no noise")
@@ -153,13 +153,14 @@ def make_privacy(config: Config, network: Network, sizes: Sizes) -> Privacy:
         _require_class_means(method, network, sizes)
     if config.update_epsilon is not None:
         _require_plain_updates(method, network)
-    parts = ((PROTOTYPES, asked[0], config.proto_clip), (MODEL, asked[1], config.update_clip))
     releases = planned_releases(config)
+
+    def budget(part: str, epsilon: float | None, clip: float) -> Budget | None:
+        return None if epsilon is None else Budget(part, epsilon, config.delta, clip, releases)
+
     return Privacy(
-        *(
-            None if epsilon is None else Budget(part, epsilon, config.delta, clip, releases)
-            for part, epsilon, clip in parts
-        )
+        budget(PROTOTYPES, config.proto_epsilon, config.proto_clip),
+        budget(MODEL, config.update_epsilon, config.update_clip),
     )
 
 
