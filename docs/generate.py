@@ -81,16 +81,20 @@ def _settings() -> str:
               "| protocol | from | model | rounds × epochs | batch | lr, momentum, decay |",
               "|---|---|---|---|---|---|"]  # fmt: skip
     for p in PROTOCOLS.values():
-        model = p.model + (f", width {p.width}" if p.width else "")
+        epochs, batch = p.epochs or _CHOSEN, p.batch or _CHOSEN
+        model = (p.model or _CHOSEN) + (f", width {p.width}" if p.width else "")
         optimizer = f"{p.lr:g}, {p.momentum:g}, {p.weight_decay:g}"
         other = "".join(f"; {task}: {_given(v)}" for task, v in p.per_task.items())
         lines.append(
-            f"| `{p.name}` | {p.source} | {model}{other} | {p.rounds} × {p.epochs} | {p.batch} | "
+            f"| `{p.name}` | {p.source} | {model}{other} | {p.rounds} × {epochs} | {batch} | "
             f"{optimizer} |"
         )
     used = ", ".join(f"{task}: `{name}`" for task, name in TASK_PROTOCOL.items())
-    lines += ["", f"The default of each task: {used}, your own folders: `fpl`.", ""]
+    lines += ["", f"The default of each task: {used}, your own folders: `folder`.", ""]
     return "\n".join(lines)
+
+
+_CHOSEN = "[chosen](images.md#what-is-chosen-for-you)"
 
 
 def _given(values: Mapping[str, object]) -> str:
@@ -257,18 +261,18 @@ def _tables(text: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """The tables of a study: task, column names (domains, average, seeds), rows with numbers."""
     for section in text.split("\n## ")[1:]:
         task = section.partition("\n")[0].strip()
+        first = re.search(r"(^\|.*\n)+", section, re.M)  # the next one has the costs
         rows = [
             [cell.strip() for cell in line.strip("|").split(" | ")]
-            for line in section.splitlines()
-            if line.startswith("| ")
+            for line in (first[0] if first else "").splitlines()
         ]
         if not rows or "average" not in rows[0]:
             continue
         names = rows[0][: rows[0].index("average") + 1]
-        names += ["seeds"] * ("seeds" in rows[0])  # where not all have all
+        names += [n for n in ("worst", "seeds") if n in rows[0]]  # seeds: where not all have all
         columns = [rows[0].index(name) for name in names]
         plain = [[re.sub(r"\*\*|</?u>", "", row[c]) for c in columns] for row in rows[2:]]
-        yield task, names, [row for row in plain if "—" not in row]
+        yield task, names, [row for row in plain if all(row)]
 
 
 def _row(cells: list[str]) -> str:

@@ -55,6 +55,30 @@ def test_defaults_come_from_the_task_and_its_protocol():
     assert (config.device, config.precision, config.engine) == (AUTO, AUTO, AUTO)
 
 
+def test_large_images_have_a_model_of_their_own():
+    small, large = (make_config("pacs", image_size=size) for size in (95, 96))
+    assert (small.model, large.model) == ("resnet18", "resnet18_imagenet")
+    assert make_config("pacs", image_size=224, model="resnet18").model == "resnet18"
+    # the width and norm of a protocol are for its own model
+    glyphs = make_config(image_size=96)
+    assert (glyphs.model, glyphs.width, glyphs.norm) == ("resnet18_imagenet", None, None)
+    assert make_config(model="resnet10").width == PROTOCOLS["glyphs"].width
+    assert make_config(image_size=96, width=8).width == 8
+
+
+def test_paths_of_weights_and_models_are_absolute_and_not_hashed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [
+        make_config(weights=weights, model=model)
+        for weights, model in (("w.pth", "net.py:f"), ("a/v.pth", "b/net.py:f"))
+    ]
+    assert made[0].weights == str(tmp_path / "w.pth")
+    assert made[0].model == f"{tmp_path / 'net.py'}:f"
+    assert made[0].hash == made[1].hash != make_config(model="net.py:f").hash
+    assert round_trip(made[0], tmp_path) == made[0]
+    assert make_config(model={"scan-0": "net.py:f"}).models == (made[0].model,)
+
+
 def test_what_is_given_wins_and_none_is_not_given():
     config = make_config(rounds=7, lr=0.5, seed=None, norm="group", average="uniform")
     assert (config.rounds, config.lr, config.seed, config.norm) == (7, 0.5, 0, "group")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from protofed import run
 from protofed.methods import method_class
 from protofed.studies.definition import load
 from protofed.studies.plan import plan
-from protofed.testing.checks import check
+from protofed.testing.checks import SHORT, check, tiny_task
 from tests.deploy.loopback_world import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -25,6 +26,11 @@ def test_an_example_method_passes_the_battery(name: str) -> None:
     verdicts = check(method_class(str(EXAMPLES / name)))
     other = {v.check: v.status for v in verdicts if v.status != "passed"}
     assert other == {"different models": "skipped"}, "it averages models"
+
+
+def test_the_example_model_is_trained() -> None:
+    own = {"model": f"{EXAMPLES / 'own_model.py'}:encoder", "width": None, "norm": None}
+    assert run(tiny_task(), **{**SHORT, **own}).network().features == 64
 
 
 def test_an_example_study_can_be_planned() -> None:

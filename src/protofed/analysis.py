@@ -32,6 +32,7 @@ from protofed.federation.facts import DTYPES
 from protofed.federation.model_state import load_model
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
+from protofed.models.network import trainable
 from protofed.prototypes import finch, widened
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
@@ -171,11 +172,12 @@ def outputs(
     received: Tree | None = None
     for model, mine in _evaluated(run, domain, round):
         network = initial_network(config, task, model)
-        names = tuple(name for name, _ in network.named_parameters())
-        sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+        sizes = Sizes(
+            len(task.classes), network.features, task.image_size, tuple(trainable(network))
+        )
         initial = {name: t.clone() for name, t in network.state_dict().items()}
         received = _received(run, round, sizes) if received is None else received
-        at = (round or config.rounds) - 1
+        at = (round or len(run.rounds)) - 1
         client = Client(
             config.method,
             network,
@@ -220,7 +222,7 @@ def _images(run: Result, task: Task, domain: str, split: str, limit: int | None)
 
 def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
     """What the server would broadcast: the model, and whatever of the rest was kept."""
-    if round is not None and round != run.config.rounds:
+    if round is not None and round != len(run.rounds):
         slots, _ = _artifact(run, "snapshots", round)
         if round in prototype_rounds(run):
             slots |= _unflat(_artifact(run, "prototypes", round)[0].get("down", {}))
@@ -229,8 +231,8 @@ def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
     if checkpoint is None:
         return {**run.need_model().received, "model": run.model}
     clients = tuple(row["client"] for row in run.summary.get("clients", ()))
-    rounds = run.config.rounds
-    return run.config.method.broadcast(ServerView(checkpoint.state, rounds, rounds, clients, sizes))
+    done, rounds = len(run.rounds), run.config.rounds
+    return run.config.method.broadcast(ServerView(checkpoint.state, done, rounds, clients, sizes))
 
 
 def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree]]:
@@ -240,7 +242,7 @@ def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[st
         return
     folder = RunFolder(run.folder) if run.folder else None
     checkpoint = folder.checkpoint() if folder else None
-    if round not in (None, run.config.rounds):
+    if round not in (None, len(run.rounds)):
         raise ProtofedError(
             f"clients of {run.config.method.name} keep their own models, and only those of the "
             "last round"
@@ -393,7 +395,7 @@ def prototypes(run: Run, round: int | None = None) -> RoundPrototypes:
     """The prototypes of a round that was kept; None is the last such round."""
     run = _loaded(run)
     if round is None:
-        round = (prototype_rounds(run) or [run.config.rounds])[-1]
+        round = (prototype_rounds(run) or [len(run.rounds)])[-1]
     slots, metadata = _artifact(run, "prototypes", round)
     clients = metadata["clients"]
     sent = {}

@@ -28,10 +28,13 @@ from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import READING, Method
-from protofed.methods import create, fingerprint, is_file, known_class, method_class, reference
-from protofed.models import NORMS
-from protofed.models.mixed import Models, checked_models, model_names
+from protofed.methods import create, fingerprint, known_class, method_class, reference
+from protofed.models import LARGE_IMAGE, LARGE_MODEL, NORMS
+from protofed.models.mixed import Models, checked_models, model_names, without_folders
+from protofed.models.own import known_factory, load_factory
+from protofed.models.resnet import IMAGENET
 from protofed.toml import parse_toml, toml_text
+from protofed.user_code import is_file
 
 AUTO = "auto"
 """The value of a setting that the run itself resolves when it starts."""
@@ -46,9 +49,9 @@ PRECISIONS = ("fp32", "fp64", "tf32", "bf16")
 DEVICES = ("cpu", "cuda")
 ENGINES = ("loop", "workers", "lanes")
 
-TRAINING, CLIENTS, PRIVACY = "Training", "Clients and data", "Privacy"
+TRAINING, CLIENTS, ROBUSTNESS, PRIVACY = "Training", "Clients and data", "Robustness", "Privacy"
 ENGINE, OUTPUT = "Engine", "Output"
-PANELS = (TRAINING, CLIENTS, PRIVACY, ENGINE, OUTPUT)
+PANELS = (TRAINING, CLIENTS, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
 """The groups in which help and docs show the settings."""
 
 
@@ -169,7 +172,10 @@ class Config:
     model: Models = setting(
         "table",
         TRAINING,
-        "resnet10, resnet18, cnn3 or cnn2; default: the protocol's. Clients may have different "
+        "resnet10, resnet18, cnn3 or cnn2, for small images; resnet18_imagenet, resnet34_imagenet "
+        "or resnet50_imagenet, for images of 96 pixels or more; path/to/file.py:factory, a model "
+        "of your own (docs/models.md). Default: resnet18_imagenet from 96 pixels on, else the "
+        "protocol's. Clients may have different "
         "models with features of the same size: cnn3,cnn2 alternates over the clients, "
         "scan-0=cnn3,... names a model for each. Only methods that send no weights allow "
         "this (docs/heterogeneous.md).",
@@ -180,6 +186,31 @@ class Config:
     )
     norm: str | None = setting(
         "str", TRAINING, "Normalization layers; default: the model's.", choices=NORMS
+    )
+    weights: str | None = setting(
+        "str",
+        TRAINING,
+        "A file of weights to start from, e.g. trained on ImageNet: safetensors, or a state dict, "
+        "with the entry names of torchvision and timm. The head is not loaded.",
+        metavar="FILE",
+        later=True,
+    )
+    train: str = setting(
+        "str",
+        TRAINING,
+        "What is trained: all of the model, or only what follows its backbone, which then stays "
+        "as it is and is not sent to the server.",
+        "all",
+        choices=("all", "head"),
+        later=True,
+    )
+    freeze_bn: bool = setting(
+        "bool",
+        TRAINING,
+        "Keep the backbone's BatchNorm statistics as they are at the start, and normalize with "
+        "them in training too; its scale and shift are still trained.",
+        False,
+        later=True,
     )
     participation: float = setting(
         "float", TRAINING, "Fraction of the clients that train in a round.", 1.0, above=0, most=1
@@ -295,6 +326,15 @@ class Config:
         metavar="unused | folder | FRACTION",
         later=True,
     )
+    patience: int | None = setting(
+        "int",
+        TRAINING,
+        "Stop early: end the run once the validation accuracy (--validate) has not improved for "
+        "this many rounds.",
+        least=1,
+        most=10**6,
+        later=True,
+    )
     pixel_range: str | None = setting(
         "str",
         CLIENTS,
@@ -330,6 +370,47 @@ class Config:
         most=10**4,
         numbers=False,
     )
+    bounds: str = setting(
+        "str",
+        ROBUSTNESS,
+        "What happens to a client's message that is out of bounds (ten times the median of the "
+        "last rounds): refuse it by name, clip it to the bound, or off: let it count.",
+        "refuse",
+        choices=("refuse", "clip", "off"),
+        later=True,
+    )
+    robust: str = setting(
+        "str",
+        ROBUSTNESS,
+        "How weights, prototypes and all else that clients send are aggregated: none (as the "
+        "method does), clip (shortened to the median norm), trimmed or median (of each "
+        "coordinate), krum (only the messages nearest to one another).",
+        "none",
+        choices=("none", "clip", "trimmed", "median", "krum"),
+        later=True,
+    )
+    robust_fraction: float = setting(
+        "float",
+        ROBUSTNESS,
+        "The fraction of a round's clients that trimmed and krum leave out.",
+        0.2,
+        above=0,
+        below=0.5,
+        later=True,
+    )
+    attack: str | None = setting(
+        "str",
+        ROBUSTNESS,
+        "For studies of robustness, some clients lie: flip (train with wrong labels), scale (send "
+        "their change reversed and five times as long), noise (in place of their change), "
+        "prototypes (send those of other classes, five times as long).",
+        choices=("flip", "scale", "noise", "prototypes"),
+        later=True,
+    )
+    attackers: float = setting(
+        "float", ROBUSTNESS, "The fraction of clients that attack.", 0.2, least=0, below=1,
+        later=True,
+    )  # fmt: skip
     proto_epsilon: float | None = setting(
         "float",
         PRIVACY,
@@ -432,10 +513,10 @@ class Config:
         """Ten hexadecimal digits that stand for all settings that can change a result.
 
         Left out: device and precision, which are facts of a run (``Facts.run_hash``), and the
-        path of a folder of images, since their digest is a fact too.
+        paths of images, weights and code, since the digests of these are facts too.
         """
         parts = {
-            name: value
+            name: without_paths(name, value)
             for name, s in SETTINGS.items()
             if s.numbers and not ((value := getattr(self, name)) == s.default and s.later)
         }
@@ -529,6 +610,13 @@ SETTINGS: dict[str, Setting] = {
 
 CHOSEN = ("image_size", "model", "batch", "epochs", "augment", "pixel_range")
 """The settings that are chosen by the images of a folder, and are None until these are known."""
+
+
+def without_paths(name: str, value: Any) -> Any:
+    """A setting's value as a run's hash has it: facts have the digests of files."""
+    if name == "weights" and value is not None:
+        return "file"
+    return without_folders(value) if name == "model" and value is not None else value
 
 
 def changes_numbers(name: str) -> bool:
@@ -679,6 +767,11 @@ def make_config(
     require_known("setting", given, SETTINGS)
     given = check_settings(given)
     base = protocol(given.get("protocol"), info.name)
+    if base.model is not None and given.get("image_size", info.image_size or 0) >= LARGE_IMAGE:
+        base = replace(base, model=LARGE_MODEL)
+    models = model_names(given.get("model", base.model) or "")
+    if all(n in IMAGENET or is_file(n) for n in models):
+        base = replace(base, width=None, norm=None)  # the protocol's are for its small models
     values: dict[str, Any] = {
         **{name: s.default for name, s in SETTINGS.items()},
         **{k: v for k, v in vars(base).items() if k in SETTINGS},
@@ -696,8 +789,15 @@ def make_config(
             raise ProtofedError(f"{info.name} has only one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
-    if values["model"] and len(model_names(values["model"])) > 1:
+    if values["patience"] is not None and values["validate"] is None:
+        raise ProtofedError("patience stops by the validation accuracy", "add --validate unused")
+    if len(models) > 1:
         made = made.for_mixed_models()
+        if values["weights"] is not None:
+            raise ProtofedError(
+                f"the weights of one file cannot fit both {' and '.join(models)}",
+                "give all clients one --model, or leave out --weights",
+            )
     if values["leave_out"] == EACH and (info.domains is None or EACH not in info.domains):
         raise ProtofedError(
             "a run leaves out one domain, not each in turn",
@@ -712,6 +812,8 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     checked = {name: SETTINGS[name].check(name, v) for name, v in given.items() if name in SETTINGS}
     if checked.get("model") is not None:
         checked["model"] = checked_models(checked["model"])
+    if checked.get("weights") is not None:
+        checked["weights"] = str(Path(checked["weights"]).expanduser().absolute())
     if checked.get("pixel_range") is not None:
         parse_range(checked["pixel_range"])
     return checked
@@ -739,8 +841,10 @@ def merged_config(
 ) -> Config:
     """A config from a TOML file, if any; whatever else is given overrides the file.
 
-    A Python file is executed only if ``method`` names it, or if code is trusted.
+    A Python file is executed only if ``method`` or the setting ``model`` names it, or if code is
+    trusted.
     """
+    execute_models(settings)
     found = read_config(Path(file)) if file is not None else {}
     named = str(found.get("method"))
     if method is None and is_file(named) and known_class(named) is None:
@@ -748,6 +852,13 @@ def merged_config(
             f"'{file}' names code as its method: {named}",
             f"if you trust it: --trust-code, or --method {named}",
         )
+    if settings.get("model") is None and "model" in found:
+        for model in model_names(checked_models(found["model"])):
+            if is_file(model) and known_factory(model) is None:
+                raise ProtofedError(
+                    f"'{file}' names code as its model: {model}",
+                    f"if you trust it: --trust-code, or --model {model}",
+                )
     if method is not None and method != found.get("method"):
         found.pop("options", None)  # the file's hyper-parameters belong to its own method
     given = {"task": task, "method": method, **settings}
@@ -755,7 +866,26 @@ def merged_config(
     old, new = found.pop("options", {}), options or {}
     if old and READING in new:  # the file names every switch that a reading sets: drop them
         old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
-    return make_config(**{"task": "glyphs", **found}, options={**old, **new})
+    config = make_config(**{"task": "glyphs", **found}, options={**old, **new})
+    require_rounds_to_keep(config)
+    return config
+
+
+def require_rounds_to_keep(config: Config) -> None:
+    """An error if a round that is to be kept comes after the last one."""
+    late = [r for r in config.keep_rounds or () if not isinstance(r, str) and r > config.rounds]
+    if late:
+        raise ProtofedError(
+            f"keep_rounds names round {late[0]}, but the run has {config.rounds}",
+            '"last" is the last round, whichever it is',
+        )
+
+
+def execute_models(settings: Mapping[str, Any]) -> None:
+    """Execute the files of models that a person's settings name."""
+    if (models := settings.get("model")) is not None:
+        for model in filter(is_file, model_names(checked_models(models))):
+            load_factory(model)
 
 
 def read_config(path: Path) -> dict[str, Any]:

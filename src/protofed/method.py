@@ -46,6 +46,7 @@ from protofed.errors import NoSecondDerivative, unknown
 from protofed.errors import ProtofedError as ProtofedError
 from protofed.models.network import Network as Network
 from protofed.models.network import Output as Output
+from protofed.models.network import trainable
 from protofed.prototypes import Prototypes, class_means, class_sums, widened
 from protofed.tree import Slot as Slot
 from protofed.tree import Tree as Tree
@@ -500,8 +501,8 @@ class Client:
         """The client's private state; empty when the server evaluates."""
         self.start: Slot = mine.get("model", {}) | received.get("model", {})
         """The model local training started from."""
-        self.parameters = dict(network.named_parameters())
-        """The live parameters by name."""
+        self.parameters: dict[str, Tensor] = {**trainable(network)}
+        """The live parameters by name, without those that are frozen."""
         self.sizes = sizes._replace(parameters=tuple(self.parameters))
         self.round = torch.tensor(round, device=device)
         """The number of this round, from 0."""

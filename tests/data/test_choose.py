@@ -11,12 +11,12 @@ from protofed.data.choose import Survey
 @pytest.mark.parametrize(
     ("side", "size", "words"),
     [
-        (12, 32, "12 pixels, by the median; they are enlarged to the size of the papers'"),
-        (28, 32, "28 pixels, by the median; they are enlarged"),
-        (32, 32, "32 pixels, by the median"),
-        (100, 104, "100 pixels, by the median, rounded up to a multiple of 8"),
-        (224, 224, "224 pixels, by the median"),
-        (3000, 224, "they are shrunk to what ImageNet's networks see"),
+        (12, 32, "shorter side is 12 pixels; they are enlarged to the size of the papers'"),
+        (28, 32, "shorter side is 28 pixels; they are enlarged"),
+        (32, 32, "shorter side is 32 pixels"),
+        (100, 104, "shorter side is 100 pixels, rounded up to a multiple of 8"),
+        (224, 224, "shorter side is 224 pixels"),
+        (3000, 224, "they are shrunk to 224, as networks for ImageNet expect, --image-size N"),
     ],
 )
 def test_image_size(side: int, size: int, words: str) -> None:
@@ -27,7 +27,7 @@ def test_image_size(side: int, size: int, words: str) -> None:
 
 def test_domains_of_different_sizes_are_named() -> None:
     reason = choose.image_size(Survey(100, {"a": 50, "b": 100})).reason
-    assert "100 pixels, by the median (a 50, b 100)" in reason
+    assert "median shorter side is 100 pixels (a 50, b 100)" in reason
 
 
 def test_large_images_have_another_network_and_augmentation() -> None:

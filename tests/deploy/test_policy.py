@@ -80,7 +80,7 @@ def test_what_is_outside_is_refused_by_the_settings_name(world: Callable[..., An
     w = world(rounds=2, epochs=2, norm="batch")
     for policy, said in OUTSIDE.items():
         with pytest.raises(Refused, match=re.escape(said)):
-            ask(w, policy)
+            ask(w, policy + "\napproval = true")  # nobody is asked to approve it
         asked, refused = audit(w)[-2:]
         assert (asked["event"], refused["event"]) == ("asked", "refused")
         assert (refused["why"], refused["run"], refused["round"]) == (said, w.run.hash, 0)

@@ -44,7 +44,7 @@ def test_every_choice_has_its_reason(scans: Path) -> None:
     assert lines[0] == f"{task.name}: {task.note}"
     assert "Read as domain/{train,test}/class/image" in lines[0]
     rows = {line[2:14].strip(): line[15:] for line in lines[1:]}
-    assert rows["image size"] == "40: the images' shorter side is 40 pixels, by the median"
+    assert rows["image size"] == "40: the images' median shorter side is 40 pixels"
     assert rows["model"].startswith("resnet10: ")
     assert rows["epochs"] == "10: about 68 steps of a client between two averages"
     assert rows["augment"].endswith("--no-flip if left and right differ")
@@ -63,7 +63,7 @@ def test_a_run_and_a_comparison_tell_before_they_start(scans: Path, tmp_path: Pa
     common = ("--task", f"folder:{scans}", *SMALL, "--runs", tmp_path)
     done = call("run", "--method", "fpl", *common)
     assert done.code == 0, done.err
-    choice = "image size   40: the images' shorter side"
+    choice = "image size   40: the images' median shorter side"
     assert done.out.index(choice) < done.out.index("protocol folder: cnn2, 40×40 pixels")
     compared = call("compare", "--methods", "fedavg,fpl", *common)
     assert compared.code == 0, compared.err

@@ -71,6 +71,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         folder.finish(
             dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
             | {"hash": "abc", "method": "fpl", "accuracy": {}}
+            | {"split": {"clients": {}, "samples": {}}}
         )
     assert folder.facts() == FACTS and folder.records() == [RECORD]
     found = folder.checkpoint()

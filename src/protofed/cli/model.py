@@ -155,6 +155,14 @@ def evaluate(
         Path | None,
         typer.Option("--out", "-o", metavar="DIR", help="Folder for evaluation.json and figures."),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="First fit the temperature of the probabilities on training images that were not "
+            "trained on, and write it into the run's model, for predict and export.",
+        ),
+    ] = False,
     client: ClientOption = None,
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
@@ -167,9 +175,16 @@ def evaluate(
     """
     from protofed.data import load_task
     from protofed.inference import load_model
+    from protofed.inference.calibration import calibrate as fit
     from protofed.inference.metrics import measure
-    from protofed.inference.model import softmax
 
+    if calibrate:
+        fitted = fit(model, client, device, data)
+        say(
+            f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} training images that "
+            f"were not trained on: calibration error there {fitted.before:.1f} → "
+            f"{fitted.after:.1f} %"
+        )
     trained = load_model(model, client, device)
     name = task or trained.card.task
     size = None if name == "glyphs" else trained.image_size
@@ -180,7 +195,7 @@ def evaluate(
         loaded.domains.items(), "evaluating", console=errors, transient=True
     ):
         labels = order[images.test.y.numpy()]
-        found[domain] = measure(softmax(trained.logits(images.test.x)), labels)
+        found[domain] = measure(trained.predict_proba(images.test.x), labels)
     _print_metrics(found)
     if out is not None:
         _write_evaluation(trained, name, found, out)
@@ -243,6 +258,7 @@ def _write_evaluation(
         for domain, m in found.items()
     }
     about = {"run": trained.card.hash, "client": trained.client, "task": task}
+    about["temperature"] = trained.temperature
     write_json(out / "evaluation.json", {**about, "domains": domains})
     counts = {domain: m.confusion for domain, m in found.items()}
     paths = save(confusions(trained.method.name, counts, trained.classes), out)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-SMALL, LARGE, LARGEST = 32, 96, 224
+from protofed.models import LARGE_IMAGE as LARGE
+from protofed.models import LARGE_MODEL
+
+SMALL, LARGEST = 32, 224
 """Images are at least SMALL by default and at most LARGEST; from LARGE on, networks of ImageNet."""
 STEP = 8
 """Image sizes are multiples of this: networks halve them three times."""
@@ -37,9 +40,10 @@ def image_size(survey: Survey) -> Choice:
     size = min(LARGEST, max(SMALL, -(-side // STEP) * STEP))
     differ = ", ".join(f"{domain} {s}" for domain, s in survey.sides.items())
     whose = f" ({differ})" if len({*survey.sides.values()}) > 1 else ""
-    reason = f"the images' shorter side is {side} pixels, by the median{whose}"
+    reason = f"the images' median shorter side is {side} pixels{whose}"
     if side > size:
-        reason += f"; they are shrunk to what ImageNet's networks see, --image-size {side} is not"
+        reason += f"; they are shrunk to {size}, as networks for ImageNet expect"
+        reason += ", --image-size N keeps more"
     elif size == SMALL > side:
         reason += "; they are enlarged to the size of the papers' images"
     elif size > side:
@@ -49,14 +53,14 @@ def image_size(survey: Survey) -> Choice:
 
 def model(size: int) -> Choice:
     if size >= LARGE:
-        return Choice("resnet18_imagenet", f"for images of {LARGE} pixels and more")
+        return Choice(LARGE_MODEL, f"for images of {LARGE} pixels and more")
     return Choice("resnet10", f"the papers' network, for images below {LARGE} pixels")
 
 
 def augment(size: int) -> Choice:
     if size >= LARGE:
-        return Choice("large", "random parts and colors: shifts by 4 pixels do little at this size")
-    return Choice("crop", f"shifts by 4 pixels, as in the papers, below {LARGE} pixels")
+        return Choice("large", f"random parts and colors, for {LARGE} pixels and more")
+    return Choice("crop", f"shifts by up to 4 pixels, as in the papers, below {LARGE} pixels")
 
 
 def batch(size: int, samples: Sequence[int]) -> Choice:

@@ -31,7 +31,8 @@ from protofed.deploy.site import SITE_FILE
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, write_atomic
-from protofed.methods import is_file, method_class
+from protofed.methods import method_class
+from protofed.user_code import is_file
 
 
 def init(

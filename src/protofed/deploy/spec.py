@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 
-from protofed.config import SETTINGS, Config, make_config
+from protofed.config import SETTINGS, Config, make_config, without_paths
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
-from protofed.deploy.installed import InstalledMethod, file_digest
+from protofed.deploy.counts import Count
+from protofed.deploy.installed import InstalledMethod, file_sha256
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
 from protofed.federation.model_fit import require_fit
+from protofed.federation.model_state import travel
 from protofed.federation.public_images import (
     FOLDER_POOL,
     digest_count,
@@ -36,6 +38,8 @@ from protofed.federation.public_images import (
 from protofed.federation.simulation import initial_network, make_setup, make_shares
 from protofed.method import Method
 from protofed.methods import METHODS, reference
+from protofed.models import Network
+from protofed.user_code import is_file
 
 _NONE: Mapping[str, InstalledMethod] = MappingProxyType({})
 
@@ -52,6 +56,8 @@ class RunSpec:
     """Of the machine that started the run; the digests are of the images that sites must have."""
     public: Mapping[str, int]
     """How many public images a round has, by where they come from; empty if it needs none."""
+    counts: Mapping[str, Count]
+    """The images of each site, where a built-in task decides them."""
 
     @property
     def hash(self) -> str:
@@ -78,6 +84,11 @@ def make_spec(
             "install it on the server and at every site: protofed deploy method FILE.py:CLASS; "
             "then name it as that command does",
         )
+    if any(map(is_file, config.models)):
+        raise ProtofedError(
+            f"model {' and '.join(config.models)} comes from a file that the sites do not have",
+            "only models that the package includes can be deployed",
+        )
     config = config.for_task(task.info)
     sizes = (len(task.classes), task.image_size, config.width, config.norm)
     require_fit(config.method, config.models, *sizes)
@@ -85,8 +96,24 @@ def make_spec(
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
     config = replace(config, precision=facts.precision)
-    make_setup(config, task, initial_network(config, task))  # here rather than at every site
-    return RunSpec(config, task, facts, public)
+    network = initial_network(config, task)
+    make_setup(config, task, network)  # here rather than at every site
+    if config.weights is not None:
+        _require_sent(config.method, network)
+    shares = make_shares(config, task) if task.has_images else []
+    counts = {s.name: Count(len(s.rows), len(task.domains[s.domain].test)) for s in shares}
+    return RunSpec(config, task, facts, public, counts)
+
+
+def _require_sent(method: Method, network: Network) -> None:
+    """Refuse weights from a file if sites would start with others: they have them of the server."""
+    kept = [name for name, way in travel(method, network).items() if way == "no"]
+    if own := [name for name in kept if name.startswith("encoder.")]:
+        raise ProtofedError(
+            f"{method.name} keeps entries of the backbone at the sites ({own[0]}, ...), "
+            "which do not have the file of weights",
+            "use a method that sends the whole model, or leave out --weights",
+        )
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
@@ -119,7 +146,9 @@ def pack(spec: RunSpec) -> str:
     parts = {
         "hash": spec.hash,
         "method": {**_named(method), "options": method.options()},
-        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
+        "settings": {  # without the paths on this machine
+            name: without_paths(name, getattr(config, name)) for name in SETTINGS if name != "data"
+        },
         "task": {
             "name": task.name,
             "classes": task.classes,
@@ -128,6 +157,7 @@ def pack(spec: RunSpec) -> str:
         },
         "facts": spec.facts.to_dict(),
         "public": dict(spec.public),
+        "counts": dict(spec.counts),
     }
     return json.dumps(parts, sort_keys=True)
 
@@ -137,7 +167,7 @@ def _named(method: Method) -> dict[str, str]:
     found = reference(method)
     if found in METHODS:
         return {"name": found}
-    return {"name": method.name, "sha256": file_digest(Path(found.rpartition(":")[0]))}
+    return {"name": method.name, "sha256": file_sha256(Path(found.rpartition(":")[0]))}
 
 
 def _find(name: str, digest: str | None, methods: Mapping[str, InstalledMethod]) -> str:
@@ -174,7 +204,8 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
         task = replace(task, pixel_range=settings.get("pixel_range"))
         config = make_config(task, found, method["options"], **settings)
         public = {str(name): int(n) for name, n in parts["public"].items()}
-        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
+        counts = {str(name): Count(*map(int, both)) for name, both in parts["counts"].items()}
+        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public, counts)
         claimed = parts["hash"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtofedError(f"the run's configuration cannot be read: {error!r}") from None

@@ -93,7 +93,7 @@ class ClientBatches:
     def clean(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The images of a part in order, without augmentation."""
         rows = torch.from_numpy(self.parts[part]).to(self.images.x.device)
-        for index in rows.split(EVALUATION_BATCH):
+        for index in rows.split(evaluation_batch(self.images.x.shape[-1])):
             x = normalized(self.images.x[index], self.augment, self.setup.dtype)
             yield x, self.images.y[index]
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from protofed import keys
 from protofed.config import Config
 from protofed.errors import ProtofedError
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import travel
 from protofed.federation.participants import participants
 from protofed.method import Client, Method, Sizes
 from protofed.models import Network
@@ -144,8 +144,8 @@ class Privacy:
 
 def make_privacy(config: Config, network: Network, sizes: Sizes) -> Privacy:
     """The protection that a config asks for, or an error if its method cannot have it."""
-    method, asked = config.method, (config.proto_epsilon, config.update_epsilon)
-    if asked == (None, None):
+    method = config.method
+    if config.proto_epsilon is None and config.update_epsilon is None:
         return Privacy()
     if others := sorted(method.slots.up.keys() - {PROTOTYPES}):
         raise _no_privacy(method, f"also sends {', '.join(others)}, which would get no noise")
@@ -153,13 +153,14 @@ def make_privacy(config: Config, network: Network, sizes: Sizes) -> Privacy:
         _require_class_means(method, network, sizes)
     if config.update_epsilon is not None:
         _require_plain_updates(method, network)
-    parts = ((PROTOTYPES, asked[0], config.proto_clip), (MODEL, asked[1], config.update_clip))
     releases = planned_releases(config)
+
+    def budget(part: str, epsilon: float | None, clip: float) -> Budget | None:
+        return None if epsilon is None else Budget(part, epsilon, config.delta, clip, releases)
+
     return Privacy(
-        *(
-            None if epsilon is None else Budget(part, epsilon, config.delta, clip, releases)
-            for part, epsilon, clip in parts
-        )
+        budget(PROTOTYPES, config.proto_epsilon, config.proto_clip),
+        budget(MODEL, config.update_epsilon, config.update_clip),
     )
 
 
@@ -179,9 +180,9 @@ def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None
         raise _no_privacy(method, "sends no class means", "proto_epsilon")
     state = network.state_dict()
     own = {
-        e.name: torch.full_like(state[e.name], math.nan)
-        for e in model_entries(network)
-        if method.shared(e) == "no" and state[e.name].is_floating_point()
+        name: torch.full_like(state[name], math.nan)
+        for name, way in travel(method, network).items()
+        if way == "no" and state[name].is_floating_point()
     }
     image = torch.zeros(2, 3, sizes.image, sizes.image, dtype=next(network.parameters()).dtype)
     view = Client(method, network, sizes, received={}, mine={})
@@ -195,15 +196,15 @@ def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None
 
 
 def _require_plain_updates(method: Method, network: Network) -> None:
-    sent = [e for e in model_entries(network) if method.shared(e) == "both"]
+    sent = [name for name, way in travel(method, network).items() if way == "both"]
     if not sent:
         raise _no_privacy(method, "sends no model", "update_epsilon")
     parameters = dict(network.named_parameters())
-    if buffers := [e.name for e in sent if e.name not in parameters]:
+    if buffers := [name for name in sent if name not in parameters]:
         raise ProtofedError(
             f"with update_epsilon no BatchNorm statistics may travel, and {method.name} sends "
             f"{buffers[0]}",
-            "use --norm group, or fedbn, whose clients keep theirs",
+            "use --norm group, --freeze-bn, or fedbn, whose clients keep theirs",
         )
 
 
@@ -220,7 +221,8 @@ def collect_private(
 ) -> None:
     """Fill the class sums from the network as it is, the received model, with noise.
 
-    A class whose noised count is below ``least``, or not clearly above 0, is absent.
+    A class is absent if its noised count is below ``least``, not clearly above 0, or so small that
+    the noise of its mean is expected to be longer than any feature.
     """
     budget = privacy.prototypes
     assert budget is not None
@@ -232,7 +234,8 @@ def collect_private(
     of_sum = budget.multiplier * budget.clip / math.sqrt(1 - COUNT_SHARE)
     of_count = budget.multiplier / math.sqrt(COUNT_SHARE)
     sum_Kd, count_K = sum_Kd + of_sum * noise[:, :-1], count_K + of_count * noise[:, -1]
-    count_K = count_K.masked_fill(count_K < max(least, CERTAIN * of_count), 0)
+    enough = max(least, CERTAIN * of_count, of_sum * math.sqrt(size) / budget.clip)
+    count_K = count_K.masked_fill(count_K < enough, 0)
     # no mean is longer than the features it is made of
     longest_K = budget.clip * count_K
     sum_Kd = sum_Kd * (longest_K / sum_Kd.norm(dim=1)).clamp(max=1)[:, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,18 @@ from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
 from protofed.data.split import UNUSED, hold_out, validation_rows, validation_source
-from protofed.errors import ProtofedError, unknown
+from protofed.errors import Diverged, ProtofedError, unknown
+from protofed.federation.attacks import attacked, choose_attackers, flipped
+from protofed.federation.bounds import Bounds, OutOfBounds
 from protofed.federation.client_state import ClientStore
+from protofed.federation.dry_run import dry_run
 from protofed.federation.engine import engine_factory
 from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.facts import DTYPES, Facts, discover
 from protofed.federation.finite import require_finite_model
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import model_entries, travel
 from protofed.federation.participants import participants
 from protofed.federation.privacy import make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
@@ -33,6 +36,9 @@ from protofed.federation.setup import ClientData, Setup, Training
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
+from protofed.models.network import freeze, frozen, trainable
+from protofed.models.own import short_name
+from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
 
 Record = dict[str, Any]
@@ -61,6 +67,9 @@ class Observer:
     def reply(self, round: int, name: str, message: Tree) -> None:
         """Called with the message that a client of the round sent."""
 
+    def refused(self, round: int, name: str, why: str) -> None:
+        """Called when the message that a client sent does not count."""
+
     def client(self, round: int, done: int, total: int) -> None:
         """Called when a client of the round has finished."""
 
@@ -84,9 +93,16 @@ class Clients(Mapping[str, ClientData]):
     """
 
     def __init__(
-        self, task: Task, shares: Sequence[Share], device: torch.device, models: Mapping[str, str]
+        self,
+        task: Task,
+        shares: Sequence[Share],
+        device: torch.device,
+        models: Mapping[str, str],
+        mislabeled: Collection[str] = (),
     ) -> None:
+        """The labels of the ``mislabeled`` clients are wrong."""
         self._task, self._device, self._models = task, device, models
+        self._mislabeled = mislabeled
         self._shares = {share.name: share for share in shares}
         self._kept: dict[str, ClientData] = {}
 
@@ -95,6 +111,8 @@ class Clients(Mapping[str, ClientData]):
             return self._kept[name]
         share, device = self._shares[name], self._device
         own = _taken(self._task.domains[share.domain].train, share.rows, device)
+        if name in self._mislabeled:
+            own = flipped(own, len(self._task.classes))
         client = ClientData(name, share.domain, own, self._models[name])
         if device.type != "cpu":
             self._kept[name] = client
@@ -141,7 +159,7 @@ class Federation:
         self.models = client_models(config.model, [s.name for s in self.shares])
         """The model of each client."""
         self._initial = {
-            name: initial_network(config, self.task, name)
+            name: initial_network(config, self.task, name, config.weights)
             for name in dict.fromkeys(self.models.values())
         }
         network = next(iter(self._initial.values()))
@@ -151,7 +169,12 @@ class Federation:
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
-        self.clients = Clients(self.task, self.shares, device, self.models)
+        names = [share.name for share in self.shares]
+        self.attackers = (
+            choose_attackers(names, config.attackers, config.seed) if config.attack else frozenset()
+        )
+        mislabeled = self.attackers if config.attack == "flip" else ()
+        self.clients = Clients(self.task, self.shares, device, self.models, mislabeled)
         self.tests = {
             name: tested_images(self.task, name, config.leave_out, device)
             for name in self.task.domains
@@ -170,8 +193,11 @@ class Federation:
             seed=config.seed,
             participation=config.participation,
             average=config.average,
+            robust=config.robust,
+            robust_fraction=config.robust_fraction,
             device=device if config.engine == "lanes" else "cpu",
         )
+        self.server.bounds = make_bounds(config, self.task, self.server)
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
@@ -192,7 +218,7 @@ class Federation:
 
     def _initial_client(self, name: str) -> Tree:
         network = self._initial[self.models[name]]
-        names = tuple(n for n, _ in network.named_parameters())
+        names = tuple(trainable(network))
         return self.server.initial_client(
             network.state_dict(), self.sizes._replace(parameters=names)
         )
@@ -207,19 +233,43 @@ class Federation:
         down = tree.nbytes(received) * len(names)
         up = 0
         losses: dict[str, dict[str, tuple[float, int]]] = {}
+        problems: dict[str, str] = {}
         steps = 0
         clients = [self.clients[n] for n in names]
         replies = self.engine.train(clients, received, self.store.get, round)
         for done, (name, reply) in enumerate(replies, start=1):
-            server.accept(name, reply)
-            self.store.stage(name, reply.mine, round)
+            if self.config.attack and name in self.attackers:
+                key = (self.config.seed, round, name)
+                reply.message = attacked(self.config.attack, reply.message, self.model, key)
             up += tree.nbytes(reply.message)
             steps += reply.steps
             losses[name] = reply.losses
+            try:
+                server.accept(name, reply)
+            except OutOfBounds as error:
+                problems[name] = error.message
+            else:
+                self.store.stage(name, reply.mine, round)
             for observer in observers:
-                observer.reply(round + 1, name, reply.message)
+                if name in problems:
+                    observer.refused(round + 1, name, problems[name])
+                else:
+                    observer.reply(round + 1, name, reply.message)
                 observer.client(round + 1, done, len(names))
-        self._aggregate()
+        for name, why in server.screen().items():
+            problems[name] = why
+            if self.config.bounds != "clip":
+                self.store.discard(name)
+                for observer in observers:
+                    observer.refused(round + 1, name, why)
+        if not server.updates():
+            raise Diverged(
+                f"round {round + 1}: every reply was refused; {names[0]}: {problems[names[0]]}",
+                "try a smaller --lr, or check the method's hyper-parameters; --bounds off turns "
+                "the check off",
+            )
+        counted = len(server.updates())
+        norms = self._aggregate()
         require_finite_model(
             server.state.get("model", {}), f"round {round + 1}: the averaged model"
         )
@@ -240,9 +290,11 @@ class Federation:
             "loss": mean_losses([losses[name] for name in names]),
             "bytes_up": up,
             "bytes_down": down,
-            "clients": len(names),
+            "clients": counted,
             "by_client": by_client,
             "steps": steps,
+            **({"problems": problems} if problems else {}),
+            **({"norms": norms} if norms else {}),
             **({"privacy": privacy.spent(releases)} if privacy.budgets else {}),
             "seconds": {
                 "train": round_to(trained - began, 3),
@@ -263,15 +315,14 @@ class Federation:
         self._counted = self.server.round + 1
         return max(self._trained.values())
 
-    def _aggregate(self) -> None:
+    def _aggregate(self) -> dict[str, float]:
         """Close the round; if out of GPU memory, with what the engine can free."""
         try:
-            self.server.finish()
-            return
+            return self.server.finish()
         except torch.cuda.OutOfMemoryError:
             pass  # until here the error's traceback keeps alive what was being computed
         self.engine.free_memory()
-        self.server.finish()
+        return self.server.finish()
 
     def evaluate(self, observers: Sequence[Observer] = ()) -> Scores:
         """Accuracy per domain: of the global model, or of the clients' own models.
@@ -423,7 +474,7 @@ def _check_contract(method: Method, network: Network) -> None:
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
-    names = tuple(name for name, _ in network.named_parameters())
+    names = tuple(trainable(network))
     sizes = Sizes(len(task.classes), network.features, task.image_size, names)
     return Setup(
         config.method,
@@ -439,36 +490,61 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     )
 
 
-def initial_network(config: Config, task: Task, model: str = "") -> Network:
+def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
+    """The bounds of a run's replies, as its config asks for."""
+    if config.bounds == "off":
+        return None
+
+    def sizes() -> dict[str, float]:
+        network = initial_network(config, task)
+        return dry_run(make_setup(config, task, network), network, server)
+
+    clip, noised = config.bounds == "clip", config.proto_epsilon is not None
+    return Bounds(sizes, len(server.clients), clip, noised)
+
+
+def initial_network(
+    config: Config, task: Task, model: str = "", weights: str | Path | None = None
+) -> Network:
     """The network with the keyed initial weights that all clients of that model start from.
 
-    Where clients have different models and none is named, it is the first.
+    Where clients have different models and none is named, it is the first. The backbone's come
+    from the file ``weights``, if one is given: whoever only computes in the network needs none.
     """
     model = model or config.models[0]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keys.key(config.seed, model, "init"))
+        torch.manual_seed(keys.key(config.seed, short_name(model), "init"))
         classes = len(task.classes)
         backbone = build(model, classes, task.image_size, config.width, config.norm)
+        if weights is not None:
+            load_weights(backbone, model, weights)
+        freeze(backbone, config.train, config.freeze_bn)
         sizes = Sizes(classes, backbone.features, task.image_size)
         return config.method.network(backbone, sizes).to(DTYPES[config.precision])
 
 
 def batchnorm_policy(network: Network, method: Method) -> str:
     """What happens to BatchNorm between clients, in words."""
-    ways = {method.shared(e) for e in model_entries(network) if e.kind == "bn"}
-    if not ways:
+    norms = {e.name for e in model_entries(network) if e.kind == "bn"}
+    fixed = norms & frozen(network)
+    if not norms:
         return "the model has no BatchNorm"
     words = {
-        "both": "averaged like weights, running statistics included",
+        "both": "averaged like weights" + ", running statistics included" * (not fixed),
         "down": "set by the server",
         "no": "kept by each client",
     }
-    return "; ".join(words[w] for w in sorted(ways))
+    ways = {way for name, way in travel(method, network).items() if name in norms - fixed}
+    found = [words[w] for w in sorted(ways)]
+    if fixed:
+        what = "running statistics" if ways else "all of it"
+        found.insert(0, f"{what} frozen as at the start, and used in training")
+    return "; ".join(found)
 
 
 def weights_policy(network: Network, method: Method, average: str) -> str:
     """What the mean of the clients' models is weighted by, in words."""
-    if all(method.shared(e) != "both" for e in model_entries(network)):
+    if "both" not in travel(method, network).values():
         return NO_WEIGHTS
     return method.weighting or average
 

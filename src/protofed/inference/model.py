@@ -80,6 +80,7 @@ class TrainedModel:
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
             (client,) = stored.clients  # a site's own file has one
         self.client, self.kept = client, kept
+        self.temperature = card.temperature.get(client or "", 1.0)
         self.network = stored.network(client).to(self.device)
         names = tuple(name for name, _ in self.network.named_parameters())
         sizes = Sizes(len(card.classes), self.network.features, card.image_size, names)
@@ -112,11 +113,11 @@ class TrainedModel:
         return [self.classes[i] for i in self.logits(images).argmax(1)]
 
     def predict_proba(self, images: Picture | Sequence[Picture]) -> Floats:
-        """The probability [n, K] of each class."""
-        return softmax(self.logits(images))
+        """The probability [n, K] of each class; calibrated if a temperature was fitted."""
+        return softmax(self.logits(images) / self.temperature)
 
     def logits(self, images: Picture | Sequence[Picture]) -> Floats:
-        """Scores [n, K] by the method's own rule; their softmax gives the probabilities."""
+        """Scores [n, K] by the method's own rule, before the temperature and the softmax."""
         return self._compute(images, self.scores, len(self.classes))
 
     def embed(self, images: Picture | Sequence[Picture]) -> Floats:
@@ -195,7 +196,7 @@ def load_model(path: str | Path, client: str | None = None, device: str = "cpu")
         return TrainedModel(read_model(path), client, device)
     result = load_run(path)
     rounds = RunFolder(path).artifact_rounds("prototypes")
-    kept = prototypes(result) if rounds and rounds[-1] == result.config.rounds else None
+    kept = prototypes(result) if rounds and rounds[-1] == len(result.rounds) else None
     return TrainedModel(result.need_model(), client, device, kept)
 
 

@@ -8,6 +8,7 @@ engine: equal runs give equal files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -22,10 +23,11 @@ from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
 from protofed.files import Damaged
 from protofed.method import Method, Sizes
-from protofed.methods import code_withheld, known_class, reference
+from protofed.methods import known_class, reference
 from protofed.models import Network, build
 from protofed.shape import require_shape
 from protofed.tree import Slot, Tree
+from protofed.user_code import code_withheld
 
 CARD_SHAPE = {
     **dict.fromkeys(("hash", "holds", "task", "method", "precision"), str),
@@ -40,6 +42,7 @@ CARD_SHAPE = {
     "options": {},
     "accuracy": {str: float},
     "pixel_range?": str | None,
+    "temperature?": {str: float},
 }
 CLIENT_SLOT = "client"
 RECEIVED = "received."
@@ -75,6 +78,8 @@ class ModelCard:
     """Test accuracy in % by domain, and ``average``: what the run's summary has."""
     pixel_range: str | None = None
     """In images with more than 8 bits, the values ``LOW:HIGH`` that become black and white."""
+    temperature: Mapping[str, float] = field(default_factory=dict)
+    """By client, or under ``""`` for the global model: what scores are divided by, if fitted."""
 
     @classmethod
     def of(
@@ -122,7 +127,8 @@ class StoredModel:
     def method(self) -> Method:
         known = known_class(self.card.method)
         if known is None:
-            raise code_withheld(self.card.method.rpartition(":")[2].lower(), self.card.method)
+            name = self.card.method.rpartition(":")[2].lower()
+            raise code_withheld(f"method {name}", self.card.method)
         method = known.create(self.card.options)
         mixed = len({*self.card.models.values()}) > 1
         return method.for_mixed_models() if mixed else method
@@ -175,7 +181,8 @@ class StoredModel:
 
 def read_model(path: Path) -> StoredModel:
     slots, metadata = tree.load(path)
-    names = [f.name for f in fields(ModelCard) if f.default is MISSING or f.name in metadata]
+    needed = [f.name for f in fields(ModelCard) if f.default is f.default_factory is MISSING]
+    names = [f.name for f in fields(ModelCard) if f.name in needed or f.name in metadata]
     if missing := [name for name in names if name not in metadata]:
         raise ProtofedError(
             f"'{path}' does not say what is needed to use it: it lacks {', '.join(missing)}",
@@ -187,6 +194,8 @@ def read_model(path: Path) -> StoredModel:
     check_settings({**settings, "model": metadata["models"]})
     if metadata["precision"] not in DTYPES:
         raise Damaged(path, "it does not say in which precision the model is")
+    if not all(0 < t < math.inf for t in metadata.get("temperature", {}).values()):
+        raise Damaged(path, "a temperature is not a number above 0")
     for name in ("classes", "mean", "std"):
         metadata[name] = tuple(metadata[name])
     clients: dict[str, Slot] = {}

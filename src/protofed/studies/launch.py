@@ -9,11 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, task_settings
+from protofed.config import Config, require_rounds_to_keep, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
-from protofed.federation.facts import discover
+from protofed.federation.facts import DIGESTS, discover
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import make_shares, rows_to_validate
@@ -99,6 +99,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     try:
         facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
+        require_rounds_to_keep(config)
         require_fit(config.method, asked.models, *sizes)
         if config.validate is not None:
             rows_to_validate(asked, task, make_shares(asked, task))
@@ -112,7 +113,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     same_images = [
         stored
         for stored in pool.candidates(config)
-        if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
+        if all(stored.facts.get(n) == getattr(facts, n) for n in DIGESTS)
     ]
     if found := _complete(name, config, same_images):
         return found

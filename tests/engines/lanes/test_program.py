@@ -31,6 +31,12 @@ def test_methods_agree_with_the_loop(name: str) -> None:
     assert difference(*both(METHODS[name](), rounds=3)) < 1e-8
 
 
+@pytest.mark.parametrize("settings", [{"train": "head"}, {"freeze_bn": True}])
+@pytest.mark.parametrize("name", ["moon", "scaffold"])
+def test_frozen_backbones_agree_with_the_loop(name: str, settings: dict[str, Any]) -> None:
+    assert difference(*both(METHODS[name](), **settings)) < 1e-8
+
+
 @dataclass(frozen=True)
 class Changing(FedProto):
     """Phases differ from round to round in what they compute, and in their number."""

@@ -15,7 +15,7 @@ from protofed.engines.lanes.program import Program
 from protofed.engines.lanes.random_tables import RandomTables
 from protofed.engines.lanes.signatures import loss_signature, tree_signature
 from protofed.federation.batches import next_public_batches
-from protofed.federation.client_round import Reply, finish_round
+from protofed.federation.client_round import Reply, finish_round, moving_parameters
 from protofed.federation.finite import require_finite_losses
 from protofed.federation.model_state import load_model
 from protofed.federation.privacy import collect_private
@@ -139,10 +139,8 @@ class Lane:
         self, data: ClientData, client: Client, number: int, phase: Phase, last: bool
     ) -> Program:
         """The program of a phase; the phases of a round may differ from those of the last."""
-        trainable = {
-            name: phase.trainable is None or phase.trainable(name)
-            for name, _ in self.network.named_parameters()
-        }
+        moving = moving_parameters(client, phase)
+        trainable = {name: name in moving for name, _ in self.network.named_parameters()}
         key = (
             len(data.images),
             id(client),
