@@ -31,7 +31,7 @@ from protofed.method import READING, Method
 from protofed.methods import create, fingerprint, known_class, method_class, reference
 from protofed.models import LARGE_IMAGE, LARGE_MODEL, NORMS
 from protofed.models.mixed import Models, checked_models, model_names, without_folders
-from protofed.models.own import known_factory, load_factory
+from protofed.models.own import known_factory, load_factory, short_name
 from protofed.models.resnet import IMAGENET
 from protofed.toml import parse_toml, toml_text
 from protofed.user_code import is_file
@@ -535,6 +535,14 @@ class Config:
     @property
     def models(self) -> tuple[str, ...]:
         return model_names(self.model) if self.model else ()
+
+    @property
+    def model_in_words(self) -> str:
+        """``resnet18_imagenet, weights from w.safetensors, backbone frozen``."""
+        words = [" and ".join(map(short_name, self.models))]
+        words += [f"weights from {Path(self.weights).name}"] if self.weights else []
+        words += ["backbone frozen"] if self.train == "head" else []
+        return ", ".join(filter(None, words))
 
     @property
     def domain_clients(self) -> Mapping[str, int]:

@@ -53,7 +53,7 @@ def protocol_line(config: Config) -> str:
     """
     size = f"{config.image_size}×{config.image_size} pixels" if config.image_size else ""
     numbers = {n: getattr(config, n) for n in ("batch", "epochs", "rounds")}
-    parts = [" and ".join(config.models), size, *(f"{n} {v}" for n, v in numbers.items() if v)]
+    parts = [config.model_in_words, size, *(f"{n} {v}" for n, v in numbers.items() if v)]
     return f"protocol {config.protocol}: {', '.join(filter(None, parts))}"
 
 

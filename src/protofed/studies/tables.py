@@ -630,6 +630,9 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     words = []
     if len(names := model_names(settings["model"])) > 1:
         words.append(f"with different models ({' and '.join(names)})")
+    if (start := summary.get("pretrained")) is not None:
+        words += [f"from weights {start['digest']}"] if start["digest"] else []
+        words += ["backbone frozen"] if start["train"] == "head" else []
     if (alpha := settings.get("dirichlet")) is not None:
         words.append(f"label skew Dirichlet({alpha:g})")
     if (beta := settings.get("quantity")) is not None:
