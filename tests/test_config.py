@@ -377,6 +377,7 @@ def test_a_setting_that_was_added_later_leaves_the_hashes_of_earlier_runs_alone(
     assert make_config("office_caltech", FPL(tau=0.05), **office).hash == "a123e25885"
     given = [None, "unused", 0.1, 0.2]
     assert len({make_config(validate=v).hash for v in given}) == len(given)
+    assert make_config(min_class_count=2).hash != make_config(min_class_count=1).hash
 
 
 def test_the_hash_does_not_change_with_checkpoint_every():

@@ -187,6 +187,16 @@ class Config:
         "samples",
         choices=("samples", "uniform"),
     )
+    min_class_count: int = setting(
+        "int",
+        TRAINING,
+        "The fewest images of a class whose prototype leaves a client; a smaller class, or a "
+        "smaller cluster of one, is sent as absent. A site's own policy may demand more.",
+        1,
+        least=1,
+        most=MOST_SAMPLES,
+        later=True,
+    )
     clients: Mapping[str, int] | int | str | None = setting(
         "table",
         CLIENTS,

@@ -486,6 +486,8 @@ class Client:
         public: BatchSource | None = None,
         samples: int = 0,
         lr: float = 0.0,
+        min_class_count: int = 1,
+        small_classes: Tensor | None = None,
     ) -> None:
         device = next(network.parameters()).device
         self.method = method
@@ -514,6 +516,10 @@ class Client:
         self.steps = 0
         self.lr = lr
         self.clean, self.public = clean, public
+        self.min_class_count = min_class_count
+        """The fewest images of a prototype that leaves the client."""
+        self.small_classes = small_classes
+        """The classes [K] with fewer images than that, if there may be some."""
         self._draws = 0
         self._main: Tensor | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
@@ -563,21 +569,31 @@ class Client:
         return {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
     def class_means(self) -> tuple[Tensor, Tensor]:
-        """The mean feature [K, d] of each class, and the number of samples [K] behind it."""
+        """The mean feature [K, d] of each class, and the number of samples [K] behind it.
+
+        Both are 0 for a class that the client lacks, or has fewer than ``min_class_count`` of.
+        """
         if self._sums is None:
             raise RuntimeError(
                 f"{type(self.method).__name__} asks for class means but collects none: "
                 "its proto_pass must be 'last_epoch' or 'post'"
             )
-        return class_means(*self._sums), self._sums[1]
+        sum_Kd, count_K = self._sums
+        if self.small_classes is not None:
+            count_K = count_K.masked_fill(self.small_classes, 0)
+        return class_means(sum_Kd, count_K), count_K
 
     def features(self) -> tuple[Tensor, Tensor]:
         """Features [n, d] and labels [n] of all training samples: a clean pass, no gradient.
 
-        In float32 even where the network computes in bfloat16: prototypes are made of them.
+        Without the classes that have fewer than ``min_class_count`` samples. In float32 even where
+        the network computes in bfloat16: prototypes are made of them.
         """
         out = [(widened(self.forward_with({}, x).feature), y) for x, y in self._batches("train")]
         z_nd, y_n = map(torch.cat, zip(*out, strict=True))
+        if self.small_classes is not None:
+            large_n = ~self.small_classes[y_n]
+            return z_nd[large_n], y_n[large_n]
         return z_nd, y_n
 
     def public_logits(self) -> Tensor:

@@ -79,6 +79,14 @@ class ClientBatches:
             self._prepared = padded(x, augment)
         return self._prepared
 
+    def small_classes(self) -> Tensor | None:
+        """The classes [K] with too few images for a prototype; None if one image is enough."""
+        if self.setup.min_class_count == 1:
+            return None
+        y = self.images.y[torch.from_numpy(self.parts["train"]).to(self.images.y.device)]
+        one_hot_NK = y[:, None] == torch.arange(self.setup.sizes.classes, device=y.device)
+        return one_hot_NK.sum(0) < self.setup.min_class_count
+
     def clean(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The images of a part in order, without augmentation."""
         rows = torch.from_numpy(self.parts[part]).to(self.images.x.device)

@@ -60,6 +60,8 @@ def train_client(
         public=next_public_batches(setup, data, round),
         samples=len(own.parts["train"]),
         lr=setup.training.lr,
+        min_class_count=setup.min_class_count,
+        small_classes=own.small_classes(),
     )
     load_model(network, client.start)
     network.train()

@@ -44,6 +44,8 @@ class Setup:
     bf16: bool = False
     """Whether convolutions and matrix products compute in bfloat16 (weights stay float32)."""
     public: PublicSampler | None = None
+    min_class_count: int = 1
+    """The fewest images of a class whose prototype leaves a client."""
 
     def autocast(self, device: torch.device) -> torch.autocast:
         # No cache: it would keep bfloat16 copies of weights that have since been updated.

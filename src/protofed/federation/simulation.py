@@ -396,6 +396,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
         config.seed,
         DTYPES[config.precision],
         bf16=config.precision == "bf16",
+        min_class_count=config.min_class_count,
     )
 
 

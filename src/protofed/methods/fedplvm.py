@@ -86,7 +86,8 @@ class FedPLVM(Method):
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """The clusters of each class in the client's own features."""
         z, y = client.features()
-        own = Prototypes.clusters(z[y == k] for k in range(client.classes))
+        of_class = (z[y == k] for k in range(client.classes))
+        own = Prototypes.clusters(of_class, least=client.min_class_count)
         return {"prototypes": own.slot()}, {}
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:

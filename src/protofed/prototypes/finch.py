@@ -106,10 +106,16 @@ def finch(rows_Nd: Tensor) -> list[Tensor]:
     return partitions
 
 
-def cluster_means(rows_Nd: Tensor, level: str = "last") -> Tensor:
-    """Plain means [J, d] of the clusters of the first or the last partition."""
+def cluster_means(rows_Nd: Tensor, level: str = "last", least: int = 1) -> Tensor:
+    """Plain means [J, d] of the clusters of the first or the last partition.
+
+    Clusters of fewer than ``least`` rows are left out.
+    """
     if level not in ("first", "last"):
         raise unknown("FINCH level", level, ("first", "last"))
     near_Nd = rows_Nd.detach().cpu() if len(rows_Nd) <= FEW else rows_Nd.detach()
     label_N = finch(near_Nd)[0 if level == "first" else -1]
-    return _means(near_Nd.double(), label_N).to(rows_Nd)
+    means_Jd = _means(near_Nd.double(), label_N)
+    if least > 1:
+        means_Jd = means_Jd[torch.bincount(label_N) >= least]
+    return means_Jd.to(rows_Nd)

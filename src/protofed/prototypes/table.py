@@ -48,9 +48,12 @@ class Prototypes(NamedTuple):
         return cls(mean_KJd, mask_KJ)
 
     @classmethod
-    def clusters(cls, rows: Iterable[Tensor], level: str = "last") -> Self:
-        """The means of FINCH's clusters of each class's rows [N_k, d]; none of no rows."""
-        return cls.pad([cluster_means(r, level) if len(r) else r for r in rows])
+    def clusters(cls, rows: Iterable[Tensor], level: str = "last", least: int = 1) -> Self:
+        """The means of FINCH's clusters of each class's rows [N_k, d]; none of no rows.
+
+        Clusters of fewer than ``least`` rows are left out.
+        """
+        return cls.pad([cluster_means(r, level, least) if len(r) else r for r in rows])
 
     @classmethod
     def of(cls, slot: Slot) -> Self:

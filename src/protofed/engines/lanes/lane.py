@@ -100,6 +100,7 @@ class Lane:
             batches = self.tables.batches(data)
             client.name, client.samples = data.name, len(batches.parts["train"])
             client.clean, client.steps = batches.clean, 0
+            client.small_classes = batches.small_classes()
             client.public = next_public_batches(setup, data, round)
             client.begin_prototypes()
             load_model(self.network, client.start)
@@ -125,6 +126,7 @@ class Lane:
                 self.setup.sizes,
                 received=tree.map_tensors(received, torch.clone),
                 mine=tree.map_tensors(mine, torch.clone),
+                min_class_count=self.setup.min_class_count,
             )
         return self._clients[shapes]
 
