@@ -14,7 +14,9 @@ from protofed.cli.parse import assignments, words
 from protofed.errors import ProtofedError
 
 DEPLOYED = (
-    "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
+    "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay",
+    "optimizer", "schedule", "step_every", "step_factor", "warmup", "label_smoothing", "clip_norm",
+    "sampling", "model",
     "width", "norm", "samples", "participation", "average", "precision", "flip", "augment",
     "checkpoint_every", "skip_bad", "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip

@@ -73,10 +73,12 @@ class Coordinator:
         self.poll = poll
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())))
+        setup = make_setup(config, task, network)
+        self.training = setup.training
         self.server = Server(
             config.method,
             network,
-            make_setup(config, task, network).sizes,
+            setup.sizes,
             list(members.sites),
             rounds=config.rounds,
             seed=config.seed,
@@ -259,6 +261,7 @@ class Coordinator:
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
+            **self.training.record(round),
             "bytes_up": got.up,
             "bytes_down": got.down,
             "clients": len(trained),

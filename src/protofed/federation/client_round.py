@@ -62,6 +62,7 @@ def train_client(
         lr=setup.training.lr,
         min_class_count=setup.min_class_count,
         small_classes=own.small_classes(),
+        label_smoothing=setup.training.label_smoothing,
     )
     load_model(network, client.start)
     network.train()
@@ -84,6 +85,12 @@ def finish_round(
     method: Method, client: Client, device: torch.device | str = "cpu"
 ) -> tuple[Tree, Tree]:
     """The message and the private state after training, each with its entries of the model."""
+    if client.label_smoothing and not client.smoothed:
+        raise ProtofedError(
+            f"label_smoothing has no effect on {method.name}: its loss never calls "
+            "client.cross_entropy",
+            "use it in place of F.cross_entropy, or leave out --label-smoothing",
+        )
     if method.proto_pass == "post":
         client.begin_prototypes()
         client.collect_post()
@@ -109,8 +116,8 @@ def _train_phase(
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(phase.trainable is None or phase.trainable(name))
     parameters = [p for p in network.parameters() if p.requires_grad]
-    client.lr = training.lr
-    optimizer = make_optimizer(training, parameters)
+    client.lr = training.lr_in(round)
+    optimizer = make_optimizer(training, parameters, client.lr)
     sums: dict[str, Tensor] = {}
     where = (setup.seed, round, client.name, number)
     steps = 0
@@ -127,8 +134,8 @@ def _train_phase(
             total = torch.stack(list(terms.values())).sum()
             optimizer.zero_grad()
             total.backward()
-            if phase.clip is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, phase.clip)
+            if training.clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, training.clip)
             if last:
                 client.collect(batch.y)
             optimizer.step()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protofed.config import Config
+from protofed.config import Config, training_options
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
@@ -40,12 +40,13 @@ def duration(seconds: float) -> str:
 
 
 def protocol_line(config: Config) -> str:
-    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``."""
-    return (
+    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``, and options."""
+    line = (
         f"protocol {config.protocol}: {' and '.join(config.models)}, {config.image_size}×"
         f"{config.image_size} pixels, batch {config.batch}, epochs {config.epochs}, "
         f"rounds {config.rounds}"
     )
+    return ", ".join([line, *training_options(vars(config))])
 
 
 def client_lines(federation: Federation) -> list[str]:

@@ -288,10 +288,11 @@ class RunFolder:
 
     def require_extendable(self, config: Config, rounds: int) -> None:
         """An error if the config's run cannot continue the one here, of that many rounds."""
-        if config.method.uses_rounds:
+        if config.method.uses_rounds or config.schedule == "cosine":
+            what = config.method.name if config.method.uses_rounds else "a cosine schedule"
             raise ProtofedError(
                 f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
-                f"round of {config.method.name} depends on how many there are in all",
+                f"round of {what} depends on how many there are in all",
                 "without --resume and in another folder, it runs from the beginning",
             )
 

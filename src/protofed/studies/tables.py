@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from protofed.config import EACH
+from protofed.config import EACH, training_options
 from protofed.data.split import UNUSED
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
@@ -379,6 +379,8 @@ def describe(measures: Sequence[Measure]) -> str:
         found = list(dict.fromkeys(str(m.settings[name]) for m in measures))
         return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
+    every = [training_options(m.settings) for m in measures]
+    options = [option for option in every[0] if all(option in used for used in every)]
     runs = "for all runs of a row" if first.get("leave_out") == EACH else "per run"
     many = (
         f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half the "
@@ -388,7 +390,8 @@ def describe(measures: Sequence[Measure]) -> str:
     return (
         f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
         f"task {first['task']} ({data}), protocol {one('protocol')}, "
-        f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
+        f"{', '.join([one('rounds') + ' rounds', *options])}, "
+        f"clients × samples: {clients}{_special(first, summary)}; "
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}; "
         f"{one('precision')} on {one('device')}; {_tested(measures)}"
         f"BatchNorm: {_common(measures, 'batchnorm')}; {_averaged(measures)}. "
