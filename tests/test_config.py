@@ -131,7 +131,7 @@ BAD = {
     "participation": [0, -0.5, 1.1, math.nan, True],
     "step_every": [0, 1.5, True],
     "step_factor": [0, 1, 1.0, math.nan, "0.1"],
-    "warmup": [-1, 0.5, True],
+    "warmup_rounds": [-1, 0.5, True],
     "label_smoothing": [-0.1, 1, math.nan, True],
     "clip_norm": [0, -1, math.inf, "1"],
 }
@@ -149,7 +149,7 @@ def test_each_limit(name, value):
     [
         ("seed", 0), ("rounds", 1), ("epochs", 1), ("batch", 1), ("checkpoint_every", 1),
         ("width", 1), ("lr", 1e-9), ("lr", 1), ("momentum", 0), ("momentum", 0.999),
-        ("weight_decay", 0), ("participation", 1), ("participation", 1e-6), ("warmup", 19),
+        ("weight_decay", 0), ("participation", 1), ("participation", 1e-6), ("warmup_rounds", 19),
         ("step_factor", 0.5), ("label_smoothing", 0.99), ("clip_norm", 1e-9),
     ],
 )  # fmt: skip
@@ -335,8 +335,8 @@ def test_a_step_is_a_third_of_the_rounds():
 
 
 def test_a_warmup_ends_before_the_run():
-    with pytest.raises(ProtofedError, match="warmup = 4 leaves no round of 4"):
-        make_config(rounds=4, warmup=4)
+    with pytest.raises(ProtofedError, match="warmup_rounds = 4 leaves no round of 4"):
+        make_config(rounds=4, warmup_rounds=4)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

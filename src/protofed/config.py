@@ -209,7 +209,7 @@ class Config:
         below=1,
         later=True,
     )
-    warmup: int = setting(
+    warmup_rounds: int = setting(
         "int",
         TRAINING,
         "Rounds in which the learning rate first rises, in equal steps, to its full value.",
@@ -678,11 +678,11 @@ def make_config(
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     values["step_every"] = _step_every(values)
-    if values["warmup"] >= values["rounds"]:
+    if values["warmup_rounds"] >= values["rounds"]:
         raise ProtofedError(
-            f"warmup = {values['warmup']} leaves no round of {values['rounds']} at the full "
-            "learning rate",
-            "use a shorter --warmup or more --rounds",
+            f"warmup_rounds = {values['warmup_rounds']} leaves no round of {values['rounds']} at "
+            "the full learning rate",
+            "use fewer --warmup-rounds or more --rounds",
         )
     if values["optimizer"] != "sgd" and made.sgd_only:
         raise ProtofedError(

@@ -74,8 +74,8 @@ def test_the_model_equals_the_simulators_bit_for_bit(
 
 
 def test_options_of_training_are_the_sites_too(world: Callable[..., Any], tmp_path: Path) -> None:
-    options = {"optimizer": "adamw", "schedule": "cosine", "warmup": 1, "label_smoothing": 0.1,
-               "clip_norm": 0.5, "sampling": "balanced"}  # fmt: skip
+    options = {"optimizer": "adamw", "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5,
+               "label_smoothing": 0.1, "sampling": "balanced"}  # fmt: skip
     w = world("fpl", rounds=3, samples=FEW, **options)
     w.coordinator().run()
     oracle = run(config=w.config, out=tmp_path / "oracle")

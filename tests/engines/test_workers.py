@@ -55,7 +55,7 @@ def test_with_different_models_too(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
 def test_with_options_of_training_too(optimizer: str) -> None:
-    options = {"optimizer": optimizer, "schedule": "cosine", "warmup": 1, "clip_norm": 0.5,
+    options = {"optimizer": optimizer, "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5,
                "label_smoothing": 0.1, "sampling": "balanced", "rounds": 3}  # fmt: skip
     assert same(result("fpl", **options), result("fpl", engine="workers", workers=2, **options))
 

@@ -43,7 +43,7 @@ GOOD: dict[str, tuple[str, ...]] = {
     "weight_decay": ("0", "1e-5"),
     "step_every": ("1", "5"),
     "step_factor": ("0.1",),
-    "warmup": ("0", "2"),
+    "warmup_rounds": ("0", "2"),
     "label_smoothing": ("0", "0.1"),
     "clip_norm": ("1", "0.5"),
     "model": ('"cnn2"', '"cnn3"', '"resnet10"', '"cnn3,cnn2"', '{"scan-0" = "cnn2"}'),

@@ -54,11 +54,11 @@ SOME = {"rounds": 3, "epochs": 1, "participation": 0.5, "dirichlet": 0.3}
 # The options of training, so that every one of them is met, and all three optimizers.
 TRAINED: dict[str, dict[str, Any]] = {
     "sgd": {
-        "schedule": "step", "step_every": 1, "step_factor": 0.3, "warmup": 1,
+        "schedule": "step", "step_every": 1, "step_factor": 0.3, "warmup_rounds": 1,
         "label_smoothing": 0.2, "clip_norm": 0.5, "sampling": "balanced",
     },
     "adam": {"optimizer": "adam", "schedule": "cosine", "label_smoothing": 0.1, "clip_norm": 0.1},
-    "adamw": {"optimizer": "adamw", "lr": 0.002, "weight_decay": 0.1, "warmup": 2},
+    "adamw": {"optimizer": "adamw", "lr": 0.002, "weight_decay": 0.1, "warmup_rounds": 2},
 }  # fmt: skip
 WHERE = {
     "engine": os.environ.get("PROTOFED_ORACLE_ENGINE", "loop"),
@@ -78,7 +78,7 @@ class Run(Observer):
         self.batch, self.lr = config.batch, config.lr
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
         self.optimizer, self.clip_norm = config.optimizer, config.clip_norm
-        self.schedule, self.warmup = config.schedule, config.warmup
+        self.schedule, self.warmup = config.schedule, config.warmup_rounds
         self.step_every, self.step_factor = config.step_every, config.step_factor
         self.label_smoothing = config.label_smoothing
         self.classes, self.features = len(task.classes), federation.sizes.features

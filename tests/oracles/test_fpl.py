@@ -132,7 +132,10 @@ CASES = {
     "printed, many clients": (PRINTED, MANY),
     "published, classes without owners": (PUBLISHED, SOME),
     **{
-        f"published, {name} and options": (PUBLISHED, {**SHORT, **TRAINED[name], "warmup": 1})
+        f"published, {name} and options": (
+            PUBLISHED,
+            {**SHORT, **TRAINED[name], "warmup_rounds": 1},
+        )
         for name in TRAINED
     },
 }

@@ -160,7 +160,7 @@ def test_fedavgm_with_the_options_of_training(name: str) -> None:
 
 
 def test_fednova_with_a_schedule() -> None:
-    options = {**SHORT, "schedule": "cosine", "warmup": 1, "clip_norm": 0.5, "batch": 3}
+    options = {**SHORT, "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5, "batch": 3}
     found = run("fednova", {}, **options)
     assert_agree(found, fednova(found, 0.9))
 

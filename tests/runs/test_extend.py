@@ -87,7 +87,7 @@ def test_a_schedule_that_depends_on_the_number_of_rounds_is_refused(tmp_path: Pa
 
 
 def test_a_schedule_that_does_not_is_extended(tmp_path: Path) -> None:
-    steps = {"schedule": "step", "step_every": 2, "warmup": 1}
+    steps = {"schedule": "step", "step_every": 2, "warmup_rounds": 1}
     run(TASK, FedAvg(), **settings(2, **steps), out=tmp_path / "a")
     longer = run(TASK, FedAvg(), **settings(4, **steps), out=tmp_path / "a", resume=True)
     whole = run(TASK, FedAvg(), **settings(4, **steps), out=tmp_path / "b")

@@ -15,9 +15,9 @@ from protofed.errors import ProtofedError
 
 DEPLOYED = (
     "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay",
-    "optimizer", "schedule", "step_every", "step_factor", "warmup", "label_smoothing", "clip_norm",
-    "sampling", "model",
-    "width", "norm", "samples", "participation", "average", "precision", "flip", "augment",
+    "optimizer", "schedule", "step_every", "step_factor", "warmup_rounds", "label_smoothing",
+    "clip_norm", "sampling", "model", "width", "norm", "samples", "participation", "average",
+    "precision", "flip", "augment",
     "checkpoint_every", "skip_bad", "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
 """The settings that a run across machines takes; the others are for the simulator."""

@@ -405,7 +405,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
             Schedule(
                 config.schedule,
                 config.rounds,
-                config.warmup,
+                config.warmup_rounds,
                 config.step_every,
                 config.step_factor,
             ),

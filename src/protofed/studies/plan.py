@@ -22,7 +22,7 @@ from protofed.studies.definition import Line, Study, StudyTask
 
 AVERAGE = "average"
 TASK_OWNED = ("model", "width", "norm", "rounds", "epochs", "batch", "lr", "momentum",
-              "weight_decay", "step_every", "warmup", "image_size", "flip", "augment",
+              "weight_decay", "step_every", "warmup_rounds", "image_size", "flip", "augment",
               "test_split", "leftover", "repair", "samples", "protocol", "data",
               "skip_bad")  # fmt: skip
 """Settings that belong to a task: on another one they would mean something else."""

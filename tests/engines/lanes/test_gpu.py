@@ -134,7 +134,7 @@ def test_longer_runs_end_at_the_same_accuracy(name: str) -> None:
         {"participation": 0.5},
         {"norm": "group"},
         {"batch": 64},
-        {"schedule": "cosine", "warmup": 1, "label_smoothing": 0.1, "sampling": "balanced"},
+        {"schedule": "cosine", "warmup_rounds": 1, "label_smoothing": 0.1, "sampling": "balanced"},
         {"schedule": "step", "step_every": 1, "optimizer": "adam", "clip_norm": 0.5},
         {"schedule": "cosine", "optimizer": "adamw", "weight_decay": 0.1},
     ],

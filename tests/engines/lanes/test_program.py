@@ -33,7 +33,7 @@ def test_methods_agree_with_the_loop(name: str) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "cosine": {"schedule": "cosine", "warmup": 1},
+    "cosine": {"schedule": "cosine", "warmup_rounds": 1},
     "cosine, no momentum": {"schedule": "cosine", "momentum": 0.0, "weight_decay": 0.0},
     "step, adam": {"schedule": "step", "step_every": 1, "optimizer": "adam", "clip_norm": 0.1},
     "cosine, adamw": {"schedule": "cosine", "optimizer": "adamw", "weight_decay": 0.1},
@@ -130,7 +130,7 @@ def test_batchnorm_without_momentum_counts_all_batches() -> None:
     assert difference(*both(AllBatches())) < 1e-8
 
 
-@pytest.mark.parametrize("settings", [{}, {"schedule": "cosine", "warmup": 1}], ids=repr)
+@pytest.mark.parametrize("settings", [{}, {"schedule": "cosine", "warmup_rounds": 1}], ids=repr)
 def test_bfloat16_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With bfloat16 copies of the weights, and without the kernel (which needs Triton)."""
     monkeypatch.setattr("protofed.engines.lanes.step.kernels", None)
