@@ -150,7 +150,7 @@ def test_each_limit(name, value):
         ("seed", 0), ("rounds", 1), ("epochs", 1), ("batch", 1), ("checkpoint_every", 1),
         ("width", 1), ("lr", 1e-9), ("lr", 1), ("momentum", 0), ("momentum", 0.999),
         ("weight_decay", 0), ("participation", 1), ("participation", 1e-6), ("warmup_rounds", 19),
-        ("step_factor", 0.5), ("label_smoothing", 0.99), ("clip_norm", 1e-9),
+        ("label_smoothing", 0.99), ("clip_norm", 1e-9),
     ],
 )  # fmt: skip
 def test_the_edges_that_are_allowed(name, value):
@@ -330,8 +330,10 @@ def test_a_step_is_a_third_of_the_rounds():
     assert make_config(schedule="step", step_every=3).step_every == 3
     assert make_config(schedule="step", rounds=1).step_every == 1
     assert make_config().step_every is None
-    with pytest.raises(ProtofedError, match="step_every = 3 has no effect with schedule = cosine"):
-        make_config(schedule="cosine", step_every=3)
+    with pytest.raises(ProtofedError, match="step_every = 3 has no effect without a schedule"):
+        make_config(step_every=3)
+    other = make_config(schedule="cosine", step_every=3, step_factor=0.5)  # as in a sweep
+    assert other == make_config(schedule="cosine")
 
 
 def test_a_warmup_ends_before_the_run():

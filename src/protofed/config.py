@@ -633,10 +633,10 @@ def paper_differences(config: Config) -> dict[str, tuple[Any, Any]]:
         return {}
     values = vars(protocol(theirs, config.task)) if isinstance(theirs, str) else theirs
     ours = {**vars(config), "model": " and ".join(config.models)}
-    names = ("model", "batch", "epochs", "lr", "momentum", "weight_decay")
+    names = ["model", "batch", "epochs", "lr", "momentum", "weight_decay"]
     if isinstance(theirs, str):  # none of them uses an option that protocols do not have
         options = {name: SETTINGS[name].default for name in _OPTIONS}
-        names, values = (*names, *options), {**options, **values}
+        names, values = [*names, *options], {**options, **values}
     both = {name: (values[name], ours[name]) for name in names if name in values}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
@@ -677,7 +677,7 @@ def make_config(
             raise ProtofedError(f"{info.name} has only one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
-    values["step_every"] = _step_every(values)
+    values |= _steps(values, given)
     if values["warmup_rounds"] >= values["rounds"]:
         raise ProtofedError(
             f"warmup_rounds = {values['warmup_rounds']} leaves no round of {values['rounds']} at "
@@ -828,17 +828,16 @@ def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
     return {d: each[d] for d in info.domains if d in each}
 
 
-def _step_every(values: Mapping[str, Any]) -> int | None:
-    """Rounds between two steps of the learning rate; None if it does not fall in steps."""
-    given: int | None = values["step_every"]
+def _steps(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps of the learning rate; with another schedule they mean nothing and are dropped."""
     if values["schedule"] == "step":
-        return given or math.ceil(values["rounds"] / 3)
-    if given is not None:
+        return {"step_every": values["step_every"] or math.ceil(values["rounds"] / 3)}
+    if "step_every" in given and "schedule" not in given:
+        every = given["step_every"]
         raise ProtofedError(
-            f"step_every = {given} has no effect with schedule = {values['schedule']}",
-            "leave it out, or use --schedule step",
+            f"step_every = {every} has no effect without a schedule", "add --schedule step"
         )
-    return None
+    return {name: SETTINGS[name].default for name in ("step_every", "step_factor")}
 
 
 def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:

@@ -75,11 +75,11 @@ class ClientBatches:
         x, rows = self.images.x, self.parts["train"]
         rng, augment_rng = keys.generator(*key, "order"), keys.generator(*key, "augment")
         draw = partial(Choices.draw, augment_rng, augment=self.augment, side=x.shape[-1])
-        if self.balanced:
-            order = balanced_order(rng, rows, self.images.y.cpu().numpy()[rows])
-            return torch.from_numpy(order), draw(len(order))  # a row's repetitions differ
-        order = torch.from_numpy(rng.permutation(rows))
-        return order, draw(len(x)).rows(order, order.device)
+        if not self.balanced:
+            order = torch.from_numpy(rng.permutation(rows))
+            return order, draw(len(x)).rows(order, order.device)
+        order = torch.from_numpy(balanced_order(rng, rows, self.images.y.cpu().numpy()[rows]))
+        return order, draw(len(order))  # not by row: an image that comes again looks different
 
     def prepared(self) -> Tensor | None:
         """The images ready for cropping, made once for all epochs; None if that is not possible.
