@@ -30,11 +30,15 @@ def evaluation_batch(side: int) -> int:
 
 
 class ClientBatches:
-    """Batches of one client's images. ``parts`` are the rows to train on and the holdout's."""
+    """Batches of one client's images. ``parts`` are the rows to train on and the holdout's.
+
+    ``labels`` are those to balance, on the host; None if each image comes once.
+    """
 
     def __init__(self, setup: Setup, data: ClientData) -> None:
         self.setup, self.images, self.augment = setup, data.images, setup.augment
-        self.balanced = setup.training.sampling == "balanced" and not data.public
+        balanced = setup.training.sampling == "balanced" and not data.public
+        self.labels = data.images.y.cpu().numpy() if balanced else None
         self._prepared: Tensor | None = None
         n = len(data.images)
         if data.public:  # all of them, without augmentation
@@ -75,10 +79,10 @@ class ClientBatches:
         x, rows = self.images.x, self.parts["train"]
         rng, augment_rng = keys.generator(*key, "order"), keys.generator(*key, "augment")
         draw = partial(Choices.draw, augment_rng, augment=self.augment, side=x.shape[-1])
-        if not self.balanced:
+        if self.labels is None:
             order = torch.from_numpy(rng.permutation(rows))
             return order, draw(len(x)).rows(order, order.device)
-        order = torch.from_numpy(balanced_order(rng, rows, self.images.y.cpu().numpy()[rows]))
+        order = torch.from_numpy(balanced_order(rng, rows, self.labels[rows]))
         return order, draw(len(order))  # not by row: an image that comes again looks different
 
     def prepared(self) -> Tensor | None:
