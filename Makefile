@@ -49,5 +49,5 @@ clean:  ## delete the environment and what tools leave behind
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) --editable '.[dev,flower,onnx]'
+	$(PIP) --editable '.[dev,flower,onnx,dicom,privacy]'
 	@touch $@

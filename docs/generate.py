@@ -81,16 +81,20 @@ def _settings() -> str:
               "| protocol | from | model | rounds × epochs | batch | lr, momentum, decay |",
               "|---|---|---|---|---|---|"]  # fmt: skip
     for p in PROTOCOLS.values():
-        model = p.model + (f", width {p.width}" if p.width else "")
+        epochs, batch = p.epochs or _CHOSEN, p.batch or _CHOSEN
+        model = (p.model or _CHOSEN) + (f", width {p.width}" if p.width else "")
         optimizer = f"{p.lr:g}, {p.momentum:g}, {p.weight_decay:g}"
         other = "".join(f"; {task}: {_given(v)}" for task, v in p.per_task.items())
         lines.append(
-            f"| `{p.name}` | {p.source} | {model}{other} | {p.rounds} × {p.epochs} | {p.batch} | "
+            f"| `{p.name}` | {p.source} | {model}{other} | {p.rounds} × {epochs} | {batch} | "
             f"{optimizer} |"
         )
     used = ", ".join(f"{task}: `{name}`" for task, name in TASK_PROTOCOL.items())
-    lines += ["", f"The default of each task: {used}, your own folders: `fpl`.", ""]
+    lines += ["", f"The default of each task: {used}, your own folders: `folder`.", ""]
     return "\n".join(lines)
+
+
+_CHOSEN = "[chosen](images.md#what-is-chosen-for-you)"
 
 
 def _given(values: Mapping[str, object]) -> str:

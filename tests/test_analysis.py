@@ -104,7 +104,7 @@ def test_a_run_in_memory_has_features_and_no_prototypes() -> None:
     assert analysis.features(result, "left", task=TASK)[0].shape[0] == 20
     assert analysis.prototype_rounds(result) == []
     assert analysis.clusters(result) == []
-    with pytest.raises(ProtofedError, match="kept nothing"):
+    with pytest.raises(ProtofedError, match="no folder, and so no prototypes"):
         analysis.prototypes(result)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from protofed.config import (
     AUTO,
+    CHOSEN,
     PROTOCOLS,
     SETTINGS,
     Config,
@@ -19,7 +20,8 @@ from protofed.config import (
     read_config,
     training_options,
 )
-from protofed.data import load_task
+from protofed.data import TaskInfo, load_task
+from protofed.data.choose import Survey
 from protofed.errors import ProtofedError
 from protofed.methods import FPL, METHODS, FedAvg, FedProto
 from protofed.testing.checks import TINY, tiny_task
@@ -52,6 +54,30 @@ def test_defaults_come_from_the_task_and_its_protocol():
         if setting.default is not None:
             assert getattr(config, name) == setting.default, name
     assert (config.device, config.precision, config.engine) == (AUTO, AUTO, AUTO)
+
+
+def test_large_images_have_a_model_of_their_own():
+    small, large = (make_config("pacs", image_size=size) for size in (95, 96))
+    assert (small.model, large.model) == ("resnet18", "resnet18_imagenet")
+    assert make_config("pacs", image_size=224, model="resnet18").model == "resnet18"
+    # the width and norm of a protocol are for its own model
+    glyphs = make_config(image_size=96)
+    assert (glyphs.model, glyphs.width, glyphs.norm) == ("resnet18_imagenet", None, None)
+    assert make_config(model="resnet10").width == PROTOCOLS["glyphs"].width
+    assert make_config(image_size=96, width=8).width == 8
+
+
+def test_paths_of_weights_and_models_are_absolute_and_not_hashed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [
+        make_config(weights=weights, model=model)
+        for weights, model in (("w.pth", "net.py:f"), ("a/v.pth", "b/net.py:f"))
+    ]
+    assert made[0].weights == str(tmp_path / "w.pth")
+    assert made[0].model == f"{tmp_path / 'net.py'}:f"
+    assert made[0].hash == made[1].hash != make_config(model="net.py:f").hash
+    assert round_trip(made[0], tmp_path) == made[0]
+    assert make_config(model={"scan-0": "net.py:f"}).models == (made[0].model,)
 
 
 def test_what_is_given_wins_and_none_is_not_given():
@@ -179,9 +205,9 @@ def test_each_choice(name, value, near):
 
 @pytest.mark.parametrize("value", [0, 1, 1.0, -0.1, True, math.nan, "used", "0.1", [0.1]])
 def test_validation_images_are_the_unused_ones_or_a_fraction(value, tmp_path):
-    with pytest.raises(ProtofedError, match=r"^validate must be 'unused' or a fraction above 0"):
+    with pytest.raises(ProtofedError, match=r"^validate must be 'unused', 'folder' or a fr"):
         make_config(validate=value)
-    for fine in ("unused", 0.1):
+    for fine in ("unused", "folder", 0.1):
         config = make_config(validate=fine)
         assert round_trip(config, tmp_path) == config
     assert make_config().validate is None and "validate" not in make_config().toml()
@@ -474,6 +500,45 @@ def test_a_folders_clients_are_filled_in_when_its_domains_are_known(tmp_path):
     assert round_trip(config, tmp_path) == config
     with pytest.raises(ProtofedError, match="unknown domain"):
         make_config("folder:no/such/pets", clients={"lift": 1}).for_task(task.info)
+
+
+def folder_info(size=32, training=600, survey=None):
+    training = {"a": training, "b": 2 * training} if training else {}
+    ones = {"a": 1, "b": 1}
+    return TaskInfo("folder:no/such/pets", ("a", "b"), ("x", "y"), ones, dict.fromkeys(ones, 1.0),
+                    size, training=training, survey=survey)  # fmt: skip
+
+
+def test_what_is_not_given_is_chosen_by_the_images_of_a_folder(tmp_path):
+    asked = make_config("folder:no/such/pets")
+    assert [getattr(asked, name) for name in CHOSEN] == [None] * len(CHOSEN)
+    assert asked.protocol == "folder" and asked.models == ()
+    assert round_trip(asked, tmp_path) == asked
+
+    def chosen(config, info):
+        complete, settled = config.for_task(info), config.settled(info)
+        found = [getattr(complete, name) for name in CHOSEN]
+        assert found == [getattr(settled, name) for name in CHOSEN]
+        assert (settled.clients, settled.samples) == (config.clients, config.samples)
+        assert round_trip(settled, tmp_path) == settled
+        return found
+
+    assert chosen(asked, folder_info()) == [32, "resnet10", 64, 7, "crop", None]
+    deep = Survey(300, {"a": 300}, "0:4095")
+    large = [224, "resnet18_imagenet", 32, 4, "large", "0:4095"]
+    assert chosen(asked, folder_info(224, survey=deep)) == large
+    given = {"model": "cnn3", "batch": 5, "epochs": 3, "augment": "crop", "pixel_range": "0:9"}
+    own = make_config("folder:no/such/pets", image_size=64, **given)
+    assert chosen(own, folder_info(224, survey=deep)) == [64, *given.values()]
+    # a paper's protocol says all but what it says of its own images
+    paper = make_config("folder:no/such/pets", protocol="fpl")
+    assert chosen(paper, folder_info(64)) == [64, "resnet10", 64, 10, "crop", None]
+    # fewer images, or parts of them: smaller batches and more epochs
+    assert chosen(asked, folder_info(training=40))[2:4] == [8, 10]
+    few = make_config("folder:no/such/pets", samples=40)
+    assert chosen(few, folder_info())[2:4] == [8, 10]
+    # a deployment's task has no images
+    assert chosen(asked, folder_info(training=0))[1:4] == ["resnet10", 64, 10]
 
 
 def test_one_folder_in_two_places_is_the_same_config():

@@ -17,6 +17,7 @@ from protofed.methods import METHODS
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = [
     DOCS / "choosing-a-method.md",
+    DOCS / "models.md",
     DOCS / "methods-of-your-own.md",
     *sorted((DOCS / "methods").glob("*.md")),
 ]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from protofed import run
 from protofed.methods import method_class
-from protofed.testing.checks import check
+from protofed.testing.checks import SHORT, check, tiny_task
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -17,3 +18,8 @@ def test_an_example_method_passes_the_battery(name: str) -> None:
     verdicts = check(method_class(str(EXAMPLES / name)))
     other = {v.check: v.status for v in verdicts if v.status != "passed"}
     assert other == {"different models": "skipped"}, "it averages models"
+
+
+def test_the_example_model_is_trained() -> None:
+    own = {"model": f"{EXAMPLES / 'own_model.py'}:encoder", "width": None, "norm": None}
+    assert run(tiny_task(), **{**SHORT, **own}).network().features == 64

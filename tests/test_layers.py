@@ -10,7 +10,7 @@ import protofed
 ROOT = Path(protofed.__file__).parent
 
 ORDER = (
-    "version errors keys files shape toml tree",
+    "version errors keys files shape toml tree user_code",
     "prototypes models",
     "method",
     "methods",
@@ -25,6 +25,7 @@ ORDER = (
     "studies",
     "report",
     "deploy",
+    "api",
     "cli __main__",
 )
 """The packages and modules of ``protofed``, one line a layer, the lowest first."""

@@ -32,6 +32,7 @@ from protofed.federation.facts import DTYPES
 from protofed.federation.model_state import load_model
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
+from protofed.models.network import trainable
 from protofed.prototypes import finch, widened
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
@@ -171,8 +172,9 @@ def outputs(
     received: Tree | None = None
     for model, mine in _evaluated(run, domain, round):
         network = initial_network(config, task, model)
-        names = tuple(name for name, _ in network.named_parameters())
-        sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+        sizes = Sizes(
+            len(task.classes), network.features, task.image_size, tuple(trainable(network))
+        )
         initial = {name: t.clone() for name, t in network.state_dict().items()}
         received = _received(run, round, sizes) if received is None else received
         at = (round or config.rounds) - 1
@@ -227,7 +229,7 @@ def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
         return slots
     checkpoint = RunFolder(run.folder).checkpoint() if run.folder else None
     if checkpoint is None:
-        return {"model": run.model}
+        return {**run.need_model().received, "model": run.model}
     clients = tuple(row["client"] for row in run.summary.get("clients", ()))
     rounds = run.config.rounds
     return run.config.method.broadcast(ServerView(checkpoint.state, rounds, rounds, clients, sizes))
@@ -240,20 +242,28 @@ def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[st
         return
     folder = RunFolder(run.folder) if run.folder else None
     checkpoint = folder.checkpoint() if folder else None
-    if folder is None or checkpoint is None or round not in (None, run.config.rounds):
+    if round not in (None, run.config.rounds):
         raise ProtofedError(
-            f"clients of {run.config.method.name} keep their own models, and these are only in a "
-            "run's folder, as of the last round"
+            f"clients of {run.config.method.name} keep their own models, and only those of the "
+            "last round"
         )
     rows = run.summary["clients"]
     for row in [row for row in rows if row["domain"] == domain] or rows:
-        file = checkpoint.clients.get(row["client"])
-        yield row.get("model", ""), folder.client_state(file) if file else {}
+        if folder is None or checkpoint is None:
+            yield row.get("model", ""), {"model": run.client_models[row["client"]]}
+        else:
+            file = checkpoint.clients.get(row["client"])
+            yield row.get("model", ""), folder.client_state(file) if file else {}
 
 
 def _artifact(run: Result, kind: str, round: int) -> tuple[Tree, dict[str, Any]]:
+    if run.folder is None:
+        what = {"prototypes": "prototypes of its rounds", "snapshots": "models of earlier rounds"}
+        raise ProtofedError(
+            f"this run has no folder, and so no {what[kind]}", "run it with out=FOLDER"
+        )
     rounds = _artifact_rounds(run, kind)
-    if run.folder is None or round not in rounds:
+    if round not in rounds:
         there = f"rounds {', '.join(map(str, rounds))}" if rounds else "nothing"
         sends = " (if its method sends any)" if kind == "prototypes" else ""
         raise ProtofedError(

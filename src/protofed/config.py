@@ -18,19 +18,23 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any
 
-from protofed.data import Task, TaskInfo, describe, distribution, distributions
+from protofed.data import Task, TaskInfo, choose, describe, distribution, distributions
 from protofed.data.augment import AUGMENTS
+from protofed.data.decode import parse_range
 from protofed.data.info import FOLDER
-from protofed.data.split import UNUSED
+from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.data.task import MAX_IMAGE_PIXELS, Reading
 from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import READING, Method
-from protofed.methods import create, fingerprint, is_file, known_class, method_class, reference
-from protofed.models import NORMS
-from protofed.models.mixed import Models, checked_models, model_names
+from protofed.methods import create, fingerprint, known_class, method_class, reference
+from protofed.models import LARGE_IMAGE, LARGE_MODEL, NORMS
+from protofed.models.mixed import Models, checked_models, model_names, without_folders
+from protofed.models.own import known_factory, load_factory
+from protofed.models.resnet import IMAGENET
 from protofed.toml import parse_toml, toml_text
+from protofed.user_code import is_file
 
 AUTO = "auto"
 """The value of a setting that the run itself resolves when it starts."""
@@ -49,8 +53,9 @@ SCHEDULES = ("constant", "cosine", "step")
 ADAM_LR = 0.001
 """The default learning rate of adam and adamw; a protocol's is for sgd."""
 
-TRAINING, CLIENTS, ENGINE, OUTPUT = "Training", "Clients and data", "Engine", "Output"
-PANELS = (TRAINING, CLIENTS, ENGINE, OUTPUT)
+TRAINING, CLIENTS, PRIVACY = "Training", "Clients and data", "Privacy"
+ENGINE, OUTPUT = "Engine", "Output"
+PANELS = (TRAINING, CLIENTS, PRIVACY, ENGINE, OUTPUT)
 """The groups in which help and docs show the settings."""
 
 
@@ -62,10 +67,10 @@ class Setting:
     """All that is declared of a setting.
 
     ``kind`` is int, float, bool, str, table (a value, or one for each domain or client), rounds or
-    part (``unused``, or a fraction). ``default`` is None if the protocol or the task decides, or if
-    None means "off". ``numbers``: whether the setting can change a run's results. A setting that
-    was added ``later`` is part of a run's hash only if it is not the default, so that older runs
-    keep their hashes.
+    part (``unused``, ``folder`` or a fraction). ``default`` is None if the protocol or the task
+    decides, or if None means "off". ``numbers``: whether the setting can change a run's results. A
+    setting that was added ``later`` is part of a run's hash only if it is not the default, so that
+    older runs keep their hashes.
     """
 
     kind: str
@@ -116,8 +121,9 @@ class Setting:
                 raise ProtofedError(f"{name} must be {self.metavar}, got {value!r:.100}")
         if self.kind == "bool" and not isinstance(value, bool):
             raise ProtofedError(f"{name} must be true or false, got {value!r:.100}")
-        if self.kind == "part" and value != UNUSED and not (is_number(value) and 0 < value < 1):
-            words = f"'{UNUSED}' or a fraction above 0 and below 1"
+        named = value in (UNUSED, VAL_FOLDERS)
+        if self.kind == "part" and not named and not (is_number(value) and 0 < value < 1):
+            words = f"'{UNUSED}', '{VAL_FOLDERS}' or a fraction above 0 and below 1"
             raise ProtofedError(f"{name} must be {words}, got {value!r:.100}")
         has_type = {"int": is_whole, "float": is_number}.get(self.kind)
         if has_type is not None and not (has_type(value) and self._in_range(value)):
@@ -142,8 +148,9 @@ class Config:
     protocol: str = setting(
         "str",
         TRAINING,
-        "Sets the default model, batch size, epochs, rounds and optimizer: glyphs, fpl, i2pfl or "
-        "fedseproto; default: the task's own (see `protofed tasks`).",
+        "Sets the default model, batch size, epochs, rounds and optimizer: glyphs, fpl, i2pfl, "
+        "fedseproto, or folder (chosen by your images); default: the task's own (see `protofed "
+        "tasks`).",
     )
     seed: int = setting(
         "int", TRAINING, "Seed of the split, initial weights and training.", 0, least=0, most=10**15
@@ -248,7 +255,10 @@ class Config:
     model: Models = setting(
         "table",
         TRAINING,
-        "resnet10, resnet18, cnn3 or cnn2; default: the protocol's. Clients may have different "
+        "resnet10, resnet18, cnn3 or cnn2, for small images; resnet18_imagenet, resnet34_imagenet "
+        "or resnet50_imagenet, for images of 96 pixels or more; path/to/file.py:factory, a model "
+        "of your own (docs/models.md). Default: resnet18_imagenet from 96 pixels on, else the "
+        "protocol's. Clients may have different "
         "models with features of the same size: cnn3,cnn2 alternates over the clients, "
         "scan-0=cnn3,... names a model for each. Only methods that send no weights allow "
         "this (docs/heterogeneous.md).",
@@ -259,6 +269,31 @@ class Config:
     )
     norm: str | None = setting(
         "str", TRAINING, "Normalization layers; default: the model's.", choices=NORMS
+    )
+    weights: str | None = setting(
+        "str",
+        TRAINING,
+        "A file of weights to start from, e.g. trained on ImageNet: safetensors, or a state dict, "
+        "with the entry names of torchvision and timm. The head is not loaded.",
+        metavar="FILE",
+        later=True,
+    )
+    train: str = setting(
+        "str",
+        TRAINING,
+        "What is trained: all of the model, or only what follows its backbone, which then stays "
+        "as it is and is not sent to the server.",
+        "all",
+        choices=("all", "head"),
+        later=True,
+    )
+    freeze_bn: bool = setting(
+        "bool",
+        TRAINING,
+        "Keep the backbone's BatchNorm statistics as they are at the start, and normalize with "
+        "them in training too; its scale and shift are still trained.",
+        False,
+        later=True,
     )
     participation: float = setting(
         "float", TRAINING, "Fraction of the clients that train in a round.", 1.0, above=0, most=1
@@ -341,13 +376,19 @@ class Config:
         numbers=False,
     )
     image_size: int = setting(
-        "int", CLIENTS, "Height and width of the images in pixels; default 32.", least=8, most=1024
+        "int",
+        CLIENTS,
+        "Height and width of the images in pixels; default 32, and for your own folder about as "
+        "large as its images, up to 224.",
+        least=8,
+        most=1024,
     )
     flip: bool = setting("bool", CLIENTS, "Mirror half of the training images.")
     augment: str = setting(
         "str",
         CLIENTS,
-        "crop (padding 4), or large: resized crop, color jitter, grayscale.",
+        "crop (padding 4), or large: resized crop, color jitter, grayscale. Default: crop; large "
+        "for your own images of 96 pixels and more.",
         "crop",
         choices=tuple(AUGMENTS),
     )
@@ -361,11 +402,20 @@ class Config:
         "part",
         CLIENTS,
         "Images for choosing hyper-parameters and methods, so that test images stay out: unused "
-        "(training images that no client holds), or a fraction such as 0.1 of each class of each "
-        "client, held out of its training. Their accuracy is recorded beside the test accuracy, "
-        "and sweep and compare choose by it. Each domain needs at least 20, except one left out, "
-        "which has none.",
-        metavar="unused | FRACTION",
+        "(training images that no client holds), folder (those in val/ beside train/ and test/), "
+        "or a fraction such as 0.1 of each class of each client, held out of its training. Their "
+        "accuracy is recorded beside the test accuracy, and sweep and compare choose by it. Each "
+        "domain needs at least 20, except one left out, which has none.",
+        metavar="unused | folder | FRACTION",
+        later=True,
+    )
+    pixel_range: str | None = setting(
+        "str",
+        CLIENTS,
+        "The values that become black and white in images with more than 8 bits, such as 0:4095 "
+        "for scans of 12 bits. Default: the lowest and highest in the folder; DICOM files that "
+        "all have a window are shown in it.",
+        metavar="LOW:HIGH",
         later=True,
     )
     skip_bad: bool = setting(
@@ -393,6 +443,55 @@ class Config:
         above=0,
         most=10**4,
         numbers=False,
+    )
+    proto_epsilon: float | None = setting(
+        "float",
+        PRIVACY,
+        "Differential privacy of prototypes: the ε of the whole run for one image of a client. "
+        "Features of the received model are clipped, and class sums and counts get Gaussian noise "
+        "(docs/privacy.md).",
+        above=0,
+        most=10**6,
+        metavar="EPSILON",
+        later=True,
+    )
+    update_epsilon: float | None = setting(
+        "float",
+        PRIVACY,
+        "Differential privacy of model updates: the ε of the whole run for all data of a client. "
+        "Updates are clipped and get Gaussian noise; BatchNorm statistics must not travel "
+        "(--norm group).",
+        above=0,
+        most=10**6,
+        metavar="EPSILON",
+        later=True,
+    )
+    delta: float = setting(
+        "float",
+        PRIVACY,
+        "The δ of each privacy budget; it should be well below 1 / images of a client.",
+        1e-5,
+        above=0,
+        below=1,
+        later=True,
+    )
+    proto_clip: float = setting(
+        "float",
+        PRIVACY,
+        "The longest feature that counts in full with --proto-epsilon; longer ones are scaled.",
+        10.0,
+        above=0,
+        most=10**6,
+        later=True,
+    )
+    update_clip: float = setting(
+        "float",
+        PRIVACY,
+        "The longest change of the model that is sent in full with --update-epsilon.",
+        1.0,
+        above=0,
+        most=10**6,
+        later=True,
     )
     device: str = setting(
         "str", ENGINE, "Device to run on.", AUTO, choices=(AUTO, *DEVICES), numbers=False
@@ -447,10 +546,10 @@ class Config:
         """Ten hexadecimal digits that stand for all settings that can change a result.
 
         Left out: device and precision, which are facts of a run (``Facts.run_hash``), and the
-        path of a folder of images, since their digest is a fact too.
+        paths of images, weights and code, since the digests of these are facts too.
         """
         parts = {
-            name: value
+            name: without_paths(name, value)
             for name, s in SETTINGS.items()
             if s.numbers and not ((value := getattr(self, name)) == s.default and s.later)
         }
@@ -464,11 +563,11 @@ class Config:
 
     @property
     def reading(self) -> Reading:
-        return Reading(self.skip_bad, self.max_image_pixels, self.max_unpacked_gb)
+        return Reading(self.skip_bad, self.max_image_pixels, self.max_unpacked_gb, self.pixel_range)
 
     @property
     def models(self) -> tuple[str, ...]:
-        return model_names(self.model)
+        return model_names(self.model) if self.model else ()
 
     @property
     def domain_clients(self) -> Mapping[str, int]:
@@ -482,10 +581,46 @@ class Config:
         return self.samples
 
     def for_task(self, info: TaskInfo) -> Config:
-        """The config with clients and samples for each domain, now that the domains are known."""
+        """The complete config, now that the task's domains and images are known."""
+        known = self.for_clients(info)
+        return replace(known, **{name: c.value for name, c in known.choices(info).items()})
+
+    def for_clients(self, info: TaskInfo) -> Config:
+        """The config with the clients and samples of each domain."""
         given = self.samples if self.samples is not None else info.samples
         samples = _per_domain("samples", given, info)
         return replace(self, samples=samples, clients=_clients(self, info))
+
+    def settled(self, info: TaskInfo) -> Config:
+        """The config as it was asked for, with what is chosen by a folder's images."""
+        complete = self.for_task(info)
+        return replace(self, **{name: getattr(complete, name) for name in CHOSEN})
+
+    def choices(self, info: TaskInfo) -> dict[str, choose.Choice]:
+        """What was not given and is chosen by a folder's images; this has clients and samples."""
+        size, found = self.image_size or info.image_size, dict[str, choose.Choice]()
+        assert size is not None, "the folder was not read yet"
+        held = client_sizes(self, info)
+        survey = info.survey
+        if self.image_size is None:
+            found["image_size"] = choose.Choice(size, "the size of the task's images")
+            if survey is not None and choose.image_size(survey).value == size:
+                found["image_size"] = choose.image_size(survey)
+        if self.model is None:
+            found["model"] = choose.model(size)
+        if self.augment is None:
+            found["augment"] = choose.augment(size)
+        if self.batch is None:
+            found["batch"] = choose.batch(size, held)
+        if self.epochs is None:
+            batch = found["batch"].value if "batch" in found else self.batch
+            found["epochs"] = choose.epochs(batch, held)
+        if self.pixel_range is None and survey is not None and survey.pixel_range is not None:
+            found["pixel_range"] = choose.Choice(
+                survey.pixel_range,
+                "the lowest and highest value in images with more than 8 bits: black and white",
+            )
+        return found
 
     def toml(self) -> str:
         """The config as TOML, for ``read_config``."""
@@ -517,7 +652,20 @@ def training_options(values: Mapping[str, Any]) -> list[str]:
     used = {
         n: values[n] for n in _OPTIONS if values.get(n, SETTINGS[n].default) != SETTINGS[n].default
     }
+    if "weights" in used:
+        used["weights"] = Path(used["weights"]).name
     return [f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in used.items()]
+
+
+CHOSEN = ("image_size", "model", "batch", "epochs", "augment", "pixel_range")
+"""The settings that are chosen by the images of a folder, and are None until these are known."""
+
+
+def without_paths(name: str, value: Any) -> Any:
+    """A setting's value as a run's hash has it: facts have the digests of files."""
+    if name == "weights" and value is not None:
+        return "file"
+    return without_folders(value) if name == "model" and value is not None else value
 
 
 def changes_numbers(name: str) -> bool:
@@ -534,20 +682,21 @@ class Protocol:
 
     ``width`` and ``norm`` are None for the model's own. ``distribution`` names the clients of each
     domain (``protofed.data.distributions``); None: the task's. ``per_task`` is what the paper does
-    differently on certain tasks.
+    differently on certain tasks. What is None is chosen by the images (``Config.choices``).
     """
 
     name: str
     source: str
-    model: str
+    model: str | None
     rounds: int
-    epochs: int
-    batch: int
+    epochs: int | None
+    batch: int | None
     width: int | None = None
     norm: str | None = None
     lr: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-5
+    augment: str | None = "crop"
     distribution: str | None = None
     per_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     paper: bool = True
@@ -601,6 +750,16 @@ PROTOCOLS = {
             batch=64,
             distribution="fedseproto",
         ),
+        Protocol(
+            "folder",
+            "this package: chosen by your own images",
+            model=None,
+            rounds=100,
+            epochs=None,
+            batch=None,
+            augment=None,
+            paper=False,
+        ),
     )
 }
 
@@ -611,12 +770,13 @@ TASK_PROTOCOL = {
     "pacs": "i2pfl",
     "vlcs": "fedseproto",
 }
-"""The default protocol of each task; for a user's own folders it is ``fpl``."""
+"""The default protocol of each task; for a user's own folders it is ``folder``."""
 
 
 def protocol(name: str | None, task: str) -> Protocol:
     """The protocol of that name, adjusted to the task; None: the task's own."""
-    name = TASK_PROTOCOL.get(task, "fpl") if name is None else name
+    if name is None:
+        name = TASK_PROTOCOL.get(task, "folder" if task.startswith(FOLDER) else "fpl")
     if name not in PROTOCOLS:
         raise unknown("protocol", name, PROTOCOLS)
     found = PROTOCOLS[name]
@@ -659,6 +819,11 @@ def make_config(
     require_known("setting", given, SETTINGS)
     given = check_settings(given)
     base = protocol(given.get("protocol"), info.name)
+    if base.model is not None and given.get("image_size", info.image_size or 0) >= LARGE_IMAGE:
+        base = replace(base, model=LARGE_MODEL)
+    models = model_names(given.get("model", base.model) or "")
+    if all(n in IMAGENET or is_file(n) for n in models):
+        base = replace(base, width=None, norm=None)  # the protocol's are for its small models
     values: dict[str, Any] = {
         **{name: s.default for name, s in SETTINGS.items()},
         **{k: v for k, v in vars(base).items() if k in SETTINGS},
@@ -689,8 +854,13 @@ def make_config(
             f"{made.name} does not work with optimizer = {values['optimizer']}: {made.sgd_only}",
             "use --optimizer sgd, or another method",
         )
-    if len(model_names(values["model"])) > 1:
+    if len(models) > 1:
         made = made.for_mixed_models()
+        if values["weights"] is not None:
+            raise ProtofedError(
+                f"the weights of one file cannot fit both {' and '.join(models)}",
+                "give all clients one --model, or leave out --weights",
+            )
     if values["leave_out"] == EACH and (info.domains is None or EACH not in info.domains):
         raise ProtofedError(
             "a run leaves out one domain, not each in turn",
@@ -705,6 +875,10 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     checked = {name: SETTINGS[name].check(name, v) for name, v in given.items() if name in SETTINGS}
     if checked.get("model") is not None:
         checked["model"] = checked_models(checked["model"])
+    if checked.get("weights") is not None:
+        checked["weights"] = str(Path(checked["weights"]).expanduser().absolute())
+    if checked.get("pixel_range") is not None:
+        parse_range(checked["pixel_range"])
     return checked
 
 
@@ -730,8 +904,10 @@ def merged_config(
 ) -> Config:
     """A config from a TOML file, if any; whatever else is given overrides the file.
 
-    A Python file is executed only if ``method`` names it, or if code is trusted.
+    A Python file is executed only if ``method`` or the setting ``model`` names it, or if code is
+    trusted.
     """
+    execute_models(settings)
     found = read_config(Path(file)) if file is not None else {}
     named = str(found.get("method"))
     if method is None and is_file(named) and known_class(named) is None:
@@ -739,6 +915,13 @@ def merged_config(
             f"'{file}' names code as its method: {named}",
             f"if you trust it: --trust-code, or --method {named}",
         )
+    if settings.get("model") is None and "model" in found:
+        for model in model_names(checked_models(found["model"])):
+            if is_file(model) and known_factory(model) is None:
+                raise ProtofedError(
+                    f"'{file}' names code as its model: {model}",
+                    f"if you trust it: --trust-code, or --model {model}",
+                )
     if method is not None and method != found.get("method"):
         found.pop("options", None)  # the file's hyper-parameters belong to its own method
     given = {"task": task, "method": method, **settings}
@@ -747,6 +930,13 @@ def merged_config(
     if old and READING in new:  # the file names every switch that a reading sets: drop them
         old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
     return make_config(**{"task": "glyphs", **found}, options={**old, **new})
+
+
+def execute_models(settings: Mapping[str, Any]) -> None:
+    """Execute the files of models that a person's settings name."""
+    if (models := settings.get("model")) is not None:
+        for model in filter(is_file, model_names(checked_models(models))):
+            load_factory(model)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -780,7 +970,9 @@ def read_config(path: Path) -> dict[str, Any]:
 READ_SETTINGS = ("skip_bad", "max_image_pixels", "max_unpacked_gb")
 """The settings that say how image files are read."""
 
-TASK_SETTINGS = ("data", "image_size", "flip", "test_split", "augment", *READ_SETTINGS)
+TASK_SETTINGS = (
+    "data", "image_size", "flip", "test_split", "augment", "pixel_range", *READ_SETTINGS
+)  # fmt: skip
 """The settings that ``load_task`` takes."""
 
 
@@ -798,6 +990,16 @@ def short_task(name: str) -> str:
 def short_hash(parts: Any) -> str:
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+
+def client_sizes(config: Config, info: TaskInfo) -> list[int]:
+    """How many training images each client holds at most; empty if the images are not there."""
+    found = []
+    for domain, available in info.training.items():
+        asked = config.domain_samples.get(domain, 1.0)
+        held = asked if isinstance(asked, int) else max(1, int(asked * available))
+        found += [min(held, available)] * config.domain_clients.get(domain, 0)
+    return found
 
 
 def _clients(config: Config, info: TaskInfo) -> dict[str, int]:

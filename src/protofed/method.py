@@ -46,6 +46,7 @@ from protofed.errors import NoSecondDerivative, unknown
 from protofed.errors import ProtofedError as ProtofedError
 from protofed.models.network import Network as Network
 from protofed.models.network import Output as Output
+from protofed.models.network import trainable
 from protofed.prototypes import Prototypes, class_means, class_sums, widened
 from protofed.tree import Slot as Slot
 from protofed.tree import Tree as Tree
@@ -506,8 +507,8 @@ class Client:
         """The client's private state; empty when the server evaluates."""
         self.start: Slot = mine.get("model", {}) | received.get("model", {})
         """The model local training started from."""
-        self.parameters = dict(network.named_parameters())
-        """The live parameters by name."""
+        self.parameters: dict[str, Tensor] = {**trainable(network)}
+        """The live parameters by name, without those that are frozen."""
         self.sizes = sizes._replace(parameters=tuple(self.parameters))
         self.round = torch.tensor(round, device=device)
         """The number of this round, from 0."""
@@ -669,6 +670,19 @@ class Client:
         """Fill the class sums in a clean pass over the training samples."""
         for x, y in self._batches("train"):
             self._add(self.forward_with({}, x).feature, y)
+
+    def clipped_sums(self, clip: float) -> tuple[Tensor, Tensor]:
+        """Class sums of the network as it is, in a clean pass; no feature is longer than ``clip``.
+
+        A feature that is not finite counts as 0: it must not show in the sum of the others.
+        """
+        self.begin_prototypes()
+        for x, y in self._batches("train"):
+            feature_Bd = widened(self.forward_with({}, x).feature).nan_to_num()
+            length_B = feature_Bd.norm(dim=1)
+            self._add(feature_Bd * (clip / length_B).clamp(max=1)[:, None], y)
+        assert self._sums is not None
+        return self._sums
 
     def _add(self, feature_Bd: Tensor, y: Tensor) -> None:
         added = class_sums(feature_Bd, y, self.classes)

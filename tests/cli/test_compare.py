@@ -15,8 +15,8 @@ from tests.cli.commands import DIVERGES, MINE, TINY, Done, call, succeed
 from tests.studies.in_process import run_in_process, start_nothing
 from tests.studies.made_runs import DOMAINS, image_folder, make_runs, rising
 
+from protofed.studies.adhoc import adhoc
 from protofed.studies.folder import StudyFolder
-from protofed.studies.launch import adhoc
 from protofed.studies.plan import PlannedRun
 
 Protofed = Callable[..., Done]
@@ -271,7 +271,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "unknown method": (["--methods", "fedavg,fedprotto"], ["'fedprotto'", "fedproto"]),
     "no method": (["--methods", ""], ["[rows]"]),
     "unknown task": (["--task", "glyph"], ["'glyph'", "glyphs"]),
-    "seeds 0": (["--seeds", "0"], ["--seeds", "at least 1"]),
+    "seeds 0": (["--seeds", "0"], ["seeds must be at least 1"]),
     "set without method": (
         ["--methods", "fpl", "--set", "tau=0.1"],
         ["which method", "METHOD.tau"],
@@ -382,7 +382,7 @@ def test_a_sweep_says_what_validation_chooses(
 def test_over_takes_hyper_parameters_and_settings(
     protofed: Protofed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protofed.studies.execution.run_all", lambda jobs, *_: [])
+    monkeypatch.setattr("protofed.api.run_all", lambda jobs, *_: [])
     given = ("--method", "fpl", "--over", "tau=0.1,0.2", "--over", "lr=0.01,0.1")
     assert protofed("sweep", *TINY, *given).code == 0
     (folder,) = Path("runs").glob("sweep-glyphs-fpl-tau-lr-*")

@@ -97,7 +97,7 @@ def test_panels_are_in_order_and_the_common_options_first(
 def test_commands_are_in_the_order_of_a_person_s_path() -> None:
     order = [
         "tasks", "data", "methods", "run", "show", "predict", "evaluate", "export", "compare",
-        "sweep", "study", "runs", "report", "deploy",
+        "sweep", "tune", "study", "runs", "report", "deploy",
     ]  # fmt: skip
     page = call("--help").out
     assert set(COMMANDS) == set(order)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from protofed import run
+from protofed import load_model, run
 from protofed.cli.app import app
 from protofed.data import load_task
 from protofed.errors import ProtofedError
+from protofed.inference.calibration import held_out_images
+from protofed.inference.metrics import fit_temperature
+from protofed.inference.model import softmax
 from protofed.runs import Result
 
 
@@ -93,3 +99,51 @@ def test_export(trained: Result, tmp_path: Path) -> None:
     call("export", trained.folder, "--pt2", "--safetensors", "-o", tmp_path / "x")
     names = {path.name for path in (tmp_path / "x").iterdir()}
     assert names == {"model.pt2", "model.safetensors", "MODEL_CARD.md"}
+
+
+def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:
+    """Fitted on images that were not trained on, and used by all that gives probabilities."""
+    assert trained.folder is not None
+    folder = tmp_path / "run"
+    shutil.copytree(trained.folder, folder)
+    before, plain = load_model(folder), call("predict", folder, images)
+    said = call("evaluate", folder, "--calibrate", "-o", tmp_path / "e")
+    after = load_model(folder)
+    task = load_task("glyphs")
+    held = held_out_images(trained)
+    x, y = (torch.cat([getattr(i, n) for i in held.values()]) for n in "xy")
+    assert held.keys() == {"scan", "photo"} and f"fitted on {len(y)} training images" in said
+    expected = fit_temperature(before.logits(x), y.numpy())
+    assert after.temperature == pytest.approx(expected, rel=1e-4) and expected != 1
+    assert (
+        json.loads((tmp_path / "e/evaluation.json").read_text())["temperature"] == after.temperature
+    )
+    scan = task.domains["scan"].test.x[:5]
+    np.testing.assert_allclose(
+        after.predict_proba(scan), softmax(before.logits(scan) / after.temperature)
+    )
+    assert after.predict(scan) == before.predict(scan)
+    assert call("predict", folder, images) != plain
+    call("export", folder, "--pt2", "--safetensors", "-o", tmp_path / "out")
+    assert "are calibrated on held-out" in (tmp_path / "out" / "MODEL_CARD.md").read_text()
+    assert load_model(tmp_path / "out" / "model.safetensors").temperature == after.temperature
+    call("evaluate", folder, "--calibrate")
+    assert load_model(folder).temperature == after.temperature, "the raw scores are fitted"
+    with pytest.raises(ProtofedError, match="name the run's folder"):
+        call("evaluate", folder / "model.safetensors", "--calibrate")
+
+
+def test_a_client_is_calibrated_on_its_own_domain(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"scan": 1, "photo": 1}}
+    run("glyphs", "fedbn", out=tmp_path, device="cpu", validate=0.1, samples=240, **settings)
+    said = call("evaluate", tmp_path, "--client", "photo-0", "--calibrate")
+    assert "fitted on 2" in said, "a tenth of 240"
+    assert load_model(tmp_path, "photo-0").temperature != 1
+    assert load_model(tmp_path, "scan-0").temperature == 1
+
+
+def test_nothing_to_calibrate_on(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"inverse": 1}, "samples": 245}
+    run("glyphs", "fedavg", out=tmp_path, device="cpu", **settings)
+    with pytest.raises(ProtofedError, match=r"no images to calibrate on.*--validate 0.1"):
+        call("evaluate", tmp_path, "--calibrate")

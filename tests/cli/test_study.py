@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("no_drawing")
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The runs that a study would do."""
     found: list[Job] = []
-    monkeypatch.setattr("protofed.studies.execution.run_all", lambda jobs, *_: found.extend(jobs))
+    monkeypatch.setattr("protofed.api.run_all", lambda jobs, *_: found.extend(jobs))
     monkeypatch.setattr("protofed.studies.execution.raise_failures", lambda _: None)
     return found
 
@@ -142,7 +142,7 @@ def test_what_is_under_way_has_a_table(protofed: Protofed, monkeypatch: pytest.M
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("protofed.studies.execution.run_all", interrupted)
+    monkeypatch.setattr("protofed.api.run_all", interrupted)
     Path("mine.toml").write_text(study().toml())
     done = protofed("study", "run", "mine.toml")
     assert done.code == 130 and "the same command resumes" in done.err

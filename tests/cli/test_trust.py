@@ -9,7 +9,7 @@ from tests.cli.commands import MINE, TINY, call, succeed
 from tests.runs.resealed import reseal
 from tests.studies.in_process import run_in_process
 
-from protofed import analysis, load_run, methods
+from protofed import analysis, load_run, methods, user_code
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.methods import RecordedMethod, method_class, trust_code
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
     path = tmp_path_factory.mktemp("place")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        patch.setattr(methods, "_trusted", False)
+        patch.setattr(user_code, "_trusted", False)
         run_in_process(patch)
         patch.setattr(study_figures, "write_figures", lambda *_, **__: [])  # slow to draw
         Path("mine.py").write_text(MARKED)
@@ -48,7 +48,7 @@ def new_process(place, monkeypatch):
     monkeypatch.chdir(place)
     for module in (study_figures, pack):
         monkeypatch.setattr(module, "write_figures", lambda *_, **__: [])
-    monkeypatch.setattr(methods, "_trusted", False)
+    monkeypatch.setattr(user_code, "_trusted", False)
     monkeypatch.setattr(methods, "_LOADED", {})
     for name in [name for name in sys.modules if name.startswith("protofed_user_")]:
         monkeypatch.delitem(sys.modules, name)

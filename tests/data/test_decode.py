@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from protofed.data import decode as module
-from protofed.data.decode import BadImage, Budget, decode, decode_all
+from protofed.data.decode import BadImage, Budget, decode, decode_all, measure, parse_range
 from protofed.data.task import Sample
+from protofed.errors import ProtofedError
 
 
 def color(content: bytes, size: int = 8) -> list[int]:
@@ -46,7 +47,6 @@ def test_modes(pictures: Any) -> None:
     assert of("LA", (40, 0)) == [255] * 3
     half = of("RGBA", (0, 0, 0, 128))
     assert all(abs(v - 127) <= 1 for v in half)
-    assert of("I;16", 0x4CFF) == [0x4C] * 3  # the upper 8 of 16 bits
     assert of("CMYK", (0, 255, 255, 0), "TIFF") == [255, 0, 0]
     cyan = of("CMYK", (255, 0, 0, 0), "JPEG", quality=95)
     assert cyan[0] < 10 and cyan[1] > 245 and cyan[2] > 245
@@ -85,10 +85,50 @@ def test_bytes_that_are_not_an_image(pictures: Any) -> None:
         (b"hello", "not an image"),
         (whole[: len(whole) // 2], "truncated"),
         (pictures.one(side=40)[:200], "."),
-        (floating, "floating-point"),
+        (floating, "more than 8 bits.*--pixel-range"),
     ):
         with pytest.raises(BadImage, match=words):
             decode(content, 8)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_a_12_bit_scan_keeps_its_levels(pictures: Any, kind: str) -> None:
+    ramp = np.arange(4096, dtype=np.uint16).reshape(64, 64)
+    content = pictures.encoded(Image.fromarray(ramp), kind)
+    x = decode(content, 64, pixel_range="0:4095")
+    np.testing.assert_array_equal(x, np.broadcast_to(np.rint(ramp / 4095 * 255), x.shape))
+    assert len(np.unique(x)) == 256
+    window = decode(content, 64, pixel_range="1000:2000")[0]  # what is outside is black or white
+    assert (window[ramp <= 1000] == 0).all() and (window[ramp >= 2000] == 255).all()
+    assert measure(content, Budget(4096)) == (64, 0, 4095, False)
+    with pytest.raises(BadImage, match="which values are black and white"):
+        decode(content, 64)
+
+
+def test_integers_of_32_bits_and_floats(pictures: Any) -> None:
+    for values, pixel_range in ((np.array([[-5, 100_000]]), "-5:100000"), ([[-0.5, 1]], "-0.5:1")):
+        dtype = np.int32 if pixel_range == "-5:100000" else np.float32
+        image = Image.fromarray(np.repeat(values, 2, 0).astype(dtype))
+        content = pictures.encoded(image, "TIFF")
+        np.testing.assert_array_equal(decode(content, 2, pixel_range=pixel_range)[0, 0], [0, 255])
+    nothing = pictures.encoded(Image.fromarray(np.full((2, 2), np.nan, np.float32)), "TIFF")
+    assert (decode(nothing, 2, pixel_range="0:1") == 0).all()
+    with pytest.raises(BadImage, match="none of its pixels is a number"):
+        measure(nothing, Budget(9))
+
+
+@pytest.mark.parametrize("text", ["", "1", "4095:0", "1:1", "a:b", "0:inf", "nan:1", "0:1:2"])
+def test_a_range_is_two_values(text: str) -> None:
+    with pytest.raises(ProtofedError, match="pixel_range must be LOW:HIGH"):
+        parse_range(text)
+    assert parse_range("-1024:3071.5") == (-1024, 3071.5)
+
+
+def test_only_headers_of_8_bit_images_are_read(pictures: Any) -> None:
+    content = pictures.one(side=40)
+    assert measure(content[: len(content) // 2], Budget(10**6)) == (40, None, None, False)
+    with pytest.raises(BadImage, match="not an image"):
+        measure(b"hello", Budget(10**6))
 
 
 def test_programs_are_not_images() -> None:

@@ -174,8 +174,9 @@ def test_all_formats_arrive_whole_and_checked(site: Site, client: Client) -> Non
     for name, (content, _) in contents.items():
         assert (client.folder / name).read_bytes() == content
     assert site.encodings == {"identity"}  # a .gz file must not be unpacked on the way
-    # Not a terminal: one line per file, no bar.
-    lines = client.text.getvalue().splitlines()
+    # Not a terminal: a line for the host, then one per file, no bar.
+    first, *lines = client.text.getvalue().splitlines()
+    assert first == f"asking {site.url.split('/')[2]}"
     assert len(lines) == len(contents)
     assert all("MD5 as published by a loader" in line for line in lines)
 
@@ -364,7 +365,16 @@ def test_a_host_that_does_not_answer_is_asked_once(client: Client) -> None:
     ):
         client(*files)
     assert client.waits == []
-    assert left(client.folder) == set()
+    assert client.text.getvalue() == "asking 127.0.0.1:9\n127.0.0.1:9 does not answer\n"
+    assert not client.folder.exists()  # no empty folders are left
+
+
+def test_a_failed_file_leaves_the_others_alone(site: Site, client: Client) -> None:
+    good = remote(site, "lists/photo_train_kfold.txt", kfold(3), 3)
+    with pytest.raises(ProtofedError, match="HTTP 404"):
+        client(good, RemoteFile("usps/usps.bz2", (site.url + "none",), "x"))
+    assert left(client.folder) == {good.path}
+    assert not (client.folder / "usps").exists()
 
 
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://127.0.0.1/x"])

@@ -224,7 +224,8 @@ def grid() -> Callable[..., Coordinator]:
             for name, m in members.sites.items()
         }
         fake = FakeGrid(members, keys, homes, spec)
-        return Coordinator(fake, members, unpack(spec), out, poll=0.005)
+        run = unpack(spec, members.methods)
+        return Coordinator(fake, members, run, out, poll=0.005)
 
     return make
 

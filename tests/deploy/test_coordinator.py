@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
@@ -15,10 +16,15 @@ from flwr.app import Error, Message
 from tests.deploy.spoiled import set_values
 
 from protofed import tree
+from protofed.deploy import operator
+from protofed.deploy.coordinator import Coordinator
+from protofed.deploy.spec import unpack
 from protofed.deploy.wire import read_tree, to_array
 from protofed.errors import ProtofedError
 from protofed.inference import load_model
 from protofed.methods import METHODS
+from protofed.models import build
+from protofed.models.weights import public_name
 from protofed.runs.model_file import read_model
 from protofed.runs.records import read_records
 from protofed.runs.run import run
@@ -53,7 +59,7 @@ def test_the_model_equals_the_simulators_bit_for_bit(
     assert found.card.hash == w.run.hash and found.card.classes == oracle.stored.card.classes
     for site in w.members.sites:  # each site has its own model, or the one for all
         path = w.folder / "homes" / site / "models" / f"{w.run.name}.safetensors"
-        whole = oracle.clients.get(site, {}) | oracle.model
+        whole = oracle.client_models.get(site, {}) | oracle.model
         own = read_model(path)
         mine = dict(own.clients.get(site, {})) | own.model
         assert load_model(path).client == (site if own.clients else None)
@@ -81,6 +87,35 @@ def test_options_of_training_are_the_sites_too(world: Callable[..., Any], tmp_pa
     oracle = run(config=w.config, out=tmp_path / "oracle")
     assert tree.equal(tree.load(w.out / "model.safetensors")[0], {"model": oracle.model})
     assert read_records(w.out / "rounds.jsonl")["lr"] == oracle.rounds["lr"] == [5e-4, 1e-3, 5e-4]
+
+
+def test_weights_from_a_file_reach_the_sites_with_the_model(
+    world: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the operator's machine has the file; ``deploy start`` puts a copy at the server."""
+    path, server = tmp_path / "private" / "w.pth", tmp_path / "server"
+    path.parent.mkdir()
+    given = {"model": "resnet18_imagenet", "width": 4, "norm": None, "samples": FEW, "rounds": 1}
+    network = build("resnet18_imagenet", 10, 32, width=4)
+    state = network.encoder.state_dict()
+    torch.save({public_name(n, (2, 2, 2, 2)): t for n, t in state.items()}, path)
+    w = world("fedavg", **given, weights=str(path), train="head")
+    assert "private" not in w.spec, "paths stay on the operator's machine"
+    monkeypatch.setattr(operator, "runs", lambda folder: [])
+    monkeypatch.setattr(operator, "flwr", lambda *_: {"run-id": 1})
+    operator.start(server, w.run, resume=False, overwrite=False)
+    oracle = run(config=w.config)
+    path.unlink()
+    spec = operator.with_weights(server, unpack(w.spec))
+    Coordinator(w.grid, w.members, spec, w.out, poll=0.005).run()
+    found = read_model(w.out / "model.safetensors").model
+    assert tree.equal({"model": found}, tree.copy({"model": oracle.model}))
+    assert torch.equal(found["encoder.0.weight"], state["0.weight"])
+    (record,) = read_records(w.out / "rounds.jsonl")
+    assert record["bytes_up"] == 4 * 3 * (10 * 32 + 10), "three sites send the head alone"
+    Path(str(spec.config.weights)).write_bytes(b"other")
+    with pytest.raises(ProtofedError, match="is not the file of weights that the run names"):
+        operator.with_weights(server, unpack(w.spec))
 
 
 def test_with_participation_the_same_sites_train_as_in_the_simulator(

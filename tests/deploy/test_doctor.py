@@ -93,6 +93,17 @@ def test_a_site_finds_the_gate_shut_and_says_what_is_wrong(
         problems, said = look(site)
         assert problems == 1 and "PROBLEM permissions: node.key" in said
         (site / "node.key").chmod(0o600)
+        site.chmod(0o750)
+        assert "PROBLEM permissions: a" in look(site)[1]
+        site.chmod(0o700)
+        assert "ok      policy: none, all is allowed" in said and "audit.jsonl: 0 entries" in said
+        settings = (site / "site.toml").read_text()
+        (site / "site.toml").write_text(f"{settings}\n[policy]\nmax_rounds = 9\n")
+        (site / "audit.jsonl").write_text("{}\n")
+        problems, said = look(site)
+        assert problems == 1 and "PROBLEM" in said and "audit.jsonl' has been altered" in said
+        assert "ok      policy: max_rounds 9" in said
+        (site / "audit.jsonl").unlink()
         (site / "node.key").write_bytes(node_key()[0])
         problems, said = look(site)
         assert problems == 1 and "PROBLEM node.key is not the key of site a" in said
@@ -138,6 +149,8 @@ def test_a_server_looks_at_its_certificate_and_its_superlink(
         problems, said = look(folder)
         assert problems == 2, said
         assert "PROBLEM server.crt is valid until" in said and "(19 days)" in said
+        assert "protofed deploy renew makes a new one" in said
+        assert "ok      ca.crt is valid until" in said
         assert "ok      server.crt names 127.0.0.1" in said
         assert "PROBLEM no server of f runs on this machine" in said
     other = certificates.Authority("x").server(["h"])

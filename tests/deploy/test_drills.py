@@ -270,7 +270,7 @@ def test_public_images_are_compared_and_the_models_are_the_simulators(
     for site in classes:
         folder = deployment.home / "sites" / site / "models"
         own = read_model(folder / f"{out.name}.safetensors").clients[site]
-        assert tree.equal({"model": own}, {"model": oracle.clients[site]})
+        assert tree.equal({"model": own}, {"model": oracle.client_models[site]})
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
     # neither paths nor names of public images have left their machines

@@ -19,6 +19,7 @@ from flwr.cli.build import build_fab_from_disk, build_fab_from_files
 from flwr.supercore.fab import Fab
 
 from protofed.deploy import executor
+from protofed.deploy.audit import AUDIT_FILE, AuditLog
 from protofed.deploy.templating import render
 
 APP = render("app.toml")
@@ -56,7 +57,7 @@ def test_a_site_answers_another_app_with_its_name_and_runs_nothing(
     monkeypatch.chdir(tmp_path)
     message = Message(RecordDict({"x": ConfigRecord({"y": 1})}), 7, "train")
     message.metadata.__dict__["_message_id"] = "m"
-    context = Context(1, 7, {}, RecordDict(), {})
+    context = Context(1, 7, {"site-folder": str(tmp_path)}, RecordDict(), {})
     run = SimpleNamespace(run_id=5, fab_id="evil/app\n", fab_version="6.6.6")
     sent: list[Message] = []
     ended: list[str] = []
@@ -74,7 +75,8 @@ def test_a_site_answers_another_app_with_its_name_and_runs_nothing(
     assert reply.has_error() and ended == ["failed"]
     assert "refused: run 5 brings the app 'evil/app\\n' '6.6.6'" in reply.error.reason
     assert reply.error.reason in caplog.text
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == [AUDIT_FILE]
+    assert next(AuditLog(tmp_path).entries())["why"] == reply.error.reason
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def test_a_federation_file_is_checked(tmp_path: Path) -> None:
         ('["x", "y"]', '["x", "x"]', "contains a name twice"),
         ("minimum", "minimun", "did you mean minimum"),
         ("image_size = 32", "image_size = 7", "image_size"),
+        ("image_size = 32", 'pixel_range = "9:0"', "pixel_range must be LOW:HIGH"),
         ('name = "f"', 'name = ".."', "cannot be a federation's name"),
         ('[sites."b"]', '[sites."../b"]', "cannot be a site's name"),
         ("format = 2", "format = 3", "newer version of protofed"),
@@ -43,6 +44,7 @@ def test_a_run_must_keep_what_the_federation_agreed_on(tmp_path: Path) -> None:
     members.require_own(members.skeleton())
     for changed, words in (
         ({"image_size": 1024}, "1024 pixels, those of federation.toml 16"),
+        ({"pixel_range": "0:9"}, "pixel_range is 0:9, that of federation.toml None"),
         ({"classes": (*CLASSES, "z")}, "classes differ from those in federation.toml"),
         ({"name": "other"}, "the run is for task 'folder:other', this federation for 'folder:own'"),
     ):

@@ -66,13 +66,21 @@ def test_a_config_file_sets_what_the_options_do(tmp_path: Path, members: Members
         deploy.plan_run(members, file, "fpl", {}, {})
 
 
-def test_what_cannot_be_deployed_fails_before_anything_starts(members: Members) -> None:
+def test_what_cannot_be_deployed_fails_before_anything_starts(
+    tmp_path: Path, members: Members
+) -> None:
     with pytest.raises(ProtofedError, match="needs the same model at all clients"):
         deploy.plan_run(members, None, "fedavg", {}, {"model": "cnn3,cnn2"})
     own = Path(__file__).parents[2] / "examples" / "cosine_proto.py"
     for method, words in ((f"{own}:CosineProto", "comes from a file"), ("fedmd", "public images")):
         with pytest.raises(ProtofedError, match=words):
             deploy.plan_run(members, None, method, {}, {"rounds": 1})
+    large = {"model": "resnet18_imagenet", "weights": str(own)}
+    with pytest.raises(ProtofedError, match=r"fedbn keeps entries of the backbone at the sites"):
+        deploy.plan_run(members, None, "fedbn", {}, large)
+    (tmp_path / "net.py").write_text("def f(size): ...")
+    with pytest.raises(ProtofedError, match=r"net.py:f comes from a file"):
+        deploy.plan_run(members, None, "fedavg", {}, {"model": f"{tmp_path / 'net.py'}:f"})
 
 
 def test_status_and_stop_say_what_the_server_knows(

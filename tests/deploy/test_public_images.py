@@ -84,7 +84,7 @@ def test_from_any_source_the_models_equal_the_simulators(
     summary = w.coordinator().run()
     oracle = run(config=w.config, out=tmp_path / "oracle")
     for site, model in own_models(w).items():
-        assert tree.equal(model, {"model": oracle.clients[site]})
+        assert tree.equal(model, {"model": oracle.client_models[site]})
     records = read_records(w.out / "rounds.jsonl")
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert "problems" not in mine
@@ -187,7 +187,7 @@ def test_sites_with_folders_train_as_the_simulator_does(
     )  # fmt: skip
     assert oracle.facts["public_digest"] == spec.facts.public_digest
     for site, home in homes.items():
-        assert tree.equal(own_model(home, spec.name), {"model": oracle.clients[site]})
+        assert tree.equal(own_model(home, spec.name), {"model": oracle.client_models[site]})
     for mine, other in zip(records, oracle.rounds, strict=True):
         assert mine["loss"] == other["loss"] and mine["bytes_up"] == other["bytes_up"]
 

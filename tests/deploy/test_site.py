@@ -21,6 +21,7 @@ from protofed.config import make_config
 from protofed.data import load_task
 from protofed.data.task import Reading
 from protofed.deploy import programs, server_app
+from protofed.deploy.audit import AUDIT_FILE
 from protofed.deploy.members import read_members
 from protofed.deploy.messages import Request, write
 from protofed.deploy.operator import plan_run, run_folder
@@ -97,7 +98,7 @@ def test_a_run_about_something_else_is_refused_by_a_site(
     before = set(tmp_path.rglob("*"))
     with pytest.raises(Refused, match=r"the run is for task .*this federation for 'folder:own'"):
         answer(read_site_config(home), pack(spec), last_request(spec))
-    assert set(tmp_path.rglob("*")) == before
+    assert set(tmp_path.rglob("*")) - before == {home / AUDIT_FILE}
 
 
 def test_sites_of_a_task_read_no_other_folder(

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from protofed import run
-from protofed.config import make_config
+from protofed.config import execute_models, make_config
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.errors import ProtofedError
 from protofed.federation import memory
@@ -68,6 +69,50 @@ def test_the_activations_of_a_network():
     assert max(each) == largest
     # stem and first block: a convolution's result and a ReLU's, three times
     assert each.count(largest) == 6
+
+
+@pytest.mark.parametrize("model", ["resnet18_imagenet", "net.py:conv"])
+def test_the_activations_of_large_images(model, tmp_path, monkeypatch):
+    """What the backward pass of a real step keeps, but for a few percent."""
+    (tmp_path / "net.py").write_text(
+        "from torch import nn\n"
+        "def conv(size):\n"
+        "    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)\n"
+        "    return nn.Sequential(*layers, nn.Flatten())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    execute_models({"model": model})
+    task = large_task(side=128, images=20)
+    config = make_config(task, model=model)
+    _, each = memory._measure(discover(config, task).applied(config), task, model)
+    network = memory.build(model, 5, 128)
+    weights = {t.data_ptr() for t in network.state_dict().values()}
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        network(torch.zeros(2, 3, 128, 128))
+    sizes = [t.numel() // 2 for t in saved.values() if t.data_ptr() not in weights]
+    assert sum(each) == pytest.approx(sum(sizes), rel=0.05)
+    assert max(each) == max(sizes)
+
+
+def test_lanes_have_a_whole_epoch_of_images_at_once():
+    task = large_task()
+    config = make_config(task, model="resnet18_imagenet", samples=500, max_memory_gb=1)
+    found = discover(replace(config, device="cpu"), task).applied(config)
+    on_cpu, on_gpu = (estimate(replace(found, device=d, engine="loop"), task).images
+                      for d in ("cpu", "cuda"))  # fmt: skip
+    assert on_gpu - on_cpu == 500 * 3 * 224**2 * 5
+
+
+def test_a_frozen_backbone_keeps_no_activations():
+    task = large_task()
+    base = {"model": "resnet18_imagenet", "batch": 64, "samples": 500}
+    assert of(task, **base, train="head").activations < of(task, **base).activations / 1.5
 
 
 def test_a_run_that_killed_the_process_is_refused(monkeypatch):

@@ -246,9 +246,9 @@ def test_a_run_is_read_back_with_its_clients_models(kept: Result) -> None:
     task = tiny_task(spare=12)
     assert kept.folder is not None
     again = load_run(kept.folder)
-    assert again.clients.keys() == kept.clients.keys()
-    for name, model in kept.clients.items():
-        assert tree.equal({"m": again.clients[name]}, {"m": dict(model)})
+    assert again.client_models.keys() == kept.client_models.keys()
+    for name, model in kept.client_models.items():
+        assert tree.equal({"m": again.client_models[name]}, {"m": dict(model)})
     with pytest.raises(ProtofedError, match="has no global model") as error:
         again.network()
     assert "e.g. 'left-0'" in str(error.value)
@@ -267,7 +267,7 @@ def test_a_run_is_read_without_its_model(kept: Result) -> None:
     lean = load_run(kept.folder, model=False)
     assert lean.config.models == ("cnn3", "cnn2")
     assert lean.rounds == kept.rounds
-    assert lean.clients == {}
+    assert lean.client_models == {}
 
 
 def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path) -> None:
 
 def test_a_shared_model_has_no_client_of_its_own() -> None:
     result = run(tiny_task(), FedAvg(), **{**TINY, "rounds": 1})
-    assert result.clients == {}
+    assert result.client_models == {}
     with pytest.raises(ProtofedError, match="no model of its own"):
         result.network("left-0")
 
@@ -293,7 +293,7 @@ def test_models_beyond_memory_stay_in_the_clients_folder(tmp_path: Path, monkeyp
     small = functools.partial(ClientStore, limit=1000)
     monkeypatch.setattr("protofed.federation.simulation.ClientStore", small)
     result = run(tiny_task(), Local(), out=tmp_path / "run", **{**BOTH, "rounds": 1})
-    assert result.clients == {}
+    assert result.client_models == {}
     _, about = tree.load(tmp_path / "run" / "model.safetensors")
     assert "clients/" in about["holds"]
     assert len(list((tmp_path / "run" / "clients").iterdir())) == 4

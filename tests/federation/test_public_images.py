@@ -145,8 +145,8 @@ def test_all_engines_see_the_same_images(folder: Path) -> None:
         for e in ("loop", "workers")
     ]
     assert models[0].rounds[2]["loss"]["digest"] > 0
-    for name, slot in models[0].clients.items():
-        assert all(torch.equal(t, models[1].clients[name][n]) for n, t in slot.items())
+    for name, slot in models[0].client_models.items():
+        assert all(torch.equal(t, models[1].client_models[name][n]) for n, t in slot.items())
 
 
 def test_what_is_wrong_with_a_folder_is_said(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from protofed.data import cache, load_task
-from protofed.data.decode import BadImage, decode
+from protofed.data.decode import BadImage, Budget, decode, measure
 from protofed.data.listing import content_key, is_archive, list_files, stamp
 from protofed.data.readers import (
     Arrays,
@@ -33,7 +33,9 @@ from protofed.data.readers import (
     sniff,
 )
 from protofed.data.sources.folder import folder_plan, public_plan
+from protofed.data.task import MAX_IMAGE_PIXELS
 from protofed.errors import ProtofedError
+from tests.data.dicoms import dicom
 from tests.fuzz.harness import Choices, Guard, Wrong, inputs
 from tests.fuzz.mutate import mutated
 
@@ -158,7 +160,11 @@ def _images() -> tuple[bytes, ...]:
     exif[0x0112] = 6
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", exif=exif)
-    return (*made, buffer.getvalue())
+    made.append(buffer.getvalue())
+    with contextlib.suppress(ImportError):  # the extra is not installed
+        made.append(dicom(pixels[..., 0].astype(np.int16), WindowCenter=40, WindowWidth=400))
+        made.append(dicom(pixels, RescaleSlope=2))
+    return tuple(made)
 
 
 def _image(choices: Choices) -> bytes:
@@ -184,7 +190,10 @@ def _with_checksums(content: bytes) -> bytes:
 
 def _try_image(content: bytes, folder: Path) -> None:
     try:
-        found = decode(content, 8)
+        with contextlib.suppress(BadImage):
+            measured = measure(content, Budget(MAX_IMAGE_PIXELS))
+            _require(measured.side > 0, "an image without a side")
+        found = decode(content, 8, pixel_range="-100:4095")
     except BadImage as error:
         raise ProtofedError(str(error)) from None
     _require(found.shape == (3, 8, 8) and found.dtype == np.uint8, "an image of another shape")

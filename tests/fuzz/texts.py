@@ -15,9 +15,9 @@ from protofed.cli import app as app_module
 from protofed.cli.parse import (
     assignments,
     by_method,
+    parse_over,
     parse_setting,
     parse_shard,
-    parse_sweep,
     words,
 )
 from protofed.config import PROTOCOLS, SETTINGS, Config, make_config, merged_config
@@ -139,7 +139,7 @@ def _set(choices: Choices) -> tuple[str, list[str], str, str]:
 
 def _try_set(given: tuple[str, list[str], str, str], folder: Path) -> None:
     method, texts, setting, typed = given
-    for attempt in (parse_shard, parse_sweep, words):
+    for attempt in (parse_shard, parse_over, words):
         with contextlib.suppress(ProtofedError):
             attempt(typed)
     values = assignments(texts)

@@ -143,3 +143,24 @@ def test_a_file_that_says_something_else(
     tree.save(content, tmp_path / "model.safetensors", {**card, **change})
     with pytest.raises(ProtofedError, match=words):
         load_model(tmp_path / "model.safetensors")
+
+
+def test_a_model_of_8_bit_images_refuses_more(trained: Result, tmp_path: Path) -> None:
+    assert trained.folder is not None
+    model, scan = load_model(trained.folder), np.full((9, 9), 4000, np.uint16)
+    Image.fromarray(scan).save(tmp_path / "scan.png")
+    with pytest.raises(ProtofedError, match=r"scan\.png': its pixels have more than 8 bits"):
+        model.predict(tmp_path / "scan.png")
+    with pytest.raises(ProtofedError, match="an image: its pixels have more than 8 bits"):
+        model.predict(scan)
+
+
+def test_a_file_without_a_range_is_of_an_earlier_version(trained: Result, tmp_path: Path) -> None:
+    assert trained.folder is not None
+    slots, metadata = tree.load(trained.folder / "model.safetensors")
+    assert metadata.pop("pixel_range") is None
+    tree.save(slots, tmp_path / "old.safetensors", metadata)
+    assert load_model(tmp_path / "old.safetensors").card == load_model(trained.folder).card
+    tree.save(slots, tmp_path / "bad.safetensors", {**metadata, "pixel_range": "9:0"})
+    with pytest.raises(ProtofedError, match="pixel_range must be LOW:HIGH"):
+        load_model(tmp_path / "bad.safetensors")

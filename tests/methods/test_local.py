@@ -31,13 +31,13 @@ def test_a_client_alone_is_what_it_is_with_others():
     together = run(tiny_task(), Local(), **SHORT)
     alone = run(tiny_task(), Local(), **{**SHORT, "clients": {"left": 2}})
     for name in ("left-0", "left-1"):
-        assert tree.equal({"m": together.clients[name]}, {"m": alone.clients[name]})
+        assert tree.equal({"m": together.client_models[name]}, {"m": alone.client_models[name]})
 
 
 def test_one_client_is_fedavg_bit_for_bit():
     settings = {**SHORT, "clients": {"left": 1}}
     ours, plain = (run(tiny_task(), m, **settings) for m in (Local(), FedAvg()))
-    assert tree.equal({"m": ours.clients["left-0"]}, {"m": plain.model})
+    assert tree.equal({"m": ours.client_models["left-0"]}, {"m": plain.model})
     assert ours.rounds["accuracy"] == plain.rounds["accuracy"]
 
 
@@ -55,8 +55,8 @@ def test_a_round_goes_on_from_the_clients_own_model():
 def test_pure_fedproto_without_its_term_is_local_bit_for_bit():
     ours = run(tiny_task(), FedProto(weight=0, share="prototypes"), **SHORT)
     plain = run(tiny_task(), Local(), **SHORT)
-    assert ours.clients.keys() == plain.clients.keys()
-    for name, model in ours.clients.items():
-        assert all(torch.equal(t, plain.clients[name][n]) for n, t in model.items())
+    assert ours.client_models.keys() == plain.client_models.keys()
+    for name, model in ours.client_models.items():
+        assert all(torch.equal(t, plain.client_models[name][n]) for n, t in model.items())
     assert ours.rounds["accuracy"] == plain.rounds["accuracy"]
     assert ours.rounds["beside.own.left"] == plain.rounds["beside.own.left"]

@@ -9,19 +9,24 @@ from tests.oracles.package import TRAINED, Oracle, Run, assert_agree, assert_dif
 from tests.oracles.plain import average, copy, cross_entropy, network, optimizer
 
 
-def fedavg(run: Run, uniform: bool = False) -> Oracle:
+def fedavg(run: Run, uniform: bool = False, fixed: tuple[str, ...] = ()) -> Oracle:
+    """``fixed``: what the names of entries start or end with that stay as they are, unsent.
+
+    BatchNorm then normalizes by its buffers, which are among them.
+    """
     θ = run.initial
+    stays = {n for n in θ if fixed and (n.startswith(fixed) or n.endswith(fixed))}
     for t in range(run.rounds):
         models = {}
         for m in run.participants[t]:
-            θ_m = copy(θ)
+            θ_m = {n: t.detach() if n in stays else t for n, t in copy(θ).items()}
             local = optimizer(run, t)
             for epoch in range(run.epochs):
                 for x, y in run.epoch(m, t, epoch):
-                    _, logits = network(θ_m, x, training=True)
+                    _, logits = network(θ_m, x, training=not fixed)
                     local.step(θ_m, cross_entropy(logits, y, run.label_smoothing))
-            models[m] = θ_m
-        θ = average([*models.values()], [1 if uniform else run.samples[m] for m in models])
+            models[m] = {n: t for n, t in θ_m.items() if n not in stays}
+        θ = θ | average([*models.values()], [1 if uniform else run.samples[m] for m in models])
         yield {
             "server": {"model": θ},
             "sent": {m: {"model": models[m]} for m in models},
@@ -67,6 +72,18 @@ def test_a_wrong_option_is_noticed(
 def test_agrees_with_half_of_the_clients_counted_the_same() -> None:
     half = run("fedavg", participation=0.5, average="uniform")
     assert_agree(half, fedavg(half, uniform=True))
+
+
+def test_agrees_with_a_frozen_backbone() -> None:
+    head = run("fedavg", train="head", freeze_bn=True)
+    assert_agree(head, fedavg(head, fixed=("encoder.",)))
+    assert_differ(head, fedavg(head))
+
+
+def test_agrees_with_frozen_statistics() -> None:
+    frozen = run("fedavg", freeze_bn=True)
+    assert_agree(frozen, fedavg(frozen, fixed=plain.BUFFERS))
+    assert_differ(frozen, fedavg(frozen))
 
 
 def test_a_wrong_mean_is_noticed() -> None:

@@ -61,7 +61,7 @@ class At(Observer):
         self.at, self.act = (round, client), act
 
     def client(self, round: int, done: int, total: int) -> None:
-        if (round, done) == self.at:
+        if (round - 1, done) == self.at:
             self.act()
 
 

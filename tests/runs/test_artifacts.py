@@ -100,7 +100,7 @@ class Spy(Observer):
         federation.server.accept = spied  # type: ignore[method-assign]
 
     def round(self, record: Any) -> None:
-        self.seen[record["round"] + 1]["state"] = tree.copy(self.federation.server.state)
+        self.seen[record["round"]]["state"] = tree.copy(self.federation.server.state)
 
 
 def test_the_files_hold_messages_broadcast_and_model(tmp_path: Path) -> None:

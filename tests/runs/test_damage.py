@@ -99,10 +99,10 @@ def test_a_damaged_result_is_the_same_or_says_why(whole: Result, tmp_path: Path)
                 read = load_run(copy)
                 assert same(whole, read) and read.config == whole.config
                 assert (read.summary, read.facts) == (whole.summary, load_run(whole.folder).facts)
-                assert read.clients.keys() == whole.clients.keys()
+                assert read.client_models.keys() == whole.client_models.keys()
                 assert all(
-                    tree.equal({"m": read.clients[n]}, {"m": own})
-                    for n, own in whole.clients.items()
+                    tree.equal({"m": read.client_models[n]}, {"m": own})
+                    for n, own in whole.client_models.items()
                 )
             except ProtofedError as error:
                 refused += 1

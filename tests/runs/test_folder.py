@@ -30,7 +30,7 @@ Digests = Callable[[Path], dict[str, str]]
 CONFIG = make_config(TASK, Diary(), **QUICK)
 FACTS = {"numerics": 1, "precision": "fp32", "device": "cpu", "versions": {"torch": "2.11"}}
 STATE = {"model": {"x": torch.arange(3.0)}}
-RECORD = {"round": 0, "accuracy": {"left": 50.0}, "average": 50.0}
+RECORD = {"round": 1, "accuracy": {"left": 50.0}, "average": 50.0}
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         assert checkpoint is None and folder.exists and not folder.is_finished()
         folder.append_record(RECORD)
         folder.save_clients([{"client": "left-0"}])
-        saved = Checkpoint("abc", 2, STATE, {"left-0": "f"}, RECORD, {"accepted": {}})
+        saved = Checkpoint(
+            "abc", 2, STATE, {"left-0": "f"}, {**RECORD, "round": 2}, {"accepted": {}}
+        )
         folder.save_checkpoint(saved)
         card = ModelCard(
             "abc", "everything", "glyphs", ("a",), 8, (0.0,), (1.0,), {"a/b": "cnn2"}, {"a/b": "d"},
@@ -69,6 +71,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         folder.finish(
             dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
             | {"hash": "abc", "method": "fpl", "accuracy": {}}
+            | {"split": {"clients": {}, "samples": {}}}
         )
     assert folder.facts() == FACTS and folder.records() == [RECORD]
     found = folder.checkpoint()

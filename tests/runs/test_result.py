@@ -17,6 +17,7 @@ from protofed.data import load_task
 from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts
+from protofed.inference import load_model
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Records
 from protofed.runs.result import Result, load_run
@@ -146,6 +147,59 @@ def test_a_run_without_its_model(glyphs_run: Result, tmp_path: Path) -> None:
     assert lean.lean and lean.facts == {} and lean.accuracy == glyphs_run.accuracy
     with pytest.raises(ProtofedError, match="without its model"):
         lean.network()
+
+
+def test_what_is_known_of_clients(glyphs_run: Result) -> None:
+    (record,) = glyphs_run.rounds
+    for name, client in glyphs_run.clients.items():
+        assert (name, client.samples) == (f"{client.domain}-0", 10)
+        assert client.accuracy == {1: record["accuracy"][client.domain]}
+        assert client.loss[1].keys() == record["loss"].keys()
+    each = [client.loss[1]["ce"] for client in glyphs_run.clients.values()]
+    assert sum(each) / 2 == pytest.approx(record["loss"]["ce"]), "one step each"
+    assert not any(column.startswith("by_client") for column in glyphs_run.rounds.columns)
+
+
+def test_clients_with_models_of_their_own() -> None:
+    result = run(TASK, "fedbn", **{**QUICK, "rounds": 2, "participation": 0.5})
+    for record in result.rounds:
+        trained = [n for n, own in record["by_client"].items() if "loss" in own]
+        assert len(trained) == record["clients"] == 2 and len(record["by_client"]) == 4
+        for domain, expected in record["accuracy"].items():
+            own = [
+                c.accuracy[record["round"]] for c in result.clients.values() if c.domain == domain
+            ]
+            assert sum(own) / len(own) == pytest.approx(expected, abs=1e-3)
+    rounds = {n: set(c.loss) for n, c in result.clients.items()}
+    assert sum(map(len, rounds.values())) == 4
+
+
+def test_predictions_confusions_and_prototypes(glyphs_run: Result) -> None:
+    images = load_task("glyphs").domains["scan"].test
+    predicted = glyphs_run.predict(images.x)
+    assert predicted == load_model(glyphs_run.folder or "").predict(images.x)
+    confusion = glyphs_run.confusion("scan")
+    accuracy = 100 * confusion.trace() / confusion.sum()
+    assert accuracy == pytest.approx(glyphs_run.rounds[-1]["accuracy"]["scan"], abs=1e-3)
+    assert glyphs_run.prototypes().sent.keys() == {"scan-0", "photo-0"}
+    assert glyphs_run.prototypes(1).round == 1
+
+
+@pytest.mark.parametrize("method", ["fpl", "fedproto", "fedbn"])
+def test_a_result_without_a_folder(method: str) -> None:
+    """What it can do it does; what it cannot, it says."""
+    result = run(TASK, method, **{**QUICK, "rounds": 2})
+    table = result.confusion("left", TASK)
+    accuracy = result.rounds[-1]["accuracy"]["left"]
+    assert 100 * table.trace() / table.sum() == pytest.approx(accuracy, abs=1e-3)
+    client = "left-0" if result.client_models else None
+    assert len(result.predict(TASK.domains["left"].test.x, client)) == len(
+        TASK.domains["left"].test
+    )
+    with pytest.raises(ProtofedError, match=r"no folder, and so no prototypes.*out=FOLDER"):
+        result.prototypes()
+    with pytest.raises(ProtofedError, match=r"made by a program.*task="):
+        result.confusion("left")
 
 
 def test_html_of_a_result(glyphs_run: Result) -> None:

@@ -40,10 +40,11 @@ def test_fields_of_the_records() -> None:
             "bytes_up",
             "bytes_down",
             "clients",
+            "by_client",
             "steps",
             "seconds",
         ]
-        assert record["round"] == i
+        assert record["round"] == i + 1
         assert record["accuracy"].keys() == {"left", "right"}
         assert record["average"] == pytest.approx(sum(record["accuracy"].values()) / 2, abs=1e-4)
         assert all(0 <= a <= 100 for a in record["accuracy"].values())
@@ -143,7 +144,7 @@ def test_observers_see_everything_in_order() -> None:
 
     settings = {**QUICK, "rounds": 2, "participation": 0.5}
     watched = run(TASK, FedAvg(), **settings, observers=[Watch()])
-    rounds = [[(r, 1, 2), (r, 2, 2), ("round", r)] for r in range(2)]
+    rounds = [[(r, 1, 2), (r, 2, 2), ("round", r)] for r in (1, 2)]
     assert seen == [("start", 4, 0), *rounds[0], *rounds[1], ("end", 2)]
     assert same(watched, run(TASK, FedAvg(), **settings))
 

@@ -157,7 +157,7 @@ def test_two_studies_share_a_pool_at_once_and_do_no_run_twice(
     folders = sorted(p.parent for p in tmp_path.glob("*/summary.json"))
     assert len(folders) == 4
     for folder in folders:  # rounds of one run, not of two mixed
-        assert [r["round"] for r in RunFolder(folder).records()] == [0, 1, 2]
+        assert [r["round"] for r in RunFolder(folder).records()] == [1, 2, 3]
     # a run that was found locked is a command that came to nothing, at most
     assert 4 <= len(started) <= 8
 

@@ -13,10 +13,11 @@ from protofed.data import DataMissing
 from protofed.errors import ProtofedError
 from protofed.runs.pool import PACKED
 from protofed.runs.run import run
+from protofed.studies.adhoc import adhoc, protocol_note
 from protofed.studies.definition import FolderImages, load, parse
 from protofed.studies.execution import Job
 from protofed.studies.folder import StudyFolder
-from protofed.studies.launch import adhoc, prepare, protocol_note, shard_of
+from protofed.studies.launch import prepare, shard_of
 from protofed.studies.plan import Selection, plan
 
 

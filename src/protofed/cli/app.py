@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from protofed.cli.compare import compare, sweep
+from protofed.cli.compare import compare, sweep, tune
 from protofed.cli.data import data_app
 from protofed.cli.deploy import deploy_app
 from protofed.cli.methods import methods
@@ -29,7 +29,7 @@ from protofed.version import __version__
 
 ORDER = (
     "tasks", "data", "methods", "run", "show", "predict", "evaluate", "export", "compare", "sweep",
-    "study", "runs", "report", "deploy",
+    "tune", "study", "runs", "report", "deploy",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ app = typer.Typer(
     "Start with [bold]protofed compare --task glyphs --methods fedavg,fedproto,fpl[/bold]: "
     "three methods on a task that needs no download.",
 )
-for command in (tasks, methods, run, show, predict, evaluate, export, compare, sweep, report):
+for command in (tasks, methods, run, show, predict, evaluate, export, compare, sweep, tune, report):
     app.command(context_settings=HELP)(command)
 for group in (data_app, study_app, runs_app, deploy_app):
     app.add_typer(group)

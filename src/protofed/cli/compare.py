@@ -1,8 +1,8 @@
-"""``protofed compare`` and ``protofed sweep``: studies written on the spot."""
+"""``protofed compare``, ``sweep`` and ``tune``: studies written on the spot."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from protofed.cli.options import (
     JobsOption,
+    MethodOption,
     PoolOption,
     SeedsOption,
     SetOfMethodOption,
@@ -21,11 +22,11 @@ from protofed.cli.options import (
     output_option,
     with_settings,
 )
-from protofed.cli.output import console, print_tables, say
-from protofed.cli.parse import assignments, at_least_one, by_method, parse_shard, parse_sweep, words
-from protofed.errors import ProtofedError
+from protofed.cli.output import console, print_tables
+from protofed.cli.parse import assignments, at_least_one, by_method, parse_over, parse_shard, words
 
 if TYPE_CHECKING:
+    from protofed.studies.adhoc import Asked
     from protofed.studies.definition import Study
     from protofed.studies.plan import Selection
 
@@ -58,32 +59,14 @@ def compare(
     [bold]--leave-out each[/bold] tests on domains that no client has: one run without each
     domain, and one table with the accuracy on each unseen domain and their average.
     """
-    from protofed.config import EACH, short_task
-    from protofed.methods import METHODS, method_class
-    from protofed.studies.launch import adhoc, protocol_note
+    from protofed.methods import METHODS
+    from protofed.studies.adhoc import comparison, method_rows
 
-    task = task or "glyphs"
-    at_least_one(seeds=seeds)
-    names = dict.fromkeys(METHODS if methods == "all" else words(methods))
-    references: dict[str, str] = {}
-    for name in names:
-        own = method_class(name).name
-        if own in references:
-            raise ProtofedError(
-                f"{references[own]} and {name} are both named {own}",
-                "give one of the classes another name: ClassVar[str]",
-            )
-        references[own] = name
-    options = by_method(assignments(set_), references)
-    first = settings.pop("seed", 0)
-    rows = {own: (name, options.get(name, {})) for own, name in references.items()}
-    left_out = settings.get("leave_out")
-    on = {None: "", EACH: ", unseen domains"}.get(left_out, f" without {left_out}")
-    title = f"Methods on {task}{on}"
-    study = adhoc("compare", title, task, rows, range(first, first + seeds), settings)
-    study = study.with_note(warning := protocol_note(study))
-    path = out or pool / f"compare-{short_task(task)}-{study.hash}"
-    run_study(study, path, pool, jobs, shard, tensorboard, warning=warning)
+    names = METHODS if methods == "all" else words(methods)
+    rows = method_rows(names)
+    options = by_method(assignments(set_), {label: label for label in rows})
+    asked = comparison(task or "glyphs", names, seeds, options, settings)
+    run_asked(asked, out, pool, jobs, shard, tensorboard)
 
 
 @with_settings()
@@ -126,25 +109,70 @@ def sweep(
 
     [bold]protofed sweep --task glyphs --method fpl --over tau=0.02,0.05,0.1[/bold]
     """
-    from protofed.config import short_task
-    from protofed.methods import method_class
-    from protofed.studies.launch import adhoc
+    from protofed.studies.adhoc import parameter_sweep
 
-    task = task or "glyphs"
-    at_least_one(seeds=seeds)
-    grid: dict[str, list[Any]] = {}
-    for name, values in map(parse_sweep, over):
-        grid.setdefault(name, []).extend(values)
-    own = method_class(method).name
-    first = settings.pop("seed", 0)
-    rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
-    if against is not None and method_class(against).name != own:
-        rows[method_class(against).name] = (against, {})
-    rows[own] = (method, assignments(set_))
-    title, swept = f"{own} over {' and '.join(grid)}", [{"over": grid, "rows": [own]}]
-    study = adhoc("sweep", title, task, rows, range(first, first + seeds), settings, swept)
-    path = out or pool / f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}-{study.hash}"
-    run_study(study, path, pool, jobs, shard, tensorboard)
+    grid, options = parse_over(over), assignments(set_)
+    asked = parameter_sweep(task or "glyphs", method, grid, seeds, options, settings, against)
+    run_asked(asked, out, pool, jobs, shard, tensorboard)
+
+
+@with_settings()
+def tune(
+    *,
+    over: Annotated[
+        list[str],
+        typer.Option(
+            "--over",
+            metavar="NAME=VALUES",
+            help="A hyper-parameter of the method, or a setting, and where to look: values "
+            "(0.02,0.05), a range (0.1..1), or one on a logarithmic scale (log:0.001..0.1); "
+            "repeatable.",
+        ),
+    ],
+    task: TaskOption = None,
+    method: MethodOption = "fedavg",
+    budget: Annotated[int, typer.Option(help="The most points to try.")] = 20,
+    seeds: SeedsOption = 1,
+    set_: SetOption = None,
+    pool: PoolOption = Path("runs"),
+    out: Annotated[
+        Path | None,
+        output_option(
+            help="Folder of the tables and figures; default: "
+            "runs/tune-<task>-<method>-<names>-<hash>.",
+        ),
+    ] = None,
+    jobs: JobsOption = None,
+    shard: ShardOption = None,
+    tensorboard: TensorBoardOption = False,
+    settings: dict[str, Any],
+) -> None:
+    """Choose hyper-parameters by validation accuracy, and report the test accuracy of the choice.
+
+    All points of a grid are tried if they are within the budget, otherwise random ones (drawn from
+    --seed). They are compared on images that are neither trained nor tested on (--validate), by
+    default training images that no client holds, or else a part of each client's. Test accuracy is
+    shown of the chosen point only.
+
+    [bold]protofed tune --method fpl --over tau=0.02,0.05,0.1 --over lr=log:0.001..0.1[/bold]
+    """
+    from protofed.studies.adhoc import tuning
+
+    spaces, options = parse_over(over), assignments(set_)
+    asked = tuning(task or "glyphs", method or "fedavg", spaces, budget, seeds, options, settings)
+    run_asked(asked, out, pool, jobs, shard, tensorboard)
+
+
+def run_asked(
+    asked: Asked,
+    out: Path | None,
+    pool: Path,
+    jobs: int | None,
+    shard: str | None,
+    tensorboard: bool,
+) -> None:
+    path = out or pool / asked.name
+    run_study(asked.study, path, pool, jobs, shard, tensorboard, says=asked.says)
 
 
 def run_study(
@@ -155,40 +183,37 @@ def run_study(
     shard: str | None,
     tensorboard: bool,
     selection: Selection | None = None,
-    warning: str = "",
+    says: Sequence[str] = (),
 ) -> None:
-    """Run what the pool lacks, then write and print the tables; with ``shard`` only a part's runs.
-
-    The study's folder is made before its runs: `protofed study table` can show what is there so
-    far, and a folder that holds another study is an error now, not after hours.
-    """
-    from protofed.observers.progress import protocol_line
-    from protofed.report.study_figures import write_figures
-    from protofed.studies.execution import default_jobs, raise_failures, run_all
-    from protofed.studies.folder import StudyFolder
-    from protofed.studies.launch import prepare
+    """Run what the pool lacks, and print the tables; with ``shard`` only a part's runs."""
+    from protofed import api
+    from protofed.studies.execution import raise_failures
     from protofed.studies.plan import Selection
 
     at_least_one(jobs=jobs)
     part, chosen = parse_shard(shard), selection or Selection()
-    study, work = prepare(study, pool, selection=chosen, shard=part, tensorboard=tensorboard)
-    folder = StudyFolder.create(path, study, pool) if part is None else None
-    for line in dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work):
-        say(line)
-    if warning:
-        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False)
-    failed = run_all(work, jobs or default_jobs(work), console)
-    made = folder.tables() if folder is not None else []
+    done = api.run_study(
+        study,
+        path,
+        pool,
+        console,
+        jobs=jobs,
+        shard=part,
+        tensorboard=tensorboard,
+        selection=chosen,
+        says=says,
+    )
     if part is not None:
         console.print(
             f"part {part[0]} of {part[1]}: its runs are in [bold]{escape(str(pool))}[/bold]. When "
             "those of all parts are there, the same command without --shard writes the tables."
         )
-    elif folder is not None and any(table.runs for table in made):
-        names = folder.write_tables() + write_figures(folder, made)
-        print_tables([t for t in folder.tables(chosen.tasks) if t.runs])
+    elif done.folder is not None and done.files:
+        print_tables([t for t in done.folder.tables(chosen.tasks) if t.runs])
         console.print(
-            f"{', '.join(names)} are in [bold]{escape(str(path))}[/bold], the runs in "
+            f"{', '.join(done.files)} are in [bold]{escape(str(path))}[/bold], the runs in "
             f"[bold]{escape(str(pool))}[/bold]"
         )
-    raise_failures(failed)
+        for path in done.folder.chosen_runs():
+            console.print(f"the chosen run, with its model: [bold]{escape(str(path))}[/bold]")
+    raise_failures(done.failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,8 @@ from protofed.errors import ProtofedError
 DEPLOYED = (
     "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay",
     "optimizer", "schedule", "step_every", "step_factor", "warmup_rounds", "label_smoothing",
-    "clip_norm", "sampling", "model", "width", "norm", "samples", "participation", "average",
-    "precision", "flip", "augment",
+    "clip_norm", "sampling", "model", "width", "norm", "weights", "train", "freeze_bn",
+    "min_class_count", "samples", "participation", "average", "precision", "flip", "augment",
     "checkpoint_every", "skip_bad", "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
 """The settings that a run across machines takes; the others are for the simulator."""
@@ -34,6 +35,14 @@ deploy_app = typer.Typer(
 DirOption = Annotated[
     Path, typer.Option("--dir", metavar="DIR", help="The folder that deploy init wrote.")
 ]
+
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca", metavar="DIR", help="The folder of ca.key; default: ca beside the server's folder."
+    ),
+]
+SiteOption = Annotated[str | None, typer.Option("--site", help="The site's name.")]
 
 
 def _need_flower() -> None:
@@ -61,6 +70,10 @@ def init(
     image_size: Annotated[int, typer.Option(min=8, max=1024, help="Pixels of an image's side.")] = (
         32
     ),
+    pixel_range: Annotated[
+        str | None,
+        typer.Option(metavar="LOW:HIGH", help="Black and white in images of more than 8 bits."),
+    ] = None,
     minimum: Annotated[
         int | None, typer.Option(min=1, help="Sites a round needs; default 2.")
     ] = None,
@@ -85,6 +98,14 @@ def init(
             help="Give each site a TLS certificate, without which the server does not talk to it.",
         ),
     ] = False,
+    keys_at_sites: Annotated[
+        bool,
+        typer.Option(
+            "--keys-at-sites",
+            help="Make no keys for the sites: each makes its own with deploy join, so that no "
+            "private key leaves its machine.",
+        ),
+    ] = False,
 ) -> None:
     """Write certificates, keys, settings and a page that says which command runs where."""
     _need_flower()
@@ -102,6 +123,7 @@ def init(
         hosts=words(hosts),
         classes=words(classes),
         image_size=image_size,
+        pixel_range=pixel_range,
         domains=pairs,
         task=task,
         minimum=minimum,
@@ -109,6 +131,7 @@ def init(
         wait_seconds=wait_seconds,
         gather_seconds=gather_seconds,
         client_certificates=client_certificates,
+        keys_at_sites=keys_at_sites,
     )
     if task is None and not classes:
         say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
@@ -143,7 +166,7 @@ def server(
 @deploy_app.command(context_settings=HELP)
 def site(
     folder: DirOption = Path(),
-    name: Annotated[str | None, typer.Option("--site", help="The site's name.")] = None,
+    name: SiteOption = None,
     data: Annotated[
         Path | None,
         typer.Option(metavar="PATH", help="Images: class/image, or {train,test}/class/image."),
@@ -178,6 +201,70 @@ def site(
     if home.public is not None:
         say(f"site {home.name}: public folder: {check_public(home)}")
     join(home, patience, say)
+
+
+@deploy_app.command(context_settings=HELP)
+def join(folder: DirOption = Path(), name: SiteOption = None) -> None:
+    """At a site: make its key, and the request that the operator admits.
+
+    For a federation of deploy init --keys-at-sites. The private key stays here.
+    """
+    _need_flower()
+    from protofed.deploy.admission import make_request
+    from protofed.deploy.setup import site_folder
+
+    make_request(site_folder(folder, name), renew=False, tell=say)
+
+
+@deploy_app.command(context_settings=HELP)
+def admit(
+    request: Annotated[Path, typer.Argument(metavar="FILE", help="What deploy join has written.")],
+    folder: DirOption = Path(),
+    ca: CaOption = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="The site has a key already: replace it.")
+    ] = False,
+) -> None:
+    """On the server: let a site in with the key of its request, at once if the server runs.
+
+    Compare the fingerprint with the one that the site has seen, by telephone for example.
+    """
+    _need_flower()
+    from protofed.deploy.admission import admit as let_in
+    from protofed.deploy.setup import server_folder
+
+    home = server_folder(folder)
+    let_in(home, request, ca or home.parent / "ca", replace, say)
+
+
+@deploy_app.command(context_settings=HELP)
+def revoke(
+    site: Annotated[str, typer.Argument(help="The site's name.")], folder: DirOption = Path()
+) -> None:
+    """On the server: shut a site out, at once if the server runs; its key is never let in again."""
+    _need_flower()
+    from protofed.deploy.admission import revoke as shut_out
+    from protofed.deploy.setup import server_folder
+
+    shut_out(server_folder(folder), site, say)
+
+
+@deploy_app.command(context_settings=HELP)
+def renew(folder: DirOption = Path(), name: SiteOption = None, ca: CaOption = None) -> None:
+    """Make new keys: the server's, with its certificate, or a site's, with a request to admit.
+
+    Of a site, if one is named or DIR is a site's folder; else of the server.
+    """
+    _need_flower()
+    from protofed.deploy.admission import make_request, renew_server
+    from protofed.deploy.setup import own_folder
+    from protofed.deploy.site import SITE_FILE
+
+    home = own_folder(folder, name)
+    if (home / SITE_FILE).is_file():
+        make_request(home, renew=True, tell=say)
+    else:
+        renew_server(home, ca or home.parent / "ca", say)
 
 
 @deploy_app.command(context_settings=HELP)
@@ -274,26 +361,80 @@ def stop(
 
 
 @deploy_app.command(context_settings=HELP)
+def method(
+    named: Annotated[str, typer.Argument(metavar="FILE.py:CLASS", help="A method of your own.")],
+    folder: DirOption = Path(),
+    name: SiteOption = None,
+) -> None:
+    """Install a method of your own on this machine, pinned by its file's hash.
+
+    The server and every site need it; then `deploy start --method NAME` runs it.
+    """
+    _need_flower()
+    from protofed.deploy.setup import install_method, own_folder
+
+    made = install_method(own_folder(folder, name), named)
+    say(f"method {made.name} is installed, SHA-256 {made.sha256}")
+
+
+@deploy_app.command(context_settings=HELP)
+def approve(
+    run: Annotated[
+        str | None, typer.Argument(help="The run's hash; without it, the runs are listed.")
+    ] = None,
+    folder: DirOption = Path(),
+    name: SiteOption = None,
+) -> None:
+    """At a site whose policy has approval = true: list the runs asked for, or approve one."""
+    _need_flower()
+    from protofed.deploy.policy import Approvals
+    from protofed.deploy.setup import site_folder
+
+    approvals = Approvals(site_folder(folder, name))
+    if run is not None:
+        approvals.approve(run)
+        say(f"run {run} is approved")
+        return
+    found = approvals.list()
+    for asked in found:
+        word = f"approved {asked['approved']}" if asked["approved"] else "waits"
+        say(f"{asked['run']}  {word}: {asked['name']}, first asked {asked['asked']}")
+        say("  " + ", ".join(f"{key} {value}" for key, value in asked["settings"].items()))
+    if not found:
+        say("no run has been asked for")
+
+
+@deploy_app.command(context_settings=HELP)
+def audit(folder: DirOption = Path(), name: SiteOption = None) -> None:
+    """Print a site's audit log, and verify that no line was changed, removed or inserted."""
+    _need_flower()
+    from protofed.deploy.audit import AuditLog
+    from protofed.deploy.setup import site_folder
+
+    log = AuditLog(site_folder(folder, name))
+    count = 0
+    for entry in log.entries():
+        time, event, _ = (entry.pop(key) for key in ("time", "event", "before"))
+        say(f"{time}  {event:8}  {json.dumps(entry, ensure_ascii=False)}")
+        count += 1
+    say(f"{count} entries, none altered; the last one's hash is {log.head}")
+
+
+@deploy_app.command(context_settings=HELP)
 def doctor(
     folder: DirOption = Path(),
-    name: Annotated[
-        str | None, typer.Option("--site", help="Look from this site; default: from the server.")
-    ] = None,
+    name: SiteOption = None,
 ) -> None:
-    """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks."""
-    _need_flower()
-    from protofed.deploy.doctor import examine_server, examine_site
-    from protofed.deploy.setup import server_folder, site_folder
-    from protofed.deploy.site import SITE_FILE
+    """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks.
 
-    at_site = name is not None or (folder / SITE_FILE).is_file()
-    found = (
-        examine_site(site_folder(folder, name))
-        if at_site
-        else examine_server(server_folder(folder))
-    )
+    From a site, if one is named or DIR is a site's folder; else from the server.
+    """
+    _need_flower()
+    from protofed.deploy.doctor import examine
+    from protofed.deploy.setup import own_folder
+
     problems = 0
-    for ok, text in found:
+    for ok, text in examine(own_folder(folder, name)):
         say(f"{'ok     ' if ok else 'PROBLEM'} {text}")
         problems += not ok
     if problems:

@@ -89,12 +89,10 @@ def _predictions(
     import numpy as np
     import torch
 
-    from protofed.inference.model import pixels
-
     decoded = []
     for file in files:
         try:
-            decoded.append((file, pixels(file, trained.image_size)))
+            decoded.append((file, trained.pixels(file)))
         except ProtofedError as error:
             if bad is None:
                 raise type(error)(error.message, "--skip-bad leaves such files out") from None
@@ -128,7 +126,7 @@ def _predictions(
 def _image_files(paths: list[Path]) -> list[Path]:
     from PIL import Image
 
-    endings = Image.registered_extensions()
+    endings = {*Image.registered_extensions(), ".dcm", ".dicom"}
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -157,6 +155,14 @@ def evaluate(
         Path | None,
         typer.Option("--out", "-o", metavar="DIR", help="Folder for evaluation.json and figures."),
     ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="First fit the temperature of the probabilities on training images that were not "
+            "trained on, and write it into the run's model, for predict and export.",
+        ),
+    ] = False,
     client: ClientOption = None,
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
@@ -169,19 +175,27 @@ def evaluate(
     """
     from protofed.data import load_task
     from protofed.inference import load_model
+    from protofed.inference.calibration import calibrate as fit
     from protofed.inference.metrics import measure
-    from protofed.inference.model import softmax
 
+    if calibrate:
+        fitted = fit(model, client, device, data)
+        say(
+            f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} training images that "
+            f"were not trained on: calibration error there {fitted.before:.1f} → "
+            f"{fitted.after:.1f} %"
+        )
     trained = load_model(model, client, device)
     name = task or trained.card.task
-    loaded = load_task(name, data, image_size=None if name == "glyphs" else trained.image_size)
+    size = None if name == "glyphs" else trained.image_size
+    loaded = load_task(name, data, image_size=size, pixel_range=trained.card.pixel_range)
     order = _class_order(trained, loaded)
     found: dict[str, Metrics] = {}
     for domain, images in track(
         loaded.domains.items(), "evaluating", console=errors, transient=True
     ):
         labels = order[images.test.y.numpy()]
-        found[domain] = measure(softmax(trained.logits(images.test.x)), labels)
+        found[domain] = measure(trained.predict_proba(images.test.x), labels)
     _print_metrics(found)
     if out is not None:
         _write_evaluation(trained, name, found, out)
@@ -244,6 +258,7 @@ def _write_evaluation(
         for domain, m in found.items()
     }
     about = {"run": trained.card.hash, "client": trained.client, "task": task}
+    about["temperature"] = trained.temperature
     write_json(out / "evaluation.json", {**about, "domains": domains})
     counts = {domain: m.confusion for domain, m in found.items()}
     paths = save(confusions(trained.method.name, counts, trained.classes), out)

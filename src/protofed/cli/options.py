@@ -11,13 +11,13 @@ from typing import Annotated, Any, get_args
 import typer
 
 from protofed.cli.parse import parse_setting
-from protofed.config import CLIENTS, ENGINE, OUTPUT, SETTINGS, TRAINING, Setting
+from protofed.config import CLIENTS, ENGINE, OUTPUT, PRIVACY, SETTINGS, TRAINING, Setting
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of every command: ``-h`` works too."""
 
 METHOD = "Method"
-PANELS = ("", TRAINING, CLIENTS, METHOD, ENGINE, OUTPUT)
+PANELS = ("", TRAINING, CLIENTS, METHOD, PRIVACY, ENGINE, OUTPUT)
 """The panels of a command's help, in their order; options without one come first."""
 
 output_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
@@ -89,8 +89,8 @@ TrustOption = Annotated[
     typer.Option(
         "--trust-code",
         callback=_trust,
-        help="Execute the Python files that a config, study or run names as its method. Without "
-        "it, only a file given on the command line is executed.",
+        help="Execute the Python files that a config, study or run names as its method or model. "
+        "Without it, only a file given on the command line is executed.",
     ),
 ]
 """Its work is done before the command begins."""

@@ -101,10 +101,13 @@ def words(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(found)
 
 
-def parse_sweep(text: str) -> tuple[str, list[Any]]:
-    """``tau=0.02,0.05`` as a name and its values."""
-    name, equals, values = text.partition("=")
-    found = [value(w.strip()) for w in values.split(",") if w.strip()]
-    if not equals or not found:
-        raise ProtofedError(f"cannot read --over '{text}'", "write --over tau=0.02,0.05")
-    return name.strip(), found
+def parse_over(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """``tau=0.02,0.05`` for each ``--over``, as names with their values."""
+    found: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        own = [value(w.strip()) for w in values.split(",") if w.strip()]
+        if not equals or not own:
+            raise ProtofedError(f"cannot read --over '{text}'", "write --over tau=0.02,0.05")
+        found.setdefault(name.strip(), []).extend(own)
+    return found

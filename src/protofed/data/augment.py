@@ -91,12 +91,17 @@ def cropped(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
             return x
         values = x.contiguous().to(torch.float32) / 255
     if choices.jitter is not None and choices.order is not None:
-        # All changes of all images, then one of them is chosen: a selection of rows would have a
-        # data-dependent size, which a CUDA graph cannot capture.
-        for turn in choices.order[..., None, None, None].unbind(1):
-            changed = values
-            for operation, result in enumerate(_jittered(values, choices.jitter)):
-                changed = torch.where(turn == operation, result, changed)
+        for turn in choices.order.unbind(1):
+            changed = torch.empty_like(values)
+            for operation, change in enumerate(_JITTER):
+                if x.is_cuda:
+                    # all images, of which some are kept: a selection of rows would have a
+                    # data-dependent size, which a CUDA graph cannot capture
+                    result = change(values, choices.jitter[:, operation])
+                    changed = torch.where(_each(turn == operation), result, changed)
+                else:
+                    rows = turn == operation
+                    changed[rows] = change(values[rows], choices.jitter[rows, operation])
             values = changed
     if choices.gray is not None:
         values = torch.where(choices.gray[:, None, None, None], _gray(values), values)
@@ -181,20 +186,25 @@ def _gray(x: Tensor) -> Tensor:
     return (x * weights).sum(1, keepdim=True).expand_as(x)
 
 
-def _jittered(x: Tensor, factors: Tensor) -> list[Tensor]:
-    """The images with another brightness, contrast, saturation and hue."""
-    brightness, contrast, saturation, hue = factors[..., None, None, None].unbind(1)
-    gray = _gray(x)
+def _each(values: Tensor) -> Tensor:
+    """One value for each image, to broadcast."""
+    return values[:, None, None, None]
 
-    def mixed(other: Tensor, factor: Tensor) -> Tensor:
-        return (x * factor + other * (1 - factor)).clamp(0, 1)
 
-    return [
-        (x * brightness).clamp(0, 1),
-        mixed(gray[:, :1].mean((1, 2, 3), keepdim=True), contrast),
-        mixed(gray, saturation),
-        _hue(x, hue),
-    ]
+def _brightness(x: Tensor, factor: Tensor) -> Tensor:
+    return (x * _each(factor)).clamp(0, 1)
+
+
+def _contrast(x: Tensor, factor: Tensor) -> Tensor:
+    return _mixed(x, _gray(x)[:, :1].mean((1, 2, 3), keepdim=True), factor)
+
+
+def _saturation(x: Tensor, factor: Tensor) -> Tensor:
+    return _mixed(x, _gray(x), factor)
+
+
+def _mixed(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
+    return (x * _each(factor) + other * (1 - _each(factor))).clamp(0, 1)
 
 
 def _hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -210,9 +220,13 @@ def _hue(x: Tensor, shift: Tensor) -> Tensor:
     )
     # A channel is a trapezoid over the hue, displaced by a third of a turn for each channel:
     # value - span * max(0, min(k, 4 - k, 1)), with k in sixths of a turn.
-    k = (hue[:, None] + 6 * shift + _channels((5.0, 3.0, 1.0), x.dtype, x.device)) % 6
+    k = (hue[:, None] + 6 * _each(shift) + _channels((5.0, 3.0, 1.0), x.dtype, x.device)) % 6
     share = torch.minimum(torch.minimum(k, 4 - k), torch.ones_like(k)).clamp(min=0)
     return high[:, None] - span[:, None] * share
+
+
+_JITTER = (_brightness, _contrast, _saturation, _hue)
+"""The changes of color, in the order of ``Choices.jitter``."""
 
 
 @functools.cache

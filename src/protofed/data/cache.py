@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from protofed.data.task import Domain, Images
 from protofed.files import write_atomic
 
-FORMAT = 2
+FORMAT = 3
 """Raise this whenever pixels, splits or notes change: older entries are then ignored."""
 
 Pixels = NDArray[np.uint8]
@@ -133,15 +133,16 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
 
 
 def recall(*key: object) -> str:
-    """The entry's name that ``remember`` stored under this key of plain values; empty if none."""
+    """The text that ``remember`` stored under this key of plain values; empty if none."""
     with contextlib.suppress(OSError):
         return _stamp(key).read_text("utf-8").strip()
     return ""
 
 
-def remember(name: str, *key: object) -> None:
+def remember(text: str, *key: object) -> None:
+    """Store a text, such as the name of an entry, under a key of plain values."""
     with contextlib.suppress(OSError):
-        write_atomic(_stamp(key), name, private=True)
+        write_atomic(_stamp(key), text, private=True)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def purge(names: Collection[str]) -> None:
         if path.is_file() and _entry_of(path) in names:
             path.unlink()
     for stamp in _stamp(()).parent.glob("*"):
-        if stamp.read_text("utf-8").strip() in names:
+        text = stamp.read_text("utf-8").strip()
+        if text in names or not (entries_folder() / f"{text:.100}.json").is_file():
             stamp.unlink()
 
 
@@ -227,7 +229,10 @@ def _decoded(metadata: Mapping[str, Any], pixels: Pixels) -> Decoded:
         start = end
     return Decoded(
         tuple(metadata["classes"]),
-        {d: Domain(s["train"], s.get("test", empty)) for d, s in images.items()},
+        {
+            d: Domain(s["train"], s.get("test", empty), s.get("validation"))
+            for d, s in images.items()
+        },
         tuple(metadata["notes"]),
         tuple(metadata["skipped"]),
         metadata["digest"],

@@ -1,17 +1,23 @@
-"""Image files and arrays as RGB bytes of one size."""
+"""Image files and arrays as RGB bytes of one size.
+
+Gray images with more than 8 bits (scans, microscopy) have values whose meaning the file does not
+tell: a range of values is black to white, stated once for a task and kept in its models.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import struct
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +25,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
 from rich.progress import Progress
 
+from protofed.data.dicom import Dicom, is_dicom
 from protofed.data.task import MAX_IMAGE_PIXELS, Sample
+from protofed.errors import ProtofedError
 
 Bytes = NDArray[np.uint8]
 
@@ -69,37 +77,138 @@ class Budget:
                 self._changed.notify_all()
 
 
-def decode(content: bytes | Bytes | Image.Image, size: int, budget: Budget | None = None) -> Bytes:
+class Deep(NamedTuple):
+    """Values of gray [H, W] with more than 8 bits, and which of them are black and white, if known.
+
+    ``inverted``: the lowest is white.
+    """
+
+    values: NDArray[Any]
+    window: tuple[float, float] | None = None
+    inverted: bool = False
+
+    def scaled(self, pixel_range: str | None) -> Bytes:
+        """8 bits: ``pixel_range``, else the window, becomes 0 to 255."""
+        shown = parse_range(pixel_range) if pixel_range else self.window
+        if shown is None:
+            raise BadImage(
+                "its pixels have more than 8 bits, and nothing says which values are black and "
+                "white; --pixel-range 0:4095 would for a scan of 12 bits"
+            )
+        low, high = shown
+        x = np.clip((self.values.astype(np.float32) - low) / (high - low), 0, 1)
+        x = np.rint(255 * (1 - x if self.inverted else x))
+        return np.nan_to_num(x).astype(np.uint8)
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """The two values of a setting such as ``0:4095``."""
+    try:
+        low, high = map(float, text.split(":"))
+        if -math.inf < low < high < math.inf:
+            return low, high
+    except ValueError:
+        pass
+    raise ProtofedError(
+        f"pixel_range must be LOW:HIGH, the values that become black and white, got {text!r:.100}",
+        "write 0:4095 for images of 12 bits",
+    )
+
+
+def decode(
+    content: bytes | NDArray[Any] | Image.Image,
+    size: int,
+    budget: Budget | None = None,
+    pixel_range: str | None = None,
+) -> Bytes:
     """An image (a file's bytes, an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
 
     Resized to a square with bilinear interpolation, ignoring the aspect ratio, as the papers do.
-    ``budget`` are the pixels that may be decoded at a time.
+    ``budget`` are the pixels that may be decoded at a time, ``pixel_range`` (``LOW:HIGH``) the
+    values that become 0 and 255 if they have more than 8 bits.
     """
-    budget = budget or Budget(MAX_IMAGE_PIXELS)
+    with _pixels(content, budget or Budget(MAX_IMAGE_PIXELS), size) as image:
+        if isinstance(image, Deep):
+            image = Image.fromarray(image.scaled(pixel_range))
+        # A gray image is resized before it gets three channels: the same bytes.
+        x = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
+    return np.ascontiguousarray(np.broadcast_to(x, (3, size, size)) if x.ndim == 2
+                                else x.transpose(2, 0, 1))  # fmt: skip
+
+
+class Measured(NamedTuple):
+    """What an image is like: its shorter side, the lowest and highest value if it is ``Deep``."""
+
+    side: int
+    low: float | None = None
+    high: float | None = None
+    window: bool = False
+
+
+def measure(content: bytes | NDArray[Any], budget: Budget) -> Measured:
+    """Read an image's header, and its pixels only if they have more than 8 bits."""
+    with _pixels(content, budget, headers=True) as image:
+        if not isinstance(image, Deep):
+            return Measured(min(image.size))
+        values = image.values[np.isfinite(image.values)]
+        if not len(values):
+            raise BadImage("none of its pixels is a number")
+        low, high = float(values.min()), float(values.max())
+        return Measured(min(image.values.shape), low, high, image.window is not None)
+
+
+@contextlib.contextmanager
+def _pixels(
+    content: bytes | NDArray[Any] | Image.Image,
+    budget: Budget,
+    size: int = 1,
+    headers: bool = False,
+) -> Iterator[Image.Image | Deep]:
+    """An image in RGB or 8-bit gray, or its values; of ``headers`` alone, maybe not loaded yet."""
     if not isinstance(content, Image.Image) and not len(content):
         raise BadImage("it is empty")
     try:
-        if isinstance(content, np.ndarray):
-            image = Image.fromarray(content)
-        elif isinstance(content, Image.Image):
-            image = content
-        else:
-            image = Image.open(io.BytesIO(content), formats=_formats())
+        image = _opened(content)
         width, height = image.size
         pixels = max(width, size) * max(height, size)
         if pixels > budget.total:
             advice = f"--max-image-pixels {pixels} allows that"
             raise BadImage(f"it has {width} × {height} pixels; {advice}")
+        if headers and isinstance(image, Image.Image) and not _is_deep(image):
+            yield image
+            return
         with budget.hold(pixels):
-            if not isinstance(content, np.ndarray):
-                image = _rgb(image)
-            # A gray array is resized before it gets three channels: the same bytes.
-            x = np.asarray(image.resize((size, size), Image.Resampling.BILINEAR))
+            yield _loaded(image, plain=isinstance(content, np.ndarray))
     except _BAD as error:
         known = not isinstance(error, UnidentifiedImageError)
         raise BadImage(str(error) if known else "it is not an image") from None
-    return np.ascontiguousarray(np.broadcast_to(x, (3, size, size)) if x.ndim == 2
-                                else x.transpose(2, 0, 1))  # fmt: skip
+
+
+def _opened(content: bytes | NDArray[Any] | Image.Image) -> Image.Image | Dicom:
+    if isinstance(content, Image.Image):
+        return content
+    if isinstance(content, np.ndarray):
+        return Image.fromarray(content)
+    if is_dicom(content):
+        return Dicom(content)
+    return Image.open(io.BytesIO(content), formats=_formats())
+
+
+def _is_deep(image: Image.Image) -> bool:
+    """Whether it has integers of 16 or 32 bits, or floating-point numbers."""
+    return image.mode.startswith(("I", "F"))
+
+
+def _loaded(image: Image.Image | Dicom, plain: bool) -> Image.Image | Deep:
+    if isinstance(image, Dicom):
+        x = image.load()
+        if x.dtype != np.uint8:
+            return Deep(x, image.window, image.inverted)
+        return Image.fromarray(255 - x if image.inverted else x)
+    if plain and not _is_deep(image):
+        return image
+    ImageOps.exif_transpose(image, in_place=True)
+    return Deep(np.asarray(image)) if _is_deep(image) else _rgb(image)
 
 
 @cache
@@ -109,28 +218,62 @@ def _formats() -> list[str]:
 
 
 def decode_all(
-    samples: Sequence[Sample], pixels: Bytes, title: str, most: int = MAX_IMAGE_PIXELS
+    samples: Sequence[Sample],
+    pixels: Bytes,
+    title: str,
+    most: int = MAX_IMAGE_PIXELS,
+    pixel_range: str | None = None,
 ) -> dict[int, str]:
-    """Decode the samples into the rows of ``pixels``; returns the rows that failed, and why.
+    """Decode the samples into the rows of ``pixels``; returns the rows that failed, and why."""
+    size = pixels.shape[-1]
+
+    def one(i: int, content: bytes | NDArray[np.uint8], budget: Budget) -> None:
+        pixels[i] = decode(content, size, budget, pixel_range)
+
+    bad = _for_all(samples, one, f"decoding {len(samples)} images of {title} (once)", most)
+    for i in bad:
+        pixels[i] = 0
+    return bad
+
+
+def measure_all(
+    samples: Sequence[Sample], title: str, most: int = MAX_IMAGE_PIXELS
+) -> list[Measured | None]:
+    """What each sample is like; None for those that cannot be read."""
+    found: list[Measured | None] = [None] * len(samples)
+
+    def one(i: int, content: bytes | NDArray[np.uint8], budget: Budget) -> None:
+        found[i] = measure(content, budget)
+
+    _for_all(samples, one, f"measuring {len(samples)} images of {title} (once)", most)
+    return found
+
+
+def _for_all(
+    samples: Sequence[Sample],
+    do: Callable[[int, bytes | NDArray[np.uint8], Budget], None],
+    text: str,
+    most: int,
+) -> dict[int, str]:
+    """Call ``do`` with the content of each sample; returns those that failed, and why.
 
     In threads, not processes: Pillow decodes and resizes without holding the interpreter's lock.
     No image has more than ``most`` pixels, and neither have all that are decoded at a time: it
     takes no more than ``PIXEL_BYTES`` times as much memory.
     """
-    size = pixels.shape[-1]
     bad: dict[int, str] = {}
     stop = threading.Event()
     # always taken in this order, so that nobody waits for a file while another waits for pixels
     files, budget = Budget(FILE_BYTES * most), Budget(most)
 
-    def one(sample: Sample) -> Bytes:
+    def one(i: int, sample: Sample) -> None:
         if sample.size > files.total:
             raise BadImage(
                 f"its file has {sample.size} bytes, too many for an image of {most} pixels; "
                 f"--max-image-pixels {-(-sample.size // FILE_BYTES)} allows that"
             )
         with files.hold(sample.size):
-            return decode(sample.read(), size, budget)
+            do(i, sample.read(), budget)
 
     def chunk(start: int) -> int:
         end = min(start + _CHUNK, len(samples))
@@ -138,18 +281,13 @@ def decode_all(
             if stop.is_set():
                 break
             try:
-                pixels[i] = one(samples[i])
+                one(i, samples[i])
             except (BadImage, OSError) as error:
-                pixels[i] = 0
                 bad[i] = str(error)
         return end - start
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    text, start, shown = (
-        f"decoding {len(samples)} images of {title} (once)",
-        time.monotonic(),
-        False,
-    )
+    start, shown = time.monotonic(), False
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = progress.add_task(text, total=len(samples))
@@ -181,20 +319,10 @@ def _no_other_limit() -> Iterator[None]:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """The image upright and in RGB.
+    """The image in RGB.
 
-    EXIF rotation is applied. Transparent pixels become white, as on paper: the colors below them
-    are not meant to be seen. Of 16 bits per pixel, the upper 8 are kept.
+    Transparent pixels become white, as on paper: the colors below them are not meant to be seen.
     """
-    ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I"):
-        deep = np.asarray(image)
-        if image.mode == "I" and (deep.min() < 0 or deep.max() > 65535):
-            raise BadImage("its pixels have 32 bits: their range is unknown")
-        # Older versions of Pillow open 16-bit PNG files as 32-bit integers.
-        image = Image.fromarray((deep >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        raise BadImage("its pixels are floating-point numbers: their range is unknown")
     if image.has_transparency_data:
         clear = image if image.mode == "RGBA" else image.convert("RGBA")
         image = Image.new("RGBA", clear.size, "white")

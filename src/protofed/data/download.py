@@ -15,6 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ class Downloader:
     attempts: int = 3
     timeout: tuple[float, float] = (5.0, 30.0)  # to connect, and between two blocks
     sleep: Callable[[float], None] = time.sleep
+    asked: set[str] = field(default_factory=set)
+    """Hosts that were named to the person who waits for their answer."""
     unreachable: set[str] = field(default_factory=set)
     """Hosts that did not answer: they are not waited for again with every file."""
 
@@ -126,7 +129,17 @@ class Downloader:
             record(file, target)
             self._say(f"{file.path}: already there, {checked}")
             return
+        new = [p for p in (target.parent, *target.parent.parents) if not p.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._fetch_new(file, target, checked)
+        finally:
+            if not target.exists():
+                with suppress(OSError):  # not empty: other files are there
+                    for folder in new:
+                        folder.rmdir()
+
+    def _fetch_new(self, file: RemoteFile, target: Path, checked: str) -> None:
         reasons = []
         for url in file.urls:
             # A hidden folder of its own: readers ignore it, and so does another process.
@@ -151,6 +164,9 @@ class Downloader:
             raise _Unavailable("only http and https are supported")
         if host in self.unreachable:
             raise _Unavailable(f"{host} did not answer before")
+        if host not in self.asked:
+            self.asked.add(host)
+            self._say(f"asking {host}")
         # identity: a .gz file must arrive as it is, not unpacked on the way
         headers = {"User-Agent": f"protofed/{__version__}", "Accept-Encoding": "identity"}
         for attempt in range(1, self.attempts + 1):
@@ -166,6 +182,7 @@ class Downloader:
                     reason = _reason(error)
                     if isinstance(error, _SILENT) and not bar.started:
                         self.unreachable.add(host)
+                        self._say(f"{host} does not answer")
                         raise _Unavailable(f"{host} does not answer: {reason}") from None
                     if not _is_transient(error):
                         raise _Unavailable(reason) from None

@@ -31,7 +31,7 @@ def describe(name: str) -> TaskInfo:
     if name in (FOLDER, FOLDER.rstrip(":")):
         raise ProtofedError("task folder: which folder?", "write --task folder:PATH")
     if name.startswith(FOLDER):
-        return TaskInfo(name, None, None, None, None, test_splits=TEST_SPLITS)
+        return TaskInfo(name, None, None, None, None, None, test_splits=TEST_SPLITS)
     raise unknown("task", name, (*TASKS, "folder:PATH"))
 
 

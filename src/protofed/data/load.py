@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import json
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import islice
 from math import inf
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import PIL
 from torch import Tensor
 
-from protofed.data import cache
+from protofed.data import cache, choose
 from protofed.data.augment import AUGMENTS
 from protofed.data.cache import Decoded
-from protofed.data.decode import decode_all
+from protofed.data.choose import Survey
+from protofed.data.decode import decode_all, measure_all, parse_range
 from protofed.data.glyphs import load_glyphs
 from protofed.data.info import FOLDER, describe
 from protofed.data.listing import content_key, stamp
@@ -44,6 +48,7 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "augment": (str, "a name"),
     "max_image_pixels": (int, "a whole number of at least 1"),
     "max_unpacked_gb": (int | float, "a number of gigabytes"),
+    "pixel_range": (str, "LOW:HIGH"),
 }
 """The type that an option of ``load_task`` must have, and how to say it."""
 _RANGES = {"image_size": (8, 1024), "max_image_pixels": (1, inf), "max_unpacked_gb": (0, inf)}
@@ -59,26 +64,32 @@ def load_task(
     augment: str | None = None,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     max_unpacked_gb: float = MAX_UNPACKED_GB,
+    pixel_range: str | None = None,
 ) -> Task:
     """The named task, or ``folder:PATH`` for your own tree ``domain/class/image``.
 
     Args:
         name: one of ``TASKS``, or ``folder:PATH``.
         data: the folder of the published tasks; default ``PROTOFED_DATA``, else the cache folder.
-        image_size: the side that images are resized to, in pixels.
+        image_size: the side that images are resized to, in pixels; of a folder, by default about
+            as large as its images, and at most 224.
         flip: whether training images are flipped at random.
         test_split: another way to divide the images, e.g. ``kfold_leaky`` of pacs.
         skip_bad: leave out files that cannot be decoded.
-        augment: ``crop`` or ``large``.
+        augment: ``crop`` or ``large``; of a folder, by default ``large`` from 96 pixels on.
         max_image_pixels: images with more are bad; no more are decoded at a time.
         max_unpacked_gb: what a compressed file or an archive may unpack to, in gigabytes.
+        pixel_range: the values ``LOW:HIGH`` that become black and white in images with more than
+            8 bits; of a folder, by default the lowest and highest in its images.
 
     Warns of classes that are probably misspelled.
     """
     info = describe(name)
     _check(data=data, image_size=image_size, flip=flip, test_split=test_split, skip_bad=skip_bad,
            augment=augment, max_image_pixels=max_image_pixels,
-           max_unpacked_gb=max_unpacked_gb)  # fmt: skip
+           max_unpacked_gb=max_unpacked_gb, pixel_range=pixel_range)  # fmt: skip
+    if pixel_range is not None:
+        parse_range(pixel_range)
     if augment is not None and augment not in AUGMENTS:
         raise unknown("augmentation", augment, AUGMENTS)
     if name == "glyphs":
@@ -93,15 +104,24 @@ def load_task(
     split = test_split or info.test_splits[0]
     if split not in info.test_splits:
         raise unknown(f"test split of {name}", split, info.test_splits)
-    reading = Reading(skip_bad, max_image_pixels, max_unpacked_gb)
-    paths, plan = task_files(name, data, split, reading)
-    size, kind = image_size or info.image_size, name.partition(":")[0]
+    reading = Reading(skip_bad, max_image_pixels, max_unpacked_gb, pixel_range)
+    paths, make_plan = task_files(name, data, split, reading)
+    plan = lru_cache(make_plan)
+    published = PUBLISHED.get(name)
+    size, survey, kind = image_size or info.image_size, None, name.partition(":")[0]
+    if published is None:
+        survey = _survey(paths, reading, plan)
+        size = size or choose.image_size(survey).value
+        reading = replace(reading, pixel_range=pixel_range or survey.pixel_range)
+    assert size is not None
     images = _decoded(kind, paths, size, split, reading, plan)
-    if kind == FOLDER.rstrip(":"):
+    notes = [info.about or f"Images of {paths[0]}.", *images.notes]
+    if published is None:
+        augment = augment or choose.augment(size).value
         for text in class_warnings(images.classes, images.domains):
             warnings.warn(f"{name}: {text}", stacklevel=2)
-    published = PUBLISHED.get(name)
-    notes = [info.about or f"Images of {paths[0]}.", *images.notes]
+        if reading.pixel_range:
+            notes.append(f"Pixel values from {reading.pixel_range} became 0 to 255.")
     if images.skipped:
         notes.append(f"Left out {len(images.skipped)} files that are not images.")
     return Task(
@@ -119,6 +139,8 @@ def load_task(
         digest=images.digest,
         test_split=split,
         skipped=images.skipped,
+        survey=survey,
+        pixel_range=reading.pixel_range,
     )
 
 
@@ -179,7 +201,7 @@ def _decoded(
     """
     # without skip_bad first: that entry has no bad images, so it serves both
     skips = (False, reading.max_image_pixels) if reading.skip_bad else (False,)
-    asked = [(PIL.__version__, kind, size, test_split, skip) for skip in skips]
+    asked = [(PIL.__version__, kind, size, test_split, skip, reading.pixel_range) for skip in skips]
     before = stamp(paths)
     for options in asked:
         known = cache.recall(before, *options)
@@ -197,6 +219,30 @@ def _decoded(
     return result
 
 
+def _survey(paths: list[Path], reading: Reading, plan: Callable[[], Plan]) -> Survey:
+    """What the images of a folder are like: measured once for each state of its files."""
+    key = (stamp(paths), PIL.__version__, reading.max_image_pixels, "survey")
+    with suppress(ValueError, TypeError):
+        return Survey(*json.loads(cache.recall(*key)))
+    parts = plan().parts
+    samples = [s for part in parts.values() for s in part]
+    found = measure_all(samples, FOLDER.rstrip(":"), reading.max_image_pixels)
+    left, sides = iter(found), dict[str, list[int]]()
+    for (domain, _), part in parts.items():
+        measured = (m for m in islice(left, len(part)) if m is not None)
+        sides.setdefault(domain, []).extend(m.side for m in measured)
+    deep = [m for m in found if m is not None and m.low is not None]
+    pixel_range = None
+    if not all(m.window for m in deep):
+        low, high = min(m.low or 0.0 for m in deep), max(m.high or 0.0 for m in deep)
+        pixel_range = f"{low:.9g}:{high if high > low else low + 1:.9g}"
+    every = [side for own in sides.values() for side in own]
+    middle = {domain: median_high(own) for domain, own in sides.items() if own}
+    survey = Survey(median_high(every or [choose.SMALL]), middle, pixel_range)
+    cache.remember(json.dumps(survey), *key)
+    return survey
+
+
 def _decode_plan(
     entry: str, plan: Plan, title: str, size: int, reading: Reading, source: list[str]
 ) -> Decoded:
@@ -205,7 +251,7 @@ def _decode_plan(
     with ExitStack() as at_end:
         shape = (3, size, size)
         pixels = at_end.enter_context(cache.scratch(entry, (len(samples), *shape)))
-        bad = decode_all(samples, pixels, title, reading.max_image_pixels)
+        bad = decode_all(samples, pixels, title, reading.max_image_pixels, reading.pixel_range)
         skipped = [f"{samples[i].name}: {why}" for i, why in bad.items()]
         if bad and not reading.skip_bad:
             shown = "; ".join(f"'{samples[i].name}': {why}" for i, why in list(bad.items())[:5])

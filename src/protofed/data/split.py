@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed import keys
-from protofed.data.task import Task
+from protofed.data.task import Images, Task
 from protofed.errors import ProtofedError, unknown
 
 Ints = NDArray[np.int64]
 
 UNUSED = "unused"
 """In place of a source of images: the training images that no client holds."""
+VAL_FOLDERS = "folder"
+"""``validate = "folder"``: the images in a folder's val/ beside train/ and test/."""
 FEWEST_TO_VALIDATE = 20
 """An accuracy on fewer images of a domain moves by more than 5 points with each of them."""
 
@@ -138,28 +140,38 @@ def unused(task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
 def validation_rows(
     task: Task, shares: Sequence[Share], validate: float | str | None
 ) -> dict[str, Tensor]:
-    """The training images to validate on: those held out or ``unused``, of domains with clients.
+    """The rows of the images to validate on, of domains with clients: see ``validation_source``.
 
     A domain without clients has none: what is chosen with its images would not be unseen there.
     """
     if validate is None:
         return {}
+    domains = dict.fromkeys(s.domain for s in shares)
     if validate == UNUSED:
         found = unused(task, shares)
+    elif validate == VAL_FOLDERS:
+        found = {d: torch.arange(len(task.domains[d].validation or ())) for d in domains}
     else:
-        domains = dict.fromkeys(s.domain for s in shares)
         found = {d: torch.cat([s.held_out for s in shares if s.domain == d]) for d in domains}
     if few := {d: len(rows) for d, rows in found.items() if len(rows) < FEWEST_TO_VALIDATE}:
         raise ProtofedError(
             f"validate = {validate} leaves too few images to validate on: "
             + ", ".join(f"{n} of domain '{d}'" for d, n in few.items())
             + f" (at least {FEWEST_TO_VALIDATE} of each)",
-            "--validate 0.1 holds out a part of each client's images instead, --samples gives "
-            "clients fewer"
-            if validate == UNUSED
-            else "raise --validate, or give clients more images: --samples",
+            {
+                UNUSED: "--validate 0.1 holds out a part of each client's images instead, "
+                "--samples gives clients fewer",
+                VAL_FOLDERS: "put them into domain/val/class/image, beside train and test; "
+                "--validate 0.1 holds out a part of each client's images instead",
+            }.get(str(validate), "raise --validate, or give clients more images: --samples"),
         )
     return found
+
+
+def validation_source(task: Task, domain: str, validate: float | str | None) -> Images:
+    """The images that rows to validate on are of: a folder's own, or else the training images."""
+    own = task.domains[domain]
+    return own.validation if validate == VAL_FOLDERS and own.validation else own.train
 
 
 def apportion(total: int, weights: NDArray[np.float64]) -> Ints:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from protofed.data.choose import Survey
 from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError
 
@@ -24,12 +25,14 @@ class Reading:
 
     ``skip_bad``: files that cannot be decoded are left out. ``max_image_pixels`` may be in one
     image, and in all that are decoded at a time. ``max_unpacked_gb`` is what a compressed file or
-    an archive may unpack to.
+    an archive may unpack to. ``pixel_range`` (``LOW:HIGH``) has the values that become black and
+    white in images with more than 8 bits.
     """
 
     skip_bad: bool = False
     max_image_pixels: int = MAX_IMAGE_PIXELS
     max_unpacked_gb: float = MAX_UNPACKED_GB
+    pixel_range: str | None = None
 
 
 class DataMissing(ProtofedError):
@@ -83,10 +86,14 @@ class Images:
 
 @dataclass(frozen=True)
 class Domain:
-    """One domain's training and test images; no image is in both."""
+    """One domain's training and test images, and those in its folder for validation, if any.
+
+    No image is in two of them.
+    """
 
     train: Images
     test: Images
+    validation: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,9 @@ class TaskInfo:
     """A task without its images; see ``Task``.
 
     What a folder does not tell before it is read is None. ``test_splits`` are the ways to divide
-    the images, the default first; empty if there is no choice.
+    the images, the default first; empty if there is no choice. ``training`` is the number of
+    training images of each domain, ``survey`` what those of a folder are like; empty and None until
+    the images are loaded.
     """
 
     name: str
@@ -120,12 +129,14 @@ class TaskInfo:
     classes: tuple[str, ...] | None
     clients: Mapping[str, int] | None
     samples: Mapping[str, float] | None
-    image_size: int = 32
+    image_size: int | None = 32
     flip: bool = True
     test_splits: tuple[str, ...] = ()
     leftover: bool = False
     repair: bool = False
     about: str = ""
+    training: Mapping[str, int] = field(default_factory=dict)
+    survey: Survey | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +151,8 @@ class Task:
 
     For images from files, ``digest`` is a hash of classes, splits, labels and pixels,
     ``test_split`` the way they were divided, and ``skipped`` the files that could not be decoded.
+    ``survey`` is what the images of a folder are like, ``pixel_range`` which of their values became
+    black and white (``Reading``).
     """
 
     name: str
@@ -155,6 +168,8 @@ class Task:
     digest: str = ""
     test_split: str | None = None
     skipped: tuple[str, ...] = ()
+    survey: Survey | None = None
+    pixel_range: str | None = None
 
     def __post_init__(self) -> None:
         for name in self.domains.keys() & {"average", "seen average", "validation average"}:
@@ -182,6 +197,8 @@ class Task:
             self.leftover,
             self.repair,
             self.note,
+            {d: len(images.train) for d, images in self.domains.items() if len(images.train)},
+            self.survey,
         )
 
     @property

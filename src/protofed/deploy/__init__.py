@@ -2,6 +2,7 @@
 
 - ``setup`` makes a federation's folders, with ``certificates`` and ``templating``
 - ``members``: ``federation.toml``, the sites and the rules of a round
+- ``admission``: how sites get their keys in, and how keys end; ``installed``: methods of one's own
 - ``operator`` starts and stops runs; ``run_log``: what a run tells the operator
 - ``programs`` runs Flower's programs for the server, a site and the operator
 - ``gate``, ``superlink``: what the network reaches of the server; ``supernode``: a site
@@ -9,6 +10,7 @@
 - ``doctor`` checks a deployment from inside and outside
 - ``server_app``, ``coordinator``: the rounds as the server runs them
 - ``client_app``, ``site``: a round as a site runs it
+- ``policy``, ``audit``: what a site allows, and what it writes down
 - ``spec``, ``messages``, ``wire``: what travels (a run, a message, its tensors)
 - ``checks``: what a reply must look like before it counts
 

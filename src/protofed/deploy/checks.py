@@ -53,6 +53,8 @@ class ExpectedReply:
 
     entries: Mapping[tuple[str, str], tuple[torch.dtype, Shape]]
     limit: int
+    releases: int
+    """The most messages of a site under the run's privacy budget; 0 without one."""
 
 
 def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
@@ -92,7 +94,8 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
                 max(x, y) if isinstance(size, str) else size
                 for size, x, y in zip(shape, own, other, strict=True)
             )
-    return ExpectedReply(entries, 4 * largest + SLACK_BYTES)
+    releases = max((b.releases for b in setup.privacy.budgets), default=0)
+    return ExpectedReply(entries, 4 * largest + SLACK_BYTES, releases)
 
 
 def _shape(
@@ -155,6 +158,10 @@ def check_answer(
     if not all(0 < n <= MAX_COUNT for n in counts) or answer.lr < 0:
         raise Refused(
             f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}"
+        )
+    if not min(1, expected.releases) <= answer.releases <= expected.releases:
+        raise Refused(
+            f"the reply is number {answer.releases} of {expected.releases} under a privacy budget"
         )
     if not all(map(math.isfinite, (answer.lr, *answer.loss_totals))):
         raise Refused("a loss in the reply is not finite")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from flwr.app import Context, Error, Message
 
+from protofed.deploy.messages import SITE_FAILED, SITE_WAITS
+from protofed.deploy.policy import NotApproved
 from protofed.deploy.site import answer, read_site_config
 from protofed.deploy.wire import Refused
 from protofed.errors import Diverged
 
 log = logging.getLogger("flwr")
-SITE_FAILED = 100
-"""An error code above those of Flower."""
 
 
 def handle(message: Message, context: Context) -> Message:
@@ -28,7 +28,8 @@ def handle(message: Message, context: Context) -> Message:
         content = answer(site, str(context.run_config["spec"]), message.content)
     except (Refused, Diverged) as error:
         log.error("protofed: %s", error)
-        return Message(Error(SITE_FAILED, str(error)), reply_to=message)
+        code = SITE_WAITS if isinstance(error, NotApproved) else SITE_FAILED
+        return Message(Error(code, str(error)), reply_to=message)
     except Exception as error:
         log.exception("protofed: the message could not be answered")
         reason = f"{type(error).__name__}; see the site's log"

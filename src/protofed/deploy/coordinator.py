@@ -29,7 +29,7 @@ from protofed.deploy import wire
 from protofed.deploy.checks import check_answer, expected_reply
 from protofed.deploy.ledger import Ledger
 from protofed.deploy.members import Members
-from protofed.deploy.messages import RECORD, Answer, Request, write
+from protofed.deploy.messages import RECORD, SITE_WAITS, Answer, Request, write
 from protofed.deploy.run_log import COMPLETE, log
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
@@ -43,6 +43,8 @@ from protofed.runs.records import Record
 
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
+APPROVAL_POLLS = 30
+"""Polls between two attempts at a round for which sites have yet to be approved."""
 MAX_PROBLEM_LENGTH = 500
 """Characters to record of what is wrong with a reply: some of them are the site's own."""
 
@@ -53,6 +55,8 @@ class Exchange:
 
     answers: dict[str, Answer] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    """The sites where a person has yet to approve the run."""
     up: int = 0
     """Bytes of tensor data, counted as in every run."""
     down: int = 0
@@ -72,9 +76,9 @@ class Coordinator:
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
         self.poll = poll
         models = client_models(config.model, list(members.sites))
-        network = initial_network(config, task, next(iter(models.values())))
+        network = initial_network(config, task, next(iter(models.values())), config.weights)
         setup = make_setup(config, task, network)
-        self.training = setup.training
+        self.training, self.privacy = setup.training, setup.privacy
         self.server = Server(
             config.method,
             network,
@@ -86,12 +90,15 @@ class Coordinator:
             average=config.average,
         )
         self.ledger = Ledger(folder, spec, members, network)
+        if words := self.privacy.words(config.method):
+            self.ledger.policies["privacy"] = words
         self.accepted: dict[str, str] = {}
         """For each site, the private state that belongs to its last accepted reply."""
         self.pending: Record | None = None
         """The record of the last round, which still lacks its accuracy."""
         self.expected = expected_reply(spec, self.server)
         self.failures = 0
+        self.waiting_since: float | None = None
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """Run the remaining rounds and the last evaluation; returns the summary."""
@@ -179,7 +186,7 @@ class Coordinator:
             problem = self._aggregate()
         if problem:
             return self._failed(problem, got)
-        self.failures = 0
+        self.failures, self.waiting_since = 0, None
         if self.pending is not None:
             self._measure(got)
         self.accepted |= {name: got.answers[name].state for name in trained}
@@ -214,6 +221,8 @@ class Coordinator:
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
         self.ledger.artifacts.abandon()
+        if self._wait_for_approval(got.waiting):
+            return False
         self.failures += 1
         log.warning(
             "round %d failed: %s (attempt %d of %d)",
@@ -225,6 +234,18 @@ class Coordinator:
                 "fix the sites, then: protofed deploy start ... --resume",
             )
         return False
+
+    def _wait_for_approval(self, sites: Sequence[str]) -> bool:
+        """Give the sites' people time; False if there are no such sites, or it is up."""
+        if self.waiting_since is None:
+            self.waiting_since = time.monotonic()
+        left = self.waiting_since + self.members.wait_seconds - time.monotonic()
+        if not sites or left <= 0:
+            return False
+        text = "round %d waits for the run's approval at %s (for at most %.0f s more)"
+        log.warning(text, self.server.round + 1, ", ".join(sites), left)
+        time.sleep(min(self.poll * APPROVAL_POLLS, left))
+        return True
 
     def _last_evaluation(self) -> None:
         """Measure the accuracy after the last round, with a message without training."""
@@ -246,6 +267,9 @@ class Coordinator:
             domain = self.members.sites[name].domain
             right[domain] += answer.right
             tested[domain] += answer.tested
+            if answer.tested:
+                own = round_to(100 * answer.right / answer.tested, 4)
+                self.pending.setdefault("by_client", {}).setdefault(name, {})["accuracy"] = own
         # over all test images of a domain's sites: large test sets weigh more than small ones
         scores = {d: 100 * right[d] / n if n else float("nan") for d, n in tested.items()}
         known = [s for d, s in scores.items() if tested[d]]
@@ -253,11 +277,11 @@ class Coordinator:
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
         self.ledger.tested = tested
         self.ledger.folder.append_record(self.pending)
-        log.info("after round %d: %s", self.pending["round"] + 1, accuracies(self.pending))
+        log.info("after round %d: %s", self.pending["round"], accuracies(self.pending))
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
         record: Record = {
-            "round": round,
+            "round": round + 1,
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
@@ -265,10 +289,16 @@ class Coordinator:
             "bytes_up": got.up,
             "bytes_down": got.down,
             "clients": len(trained),
+            "by_client": {
+                name: {"loss": mean_losses([got.answers[name].losses])} for name in trained
+            },
             "steps": sum(got.answers[n].steps for n in trained),
             "seconds": {"train": round_to(got.seconds, 3), "evaluate": 0.0},
             "wire": got.wire,
         }
+        if self.privacy.budgets:
+            releases = max(got.answers[name].releases for name in trained)
+            record["privacy"] = self.privacy.spent(releases)
         if got.problems:
             record["problems"] = got.problems
         return record
@@ -355,6 +385,8 @@ class Coordinator:
         """Check a reply, and accept it if it is valid."""
         if message.has_error():
             error = message.error
+            if error.code == SITE_WAITS:
+                got.waiting.append(name)
             self._problem(got, name, f"error {error.code}: {error.reason or ''}")
             return
         try:
@@ -373,7 +405,7 @@ class Coordinator:
         got.answers[name] = answer
         if reply is not None:
             self.server.accept(name, reply)
-            self.ledger.artifacts.reply(self.server.round, name, reply.message)
+            self.ledger.artifacts.reply(self.server.round + 1, name, reply.message)
             got.up += tree.nbytes(reply.message)
             log.info("round %d: site %s replied", self.server.round + 1, name)
 

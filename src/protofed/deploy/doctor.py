@@ -12,7 +12,6 @@ import ssl
 import stat
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +28,14 @@ from flwr.common.constant import SYSTEM_TIME_TOLERANCE
 from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
+from protofed.deploy.audit import AuditLog
+from protofed.deploy.certificates import host_names
 from protofed.deploy.gate import PATHS
 from protofed.deploy.members import Members, read_members
 from protofed.deploy.operator import site_status
-from protofed.deploy.programs import CONNECTION, connection_file, host_port, join_address
-from protofed.deploy.site import read_site_config
+from protofed.deploy.policy import Policy
+from protofed.deploy.programs import host_port, join_address, operator_address
+from protofed.deploy.site import SITE_FILE, SiteConfig, read_site_config
 from protofed.errors import ProtofedError
 from protofed.version import __version__
 
@@ -52,12 +54,20 @@ class Finding(NamedTuple):
     text: str
 
 
+def examine(folder: Path) -> Iterator[Finding]:
+    """Look at the site or the server of this folder."""
+    return examine_site(folder) if (folder / SITE_FILE).is_file() else examine_server(folder)
+
+
 def examine_server(folder: Path) -> Iterator[Finding]:
     """Look at a server: its folder, its SuperLink, and what the network sees of it."""
     members = read_members(folder)
     yield from _machine(folder)
     host, _ = host_port(members.address)
+    yield from _certificate(folder / "ca.crt")
     yield from _certificate(folder / "server.crt", folder / "server.key", host)
+    if absent := [site.name for site in members.sites.values() if not site.key]:
+        yield Finding(True, f"not admitted, or revoked: {', '.join(absent)}")
     yield from _superlink(folder, host)
     yield from _from_outside(members, folder, None)
 
@@ -74,10 +84,12 @@ def examine_site(folder: Path) -> Iterator[Finding]:
         yield Finding(fits, f"node.key {says} the key of site {site.name} in federation.toml")
     except (OSError, ValueError) as error:
         yield Finding(False, f"node.key cannot be read: {error}")
+    yield from _decisions(site)
+    yield from _certificate(folder / "ca.crt")
     pair = None
     if site.members.client_certificates:
         pair = folder / "client.crt", folder / "client.key"
-        yield from _certificate(*pair, None)
+        yield from _certificate(*pair)
     yield from _from_outside(site.members, folder, pair)
 
 
@@ -92,7 +104,7 @@ def _machine(folder: Path) -> Iterator[Finding]:
     yield Finding(fits, f"versions: protofed {__version__}, Flower {flower}, Python {python}")
     loose = []
     for path in (folder, *sorted(folder.glob("*.key")), *sorted((folder / "flower").glob("*"))):
-        forbidden = 0o077 if path.suffix in (".key", ".secret") else 0o022
+        forbidden = 0o077 if path == folder or path.suffix in (".key", ".secret") else 0o022
         if stat.S_IMODE(path.stat().st_mode) & forbidden:
             loose.append(path.name)
         if path.stat().st_uid not in (os.getuid(), 0):
@@ -100,41 +112,44 @@ def _machine(folder: Path) -> Iterator[Finding]:
     yield Finding(not loose, f"permissions: {', '.join(loose) or 'secrets are the owner’s alone'}")
 
 
-def _certificate(path: Path, key_path: Path, host: str | None) -> Iterator[Finding]:
+def _certificate(
+    path: Path, key_path: Path | None = None, host: str | None = None
+) -> Iterator[Finding]:
     """Look at a certificate: its key, its time, and whether it names the host."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-        key = load_pem_private_key(key_path.read_bytes(), None)
+        key = load_pem_private_key(key_path.read_bytes(), None) if key_path else None
     except (OSError, ValueError) as error:
         yield Finding(False, f"{path.name}: {error}")
         return
-    if key.public_key() != certificate.public_key():
+    if key is not None and key_path and key.public_key() != certificate.public_key():
         yield Finding(False, f"{path.name} does not belong to {key_path.name}")
     now = datetime.datetime.now(datetime.UTC)
     left = (certificate.not_valid_after_utc - now).days
     fresh = certificate.not_valid_before_utc <= now and left >= MIN_DAYS
     until = certificate.not_valid_after_utc.date()
-    yield Finding(fresh, f"{path.name} is valid until {until} ({left} days)")
+    advice = "; protofed deploy renew makes a new one" if key is not None and not fresh else ""
+    yield Finding(fresh, f"{path.name} is valid until {until} ({left} days){advice}")
     if host is not None:
-        named = host in _names(certificate)
+        named = host in host_names(certificate)
         yield Finding(named, f"{path.name} {'names' if named else 'does not name'} {host}")
 
 
-def _names(certificate: x509.Certificate) -> list[str]:
+def _decisions(site: SiteConfig) -> Iterator[Finding]:
+    """Look at what the site allows, and at what it wrote down."""
+    limits = [f"{k} {v}" for k, v in vars(site.policy).items() if v != getattr(Policy, k)]
+    yield Finding(True, f"policy: {', '.join(limits) or 'none, all is allowed'}")
     try:
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except x509.ExtensionNotFound:
-        return []
-    addresses = found.get_values_for_type(x509.IPAddress)
-    return [*found.get_values_for_type(x509.DNSName), *map(str, addresses)]
+        yield Finding(True, f"audit.jsonl: {len(list(AuditLog(site.folder).entries()))} entries")
+    except ProtofedError as error:
+        yield Finding(False, error.message)
 
 
 def _superlink(folder: Path, host: str) -> Iterator[Finding]:
     """Look at the SuperLink: it serves the operator on this machine, and nobody elsewhere."""
     try:
         status = site_status(folder)
-        raw = tomllib.loads(connection_file(folder).read_text("utf-8"))
-        address, port = host_port(raw["superlink"][CONNECTION]["address"])
+        address, port = operator_address(folder)
     except ProtofedError as error:
         yield Finding(False, str(error))
         return

@@ -41,6 +41,8 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from protofed.deploy import client_app, server_app
+from protofed.deploy.audit import AuditLog
+from protofed.deploy.messages import SITE_FAILED
 from protofed.deploy.programs import die_with_parent
 from protofed.deploy.templating import render
 
@@ -91,7 +93,8 @@ def run_site_task(runtime: Runtime, token: str) -> None:
     problem = refusal(run, fab)
     if problem:
         log.error("protofed: %s", problem)
-        reply = Message(Error(client_app.SITE_FAILED, problem), reply_to=message)
+        AuditLog(Path(str(context.node_config["site-folder"]))).append("refused", why=problem)
+        reply = Message(Error(SITE_FAILED, problem), reply_to=message)
     else:
         reply = client_app.handle(message, context)
     push_message(api, reply, context)

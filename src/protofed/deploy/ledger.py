@@ -21,7 +21,7 @@ from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
 from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.records import Record
-from protofed.runs.summary import summarize
+from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
 
 
@@ -40,7 +40,7 @@ class Ledger:
         self.wire: dict[str, dict[str, int]] = {}
         """Bytes of each site's messages, including failed rounds and the last evaluation."""
         method, average = spec.config.method, spec.config.average
-        self.policies = {
+        self.policies: dict[str, Any] = {
             "batchnorm": batchnorm_policy(network, method),
             "weights": weights_policy(network, method, average),
         }
@@ -123,5 +123,6 @@ class Ledger:
                 for name, site in sites.items()
             ],
             **self.policies,
+            **pretrained(self.config, facts),
             **public,
         )

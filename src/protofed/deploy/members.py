@@ -7,7 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ from cryptography.hazmat.primitives.serialization import (
     load_ssh_public_key,
 )
 
-from protofed.config import SETTINGS
+from protofed.config import check_settings
 from protofed.data import Task
 from protofed.data.augment import AUGMENTS
 from protofed.data.info import FOLDER
 from protofed.data.sources.folder import TEST_SPLITS
+from protofed.deploy.installed import InstalledMethod
 from protofed.deploy.spec import skeleton
+from protofed.deploy.templating import render
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError, unknown
-from protofed.files import check_format
+from protofed.files import FORMAT, check_format, write_atomic
 from protofed.toml import parse_toml
 
 FEDERATION_FILE = "federation.toml"
@@ -37,7 +39,10 @@ _SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class Member:
-    """A site: its name, its domain, and its public key as OpenSSH writes it."""
+    """A site: its name, its domain, and its public key as OpenSSH writes it.
+
+    The key is empty as long as the site has not been admitted, and after it was revoked.
+    """
 
     name: str
     domain: str
@@ -55,6 +60,8 @@ class Members:
     """Sites that must reply before anything is averaged."""
     classes: tuple[str, ...] = ()
     image_size: int = 32
+    pixel_range: str | None = None
+    """What becomes black and white in images with more than 8 bits, e.g. ``0:4095``."""
     task: str | None = None
     """A built-in task whose clients the sites are: for trying things out without own images."""
     gather_seconds: float = 120.0
@@ -65,6 +72,10 @@ class Members:
     """How long a round waits for replies before it continues without the missing ones."""
     client_certificates: bool = False
     """Whether a site needs a TLS certificate, beside its key, to reach the server."""
+    methods: Mapping[str, InstalledMethod] = field(default_factory=dict)
+    """Methods that are not the package's, as this machine has installed them."""
+    revoked: tuple[str, ...] = ()
+    """Public keys that no site may have again."""
 
     def __post_init__(self) -> None:
         if Path(self.name).name in ("", ".."):
@@ -88,19 +99,25 @@ class Members:
             raise ProtofedError(
                 f"client_certificates must be true or false, got {self.client_certificates!r}"
             )
-        SETTINGS["image_size"].check("image_size", self.image_size)
+        check_settings({"image_size": self.image_size, "pixel_range": self.pixel_range})
         if not all(isinstance(c, str) for c in self.classes):
             raise ProtofedError("classes must be names")
         if len(set(self.classes)) != len(self.classes):
             raise ProtofedError("classes contains a name twice")
-        if len(self._by_key) != len(self.sites):
+        keys = [site.key for site in self.sites.values() if site.key]
+        if len(self._by_key) != len(keys):
             raise ProtofedError("two sites have the same key")
+        for key in self.revoked:
+            if (owner := self._by_key.get(_point(key) or b"")) is not None:
+                raise ProtofedError(f"site '{owner}' has a key that was revoked")
 
     @cached_property
     def _by_key(self) -> dict[bytes, str]:
         found = {}
         for site in self.sites.values():
-            point = _curve_point(load_ssh_public_key, site.key.encode())
+            if not site.key:
+                continue
+            point = _point(site.key)
             if point is None:
                 raise ProtofedError(f"the key of site '{site.name}' is invalid")
             found[point] = site.name
@@ -122,8 +139,10 @@ class Members:
                 f'add classes = ["...", "..."] to {FEDERATION_FILE}, the same on server and sites',
             )
         # a run's hash covers the digest, and so what all sites must agree on
-        agreed = json.dumps([self.name, self.classes, self.image_size])
-        return skeleton(
+        agreed = json.dumps(
+            [self.name, self.classes, self.image_size, *filter(None, [self.pixel_range])]
+        )
+        task = skeleton(
             f"{FOLDER}{self.name}",
             self.classes,
             self.clients(),
@@ -132,6 +151,7 @@ class Members:
             TEST_SPLITS[0],
             hashlib.sha256(agreed.encode()).hexdigest(),
         )
+        return replace(task, pixel_range=self.pixel_range)
 
     def require_own(self, task: Task) -> None:
         """Refuse a run on a task that is not this federation's.
@@ -148,8 +168,17 @@ class Members:
                 f"the run's images have {task.image_size} pixels, "
                 f"those of {FEDERATION_FILE} {self.image_size}"
             )
+        elif self.task is None and task.pixel_range != self.pixel_range:
+            problem = (
+                f"the run's pixel_range is {task.pixel_range}, "
+                f"that of {FEDERATION_FILE} {self.pixel_range}"
+            )
         if problem:
             raise Refused(problem, f"server and sites need the same {FEDERATION_FILE}")
+
+
+def _point(key: str) -> bytes | None:
+    return _curve_point(load_ssh_public_key, key.encode())
 
 
 def _curve_point(load: Callable[[bytes], Any], key: bytes) -> bytes | None:
@@ -185,9 +214,23 @@ def read_members(folder: Path) -> Members:
             name: Member(name, str(about.get("domain", name)), str(about["key"]))
             for name, about in raw.get("sites", {}).items()
         }
-        raw["classes"] = tuple(raw.get("classes", ()))
+        raw["methods"] = {
+            name: InstalledMethod.read(folder, name, about)
+            for name, about in raw.get("methods", {}).items()
+        }
+        for name in ("classes", "revoked"):
+            raw[name] = tuple(raw.get(name, ()))
         return Members(**raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ProtofedError(f"'{path}' is incomplete: {error}") from None
     except ProtofedError as error:
         raise ProtofedError(f"'{path}': {error.message}", error.hint) from None
+
+
+def members_text(members: Members) -> str:
+    """The content of a ``federation.toml``."""
+    return render("federation.toml", **vars(members), format=FORMAT)
+
+
+def write_members(folder: Path, members: Members) -> None:
+    write_atomic(folder / FEDERATION_FILE, members_text(members))

@@ -9,6 +9,8 @@ from flwr.app import ConfigRecord, RecordDict
 
 from protofed.deploy.wire import Refused
 
+SITE_FAILED, SITE_WAITS = 100, 101
+"""Error codes above those of Flower: a site refuses or cannot, or a person has yet to approve."""
 RECORD = "protofed"
 MAX_ITEMS = 1000
 """The longest list that a message may hold."""
@@ -47,6 +49,8 @@ class Answer:
     right: int = 0
     """Test images that the received model classified correctly, of ``tested``."""
     tested: int = 0
+    releases: int = 0
+    """Messages under the run's privacy budget that the site has sent, this one included."""
     loss_terms: list[str] = field(default_factory=list)
     loss_totals: list[float] = field(default_factory=list)
     loss_steps: list[int] = field(default_factory=list)

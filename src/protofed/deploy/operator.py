@@ -17,6 +17,7 @@ from protofed.deploy.run_log import says_run_is_over
 from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
+from protofed.federation.facts import file_digest
 from protofed.files import read_json, write_atomic
 
 
@@ -35,7 +36,10 @@ def plan_run(
     """
     if public is not None and "public" in options:
         raise ProtofedError("--public contradicts --set public=...", "give only one of them")
-    given = {"checkpoint_every": 1, **settings, "device": "cpu", "engine": "loop"}
+    if method is not None and method in members.methods:
+        method = members.methods[method].verified()
+    agreed = {"checkpoint_every": 1, "pixel_range": members.pixel_range}
+    given = {**agreed, **settings, "device": "cpu", "engine": "loop"}
     given["clients"] = members.clients()
     config = merged_config(file, members.task or members.skeleton(), method, options, given)
     if config.validate is not None:
@@ -57,7 +61,8 @@ def plan_run(
             "name this machine's copy: --public PATH",
         )
     if members.task is not None:
-        return make_spec(config, load_task(config.task, **task_settings(config)))
+        task = load_task(config.task, **task_settings(config))
+        return make_spec(config, task, members.methods)
     task = members.skeleton(config.augment, config.flip)
     asked = {name: getattr(config, name) for name in ("dirichlet", "quantity", "leave_out")}
     asked["samples"] = None if config.samples == task.samples else config.samples
@@ -66,12 +71,13 @@ def plan_run(
             raise ProtofedError(
                 f"{name} works only in the simulator: sites train on all their images"
             )
-    if config.image_size != task.image_size:
-        raise ProtofedError(
-            f"image_size is {config.image_size}, but the sites agreed on {task.image_size}",
-            f"change it in every {FEDERATION_FILE}, or leave it out",
-        )
-    return make_spec(config, task)
+    for name in ("image_size", "pixel_range"):
+        if (asked_for := getattr(config, name)) != (agreed_on := getattr(task, name)):
+            raise ProtofedError(
+                f"{name} is {asked_for}, but the sites agreed on {agreed_on}",
+                f"change it in every {FEDERATION_FILE}, or leave it out",
+            )
+    return make_spec(config, task, members.methods)
 
 
 def run_folder(folder: Path, spec: RunSpec) -> Path:
@@ -90,6 +96,8 @@ def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
         raise ProtofedError(
             f"run {run['run-id']} is {run['status']}", "wait for it, or: protofed deploy stop"
         )
+    if spec.config.weights is not None:
+        write_atomic(_weights_file(folder, spec), Path(spec.config.weights).read_bytes())
     app, own = folder / "apps" / "protofed", folder / "apps" / f"{spec.name}.toml"
     write_atomic(app / "pyproject.toml", render("app.toml"))
     write_atomic(own, render("run.toml", spec=pack(spec), resume=resume, overwrite=overwrite))
@@ -97,6 +105,20 @@ def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
     if "run-id" not in answer:
         raise ProtofedError(f"Flower did not start the run: {answer}")
     return int(answer["run-id"])
+
+
+def with_weights(folder: Path, spec: RunSpec) -> RunSpec:
+    """The run as its server starts it, with the weights that ``start`` has put into its folder."""
+    if spec.config.weights is None:
+        return spec
+    file = _weights_file(folder, spec)
+    if file_digest(str(file)) != spec.facts.weights_digest:
+        raise ProtofedError(f"'{file}' is not the file of weights that the run names")
+    return replace(spec, config=replace(spec.config, weights=str(file)))
+
+
+def _weights_file(folder: Path, spec: RunSpec) -> Path:
+    return folder / "weights" / str(spec.facts.weights_digest)
 
 
 def runs(folder: Path) -> list[dict[str, Any]]:

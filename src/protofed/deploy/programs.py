@@ -18,8 +18,10 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from protofed.deploy.members import Member, Members, read_members
 from protofed.deploy.site import SiteConfig
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
-from protofed.files import write_atomic, write_json
+from protofed.files import make_folder, write_atomic, write_json
 
 CONNECTION = "federation"
 """What Flower's command line calls the connection to the server."""
@@ -54,7 +56,7 @@ def environment(flower_home: Path, **more: str) -> dict[str, str]:
     """The environment of Flower's programs: a home of its own, and the switches."""
     programs = str(Path(sys.executable).parent)  # Flower starts more of its programs
     path = os.pathsep.join([programs, os.environ.get("PATH", "")])
-    flower_home.mkdir(parents=True, exist_ok=True)
+    make_folder(flower_home, private=True)
     return {**os.environ, **FLOWER_SWITCHES, "FLWR_HOME": str(flower_home), "PATH": path, **more}
 
 
@@ -69,7 +71,8 @@ def _require(folder: Path, *names: str) -> list[str]:
     """The paths of files that must be in a server's or a site's folder."""
     for name in names:
         if not (folder / name).is_file():
-            raise ProtofedError(f"there is no '{folder / name}'", "protofed deploy init writes it")
+            who = "join" if name == "node.key" else "admit" if name == "client.crt" else "init"
+            raise ProtofedError(f"there is no '{folder / name}'", f"protofed deploy {who} makes it")
     return [str(folder / name) for name in names]
 
 
@@ -209,6 +212,8 @@ def serve(
         work = _executor("server", join_address(*inside), secret, own_ca)
         with running(work, env) as executor:
             tell(f"registering the keys of {len(members.sites)} sites")
+            if absent := [site.name for site in members.sites.values() if not site.key]:
+                tell(f"without a key, and so shut out: {', '.join(absent)}")
             _register(folder, members)
             elsewhere = (host, port) != host_port(members.address)
             where = f", listening on {join_address(host, port)}" if elsewhere else ""
@@ -244,17 +249,34 @@ def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> Non
 
 def _register(folder: Path, members: Members) -> None:
     """Register the sites' keys, which the SuperLink keeps in memory only."""
-
-    def register(member: Member) -> str:
-        path = folder / "flower" / f"{member.name}.pub"
-        path.write_text(member.key + "\n", "utf-8")
-        answer = flwr(folder, "supernode", "register", str(path), CONNECTION, "--name", member.name)
-        path.unlink()
-        return str(answer.get("node-id"))
-
+    known = [site for site in members.sites.values() if site.key]
     with ThreadPoolExecutor(4) as pool:  # each call takes seconds
-        numbers = dict(zip(members.sites, pool.map(register, members.sites.values()), strict=True))
-    write_json(folder / NODES_FILE, numbers)
+        numbers = list(pool.map(partial(register, folder), known))
+    names = [site.name for site in known]
+    write_json(folder / NODES_FILE, dict(zip(names, numbers, strict=True)))
+
+
+def register(folder: Path, member: Member) -> str:
+    """Tell the running SuperLink a site's key; returns the number of its node."""
+    path = folder / "flower" / f"{member.name}.pub"
+    path.write_text(member.key + "\n", "utf-8")
+    answer = flwr(folder, "supernode", "register", str(path), CONNECTION, "--name", member.name)
+    path.unlink()
+    return str(answer.get("node-id"))
+
+
+def unregister(folder: Path, node: str) -> None:
+    """Let the running SuperLink refuse a node from now on."""
+    flwr(folder, "supernode", "unregister", node, CONNECTION)
+
+
+def is_serving(folder: Path) -> bool:
+    """Whether the server of this folder runs on this machine."""
+    try:
+        with socket.create_connection(operator_address(folder), 3):
+            return True
+    except OSError:
+        return False
 
 
 # ---- a site: SuperNode --------------------------------------------------------------------------
@@ -322,6 +344,12 @@ def _free_port() -> int:
 def connection_file(folder: Path) -> Path:
     """The configuration of Flower's command line for a server's folder."""
     return folder / "operator" / "config.toml"
+
+
+def operator_address(folder: Path) -> tuple[str, int]:
+    """Where the operator's commands reach the SuperLink that was started last."""
+    raw = tomllib.loads(connection_file(folder).read_text("utf-8"))
+    return host_port(raw["superlink"][CONNECTION]["address"])
 
 
 def write_connection(folder: Path, address: str, ca: str) -> None:

@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 
 from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import read_members
-from protofed.deploy.operator import run_folder
+from protofed.deploy.operator import run_folder, with_weights
 from protofed.deploy.programs import FOLDER_VARIABLE
 from protofed.deploy.run_log import ENDED, log, log_path, logging_to
 from protofed.deploy.spec import unpack
@@ -36,13 +36,14 @@ def main(grid: Grid, context: Context) -> None:
             f"{FOLDER_VARIABLE} is not set", "start the server with: protofed deploy server"
         )
     folder, asked = Path(place), context.run_config
-    spec, members = unpack(str(asked["spec"])), read_members(folder)
+    members = read_members(folder)
+    spec = unpack(str(asked["spec"]), members.methods)
     members.require_own(spec.task)
     config, out = spec.config, run_folder(folder, spec)
     with one_thread(), tf32(config.precision == "tf32"), logging_to(log_path(out)), log_signals():
         log.info("%s on %s: %s", config.method.name, config.task, out)
         try:
-            coordinator = Coordinator(grid, members, spec, out)
+            coordinator = Coordinator(grid, members, with_weights(folder, spec), out)
             coordinator.run(bool(asked.get("resume")), bool(asked.get("overwrite")))
         except ProtofedError as error:
             log.error("%s: %s", ENDED, error)

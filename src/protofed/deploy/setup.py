@@ -6,21 +6,33 @@ which command runs where.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from protofed.data import describe, load_task
 from protofed.deploy.certificates import Authority, node_key, write_secret
 from protofed.deploy.gate import CALLS
-from protofed.deploy.members import FEDERATION_FILE, Member, Members
+from protofed.deploy.installed import InstalledMethod
+from protofed.deploy.members import (
+    FEDERATION_FILE,
+    Member,
+    Members,
+    members_text,
+    read_members,
+    write_members,
+)
 from protofed.deploy.programs import FLOWER_SWITCHES, host_port
 from protofed.deploy.site import SITE_FILE
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, write_atomic
+from protofed.methods import method_class
+from protofed.user_code import is_file
 
 
 def init(
@@ -34,6 +46,7 @@ def init(
     domains: Mapping[str, str] | None = None,
     task: str | None = None,
     minimum: int | None = None,
+    keys_at_sites: bool = False,
     **rules: Any,
 ) -> None:
     """Write everything that a federation of these sites needs into a new folder.
@@ -41,7 +54,8 @@ def init(
     ``name`` is the federation's, by default the folder's. ``hosts`` are additional names for the
     server's certificate. ``domains`` gives the domain of a site, by default the site's name. With
     ``task`` the sites are clients of that built-in task, which then decides their domains.
-    ``minimum`` is the number of sites that a round needs. ``rules`` are other fields of
+    ``minimum`` is the number of sites that a round needs. With ``keys_at_sites`` no keys are made
+    for the sites: they make their own (``admission``). ``rules`` are other fields of
     ``Members``: the image size, the time limits, whether sites need client certificates.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -56,7 +70,7 @@ def init(
     else:
         domain_of = {site: (domains or {}).get(site, site) for site in sites}
     host, port = host_port(address)
-    keys = {site: node_key() for site in domain_of}
+    keys = {site: (b"", "") if keys_at_sites else node_key() for site in domain_of}
     title = folder.resolve().name
     members = Members(
         name=name or re.sub(r"[^A-Za-z0-9._-]", "-", title) or "federation",
@@ -73,11 +87,11 @@ def init(
     values = {**vars(members), "format": FORMAT}
     common: dict[str, str | bytes] = {
         "ca.crt": authority.certificate,
-        FEDERATION_FILE: render("federation.toml", **values),
+        FEDERATION_FILE: members_text(members),
         "protofed.env": "".join(f"{k}={v}\n" for k, v in FLOWER_SWITCHES.items()),
     }
     files: dict[str, str | bytes] = {
-        "README.md": render("README.md", **values),
+        "README.md": render("README.md", **values, keys_at_sites=keys_at_sites),
         "ca/ca.crt": authority.certificate,
         "server/server.crt": certificate,
         "server/protofed-server.service": _service("server", "server"),
@@ -86,18 +100,19 @@ def init(
     }
     secrets = {"ca/ca.key": authority.key, "server/server.key": server_key}
     for site, (private, public) in keys.items():
-        secrets[f"sites/{site}/node.key"] = private
         options = ["--site", site, *([] if task else ["--data", "/srv/images"])]
-        if members.client_certificates:
-            certificate, secrets[f"sites/{site}/client.key"] = authority.client(site)
-            files[f"sites/{site}/client.crt"] = certificate
-        own = {
-            "node.key.pub": f"{public} {site}\n",
+        own: dict[str, str | bytes] = {
             SITE_FILE: render("site.toml", **values, site=site),
             "protofed-site.service": _service("site", f"site {site}", *options),
         }
+        if private:
+            secrets[f"sites/{site}/node.key"] = private
+            own["node.key.pub"] = f"{public} {site}\n"
+        if private and members.client_certificates:
+            own["client.crt"], secrets[f"sites/{site}/client.key"] = authority.client(site)
         files |= {f"sites/{site}/{file}": content for file, content in (common | own).items()}
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for part in ("", "ca", "server", "sites", *(f"sites/{site}" for site in keys)):
+        (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
     for path, secret in secrets.items():
         write_secret(folder / path, secret)
     for path, content in files.items():
@@ -133,6 +148,30 @@ def _service(kind: str, title: str, *options: str) -> str:
     home = f"/srv/protofed/{kind}"
     command = ["deploy", kind, "--dir", home, *options]
     return render("service", title=title, home=home, command=command)
+
+
+def install_method(folder: Path, named: str) -> InstalledMethod:
+    """Copy a method's file into a server's or a site's folder, and pin it in its settings."""
+    members = read_members(folder)
+    if not is_file(named):
+        raise ProtofedError(f"'{named}' is not path/to/file.py:Class", "name a file of your own")
+    made = method_class(named)
+    made.require_plain_hypers()
+    file, _, its_class = named.rpartition(":")
+    content = Path(file).read_bytes()
+    about = {
+        "file": Path(file).name, "class": its_class, "sha256": hashlib.sha256(content).hexdigest()
+    }  # fmt: skip
+    method = InstalledMethod.read(folder, made.name, about)
+    write_atomic(method.path, content, private=True)
+    write_members(folder, replace(members, methods={**members.methods, method.name: method}))
+    return method
+
+
+def own_folder(folder: Path, site: str | None) -> Path:
+    """The folder of a site, if one is named or this is one; else the server's."""
+    at_site = site is not None or (folder / SITE_FILE).is_file()
+    return site_folder(folder, site) if at_site else server_folder(folder)
 
 
 def server_folder(folder: Path) -> Path:

@@ -1,4 +1,8 @@
-"""A site's side of a round: its images, its private states on its own disk, its answer."""
+"""A site's side of a round: its images, its private states on its own disk, its answer.
+
+What a site is asked is checked against its ``policy`` first, and goes into its ``audit`` log, as
+does what it sends.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import re
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +25,19 @@ from protofed.data.info import FOLDER
 from protofed.data.load import site_images
 from protofed.data.sources.folder import folder_path
 from protofed.data.task import Reading
+from protofed.deploy.audit import AuditLog, contents
 from protofed.deploy.members import Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read, write
-from protofed.deploy.spec import RunSpec, unpack
+from protofed.deploy.policy import Approvals, Policy, read_policy
+from protofed.deploy.spec import RunSpec, asked_settings, unpack
+from protofed.deploy.spending import Spending, Trained
 from protofed.deploy.wire import Refused, add_tree, read_tree
-from protofed.errors import ProtofedError, unknown
+from protofed.errors import Diverged, ProtofedError, unknown
 from protofed.federation.client_round import train_client
 from protofed.federation.cpu import keep_freed_memory, one_thread
 from protofed.federation.evaluation import evaluate
 from protofed.federation.facts import find_device
+from protofed.federation.privacy import system_normal
 from protofed.federation.public_images import (
     PublicSampler,
     describe_digest,
@@ -47,6 +55,8 @@ from protofed.tree import Tree
 from protofed.version import __version__
 
 SITE_FILE = "site.toml"
+MAX_REASON = 1000
+"""Characters of an error in the audit log."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class SiteConfig:
     """The folder of public images, for methods that need some."""
     device: str
     reading: Reading
+    policy: Policy = Policy()
 
 
 def read_site_config(
@@ -69,7 +80,7 @@ def read_site_config(
 ) -> SiteConfig:
     """Read a site's settings from its folder; ``data`` and ``public`` override them."""
     path = folder / SITE_FILE
-    raw = read_toml(path, ("site", "data", "public", "device", *READ_SETTINGS))
+    raw = read_toml(path, ("site", "data", "public", "device", "policy", *READ_SETTINGS))
     members = read_members(folder)
     name, device = raw.get("site", ""), raw.get("device", AUTO)
     if name not in members.sites:
@@ -83,7 +94,8 @@ def read_site_config(
         device = find_device(device)
     given = {n: SETTINGS[n].check(f"{n} in '{path}'", raw[n]) for n in READ_SETTINGS if n in raw}
     data, public = data or raw.get("data"), public or raw.get("public")
-    return SiteConfig(folder, name, members, data, public, device, Reading(**given))
+    policy = read_policy(path, raw.get("policy", {}), members.methods)
+    return SiteConfig(folder, name, members, data, public, device, Reading(**given), policy)
 
 
 def own_images(site: SiteConfig, spec: RunSpec) -> tuple[Images, Images, PublicSampler | None]:
@@ -119,7 +131,8 @@ def folder_images(site: SiteConfig, classes: tuple[str, ...], size: int) -> tupl
     if not path.is_dir():
         raise ProtofedError(f"there is no folder '{path}'", "it must be a tree class/image")
     with _advice_for_sites():
-        found = site_images(path, size, site.reading)
+        reading = dataclasses.replace(site.reading, pixel_range=site.members.pixel_range)
+        found = site_images(path, size, reading)
     for name in found.classes:
         if name not in classes:
             raise unknown(f"class of the federation (a folder in '{path}'):", name, classes)
@@ -200,6 +213,9 @@ class PrivateStates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def has(self, name: str) -> bool:
+        return self._path(name).is_file()
+
     def load(self, name: str) -> Tree:
         path = self._path(name)
         if not path.is_file():
@@ -228,25 +244,54 @@ class PrivateStates:
 
 
 def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
-    """The site's reply to a message of the run that ``spec`` describes."""
-    request = read(content, Request)
-    if request.site != site.name:
-        raise Refused(f"this is site '{site.name}', but the message is for '{request.site}'")
-    run = unpack(spec)
-    site.members.require_own(run.task)
-    if request.run != run.hash:
-        raise Refused(f"the message is for run {request.run}, but the run is {run.hash}")
-    keep_freed_memory()
-    with one_thread(), tf32(run.config.precision == "tf32"):
-        return _answer(site, run, request, read_tree(content))
+    """The site's reply to a message of the run that ``spec`` describes.
+
+    It is in the audit log before it leaves the site, and so is a refusal.
+    """
+    audit, about = AuditLog(site.folder), dict[str, Any]()
+    try:
+        request = read(content, Request)
+        about = {"run": request.run, "round": request.round}
+        if request.site != site.name:
+            raise Refused(f"this is site '{site.name}', but the message is for '{request.site}'")
+        run, received = unpack(spec, site.members.methods), read_tree(content)
+        audit.append(
+            "asked", **about, train=request.train, evaluate=request.evaluate,
+            settings=asked_settings(run), received=contents(received),
+        )  # fmt: skip
+        site.members.require_own(run.task)
+        if request.run != run.hash:
+            raise Refused(f"the message is for run {request.run}, but the run is {run.hash}")
+        if not 0 <= request.round <= run.config.rounds - request.train:
+            raise Refused(f"round {request.round}: the run has rounds = {run.config.rounds}")
+        keep_freed_memory()
+        with one_thread(), tf32(run.config.precision == "tf32"):
+            said, message = _answer(site, run, spec, request, received)
+    except Exception as error:
+        event = "refused" if isinstance(error, Refused | Diverged) else "failed"
+        audit.append(event, **about, why=str(error)[:MAX_REASON])
+        raise
+    numbers = {name: value for name, value in asdict(said).items() if type(value) in (int, float)}
+    audit.append("sent", **about | numbers, slots=contents(message))
+    return add_tree(write(said), message)
 
 
-def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) -> RecordDict:
+def _answer(
+    site: SiteConfig, run: RunSpec, spec: str, request: Request, received: Tree
+) -> tuple[Answer, Tree]:
     config, task, method = run.config, run.task, run.config.method
-    train, test, public = own_images(site, run)
+    policy = site.policy
+    policy.check(config)
     model = client_models(config.model, list(site.members.sites))[site.name]
     network = initial_network(config, task, model)
-    setup = dataclasses.replace(make_setup(config, task, network), public=public)
+    setup = make_setup(config, task, network)
+    policy.check_round(setup, network, request.round)
+    if policy.approval:  # of what the policy allows
+        Approvals(site.folder).require(run, spec)
+    train, test, public = own_images(site, run)
+    least = max(config.min_class_count, policy.min_class_count)
+    privacy = dataclasses.replace(setup.privacy, normal=system_normal)
+    setup = dataclasses.replace(setup, public=public, privacy=privacy, min_class_count=least)
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
@@ -255,10 +300,11 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
             method, network, setup.sizes, [site.name], rounds=config.rounds, seed=config.seed
         )
         mine = server.initial_client(network.state_dict())
-    states.keep_only(request.accepted, *request.kept)
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )
+    past = 2 * config.checkpoint_every  # rounds back to the server's older checkpoint
+    spending = Spending(site.folder / "privacy" / run.hash, privacy, past)
     report: dict[str, Any] = {}
     if request.evaluate:
         tests = {site.name: _on(test, site.device)}
@@ -268,24 +314,35 @@ def _answer(site: SiteConfig, run: RunSpec, request: Request, received: Tree) ->
         report |= {"right": round(score[site.name] * len(test) / 100), "tested": len(test)}
         if request.round == config.rounds:  # the run is over: the site gets its model
             _save_model(site, run, model, mine, received, score[site.name])
+            spending.forget(before=config.rounds)
     message: Tree = {}
     if request.train:
-        domain = site.members.sites[site.name].domain
-        client = ClientData(site.name, domain, _on(train, site.device), model)
-        reply = train_client(setup, network, client, received, mine, request.round)
-        message = reply.message
-        if any(reply.mine.values()) or any(mine.values()):
-            report["state"] = states.save(request.round, reply.mine)
-        report |= {
-            "samples": reply.samples,
-            "steps": reply.steps,
-            "lr": reply.lr,
-            "loss_terms": list(reply.losses),
-            "loss_totals": [total for total, _ in reply.losses.values()],
-            "loss_steps": [steps for _, steps in reply.losses.values()],
-        }
+
+        def train_here() -> Trained:
+            domain = site.members.sites[site.name].domain
+            client = ClientData(site.name, domain, _on(train, site.device), model)
+            reply = train_client(setup, network, client, received, mine, request.round)
+            kept = any(reply.mine.values()) or any(mine.values())
+            if kept:
+                policy.check_private_state(method)
+            return reply.message, {
+                "state": states.save(request.round, reply.mine) if kept else "",
+                "samples": reply.samples,
+                "steps": reply.steps,
+                "lr": reply.lr,
+                "loss_terms": list(reply.losses),
+                "loss_totals": [total for total, _ in reply.losses.values()],
+                "loss_steps": [steps for _, steps in reply.losses.values()],
+            }
+
+        if privacy.budgets:
+            message, trained = spending.once(request, received, train_here, states.has)
+        else:
+            message, trained = train_here()
+        report |= trained
+    states.keep_only(request.accepted, *request.kept, report.get("state", ""))
     about = (site.name, run.hash, method.name, request.round, request.train)
-    return add_tree(write(Answer(*about, version=__version__, **report)), message)
+    return Answer(*about, version=__version__, **report), message
 
 
 def _save_model(

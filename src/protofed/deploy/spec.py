@@ -13,24 +13,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from protofed.config import SETTINGS, Config, make_config
+from protofed.config import SETTINGS, Config, make_config, without_paths
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
+from protofed.deploy.installed import InstalledMethod, file_digest
+from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
 from protofed.federation.model_fit import require_fit
+from protofed.federation.model_state import travel
 from protofed.federation.public_images import (
     FOLDER_POOL,
     digest_count,
     is_from_task,
     make_public_sampler,
 )
-from protofed.federation.simulation import make_shares
+from protofed.federation.simulation import initial_network, make_setup, make_shares
+from protofed.method import Method
 from protofed.methods import METHODS, reference
+from protofed.models import Network
+from protofed.user_code import is_file
+
+_NONE: Mapping[str, InstalledMethod] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,12 +67,24 @@ class RunSpec:
         return self.facts.run_name(self.config)
 
 
-def make_spec(config: Config, task: Task) -> RunSpec:
-    """The run of this config, on a task whose images may be elsewhere."""
-    if reference(config.method) not in METHODS:
+def make_spec(
+    config: Config, task: Task, methods: Mapping[str, InstalledMethod] = _NONE
+) -> RunSpec:
+    """The run of this config, on a task whose images may be elsewhere.
+
+    ``methods`` are those that this machine has installed beside the package's.
+    """
+    installed = {method.reference for method in methods.values()}
+    if reference(config.method) not in {*METHODS, *installed}:
         raise ProtofedError(
             f"method '{config.method.name}' comes from a file that the sites do not have",
-            "only methods that the package includes can be deployed",
+            "install it on the server and at every site: protofed deploy method FILE.py:CLASS; "
+            "then name it as that command does",
+        )
+    if any(map(is_file, config.models)):
+        raise ProtofedError(
+            f"model {' and '.join(config.models)} comes from a file that the sites do not have",
+            "only models that the package includes can be deployed",
         )
     config = config.for_task(task.info)
     sizes = (len(task.classes), task.image_size, config.width, config.norm)
@@ -70,7 +92,23 @@ def make_spec(config: Config, task: Task) -> RunSpec:
     found = discover(config, task)
     facts = replace(found, engine="flower", engine_reason="sites of a deployment")
     public = _count_public(config, task, facts.public_digest)
-    return RunSpec(replace(config, precision=facts.precision), task, facts, public)
+    config = replace(config, precision=facts.precision)
+    network = initial_network(config, task)
+    make_setup(config, task, network)  # here rather than at every site
+    if config.weights is not None:
+        _require_sent(config.method, network)
+    return RunSpec(config, task, facts, public)
+
+
+def _require_sent(method: Method, network: Network) -> None:
+    """Refuse weights from a file if sites would start with others: they have them of the server."""
+    kept = [name for name, way in travel(method, network).items() if way == "no"]
+    if own := [name for name in kept if name.startswith("encoder.")]:
+        raise ProtofedError(
+            f"{method.name} keeps entries of the backbone at the sites ({own[0]}, ...), "
+            "which do not have the file of weights",
+            "use a method that sends the whole model, or leave out --weights",
+        )
 
 
 def _count_public(config: Config, task: Task, digest: str | None) -> dict[str, int]:
@@ -102,8 +140,10 @@ def pack(spec: RunSpec) -> str:
         method = method.with_options(public=FOLDER)  # its path on this machine stays here
     parts = {
         "hash": spec.hash,
-        "method": {"name": reference(method), "options": method.options()},
-        "settings": {name: getattr(config, name) for name in SETTINGS if name != "data"},
+        "method": {**_named(method), "options": method.options()},
+        "settings": {  # without the paths on this machine
+            name: without_paths(name, getattr(config, name)) for name in SETTINGS if name != "data"
+        },
         "task": {
             "name": task.name,
             "classes": task.classes,
@@ -116,13 +156,34 @@ def pack(spec: RunSpec) -> str:
     return json.dumps(parts, sort_keys=True)
 
 
-def unpack(text: str) -> RunSpec:
-    """The run that ``pack`` wrote."""
+def _named(method: Method) -> dict[str, str]:
+    """A method by its name and, if it is not the package's, the SHA-256 of its file."""
+    found = reference(method)
+    if found in METHODS:
+        return {"name": found}
+    return {"name": method.name, "sha256": file_digest(Path(found.rpartition(":")[0]))}
+
+
+def _find(name: str, digest: str | None, methods: Mapping[str, InstalledMethod]) -> str:
+    """The reference of the method that a run names; no other file is executed."""
+    if digest is None and name in METHODS:
+        return name
+    if name not in methods:
+        raise Refused(f"method = {name!r:.100} is not installed here")
+    if digest != methods[name].sha256:
+        raise Refused(
+            f"method = '{name}' has the SHA-256 {digest!s:.16} in the run, and "
+            f"{methods[name].sha256:.16} was pinned here"
+        )
+    return methods[name].verified()
+
+
+def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec:
+    """The run that ``pack`` wrote; ``methods`` are this machine's own."""
     try:
         parts = json.loads(text)
         about, settings, method = parts["task"], parts["settings"], parts["method"]
-        if method["name"] not in METHODS:
-            raise ProtofedError(f"this installation has no method {method['name']!r:.100}")
+        found = _find(str(method["name"]), method.get("sha256"), methods)
         augment: dict[str, Any] = {
             k: tuple(v) if isinstance(v, list) else v for k, v in about["augment"].items()
         }
@@ -134,7 +195,8 @@ def unpack(text: str) -> RunSpec:
             Augment(**augment),
             settings["test_split"],
         )
-        config = make_config(task, method["name"], method["options"], **settings)
+        task = replace(task, pixel_range=settings.get("pixel_range"))
+        config = make_config(task, found, method["options"], **settings)
         public = {str(name): int(n) for name, n in parts["public"].items()}
         spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
         claimed = parts["hash"]
@@ -146,6 +208,18 @@ def unpack(text: str) -> RunSpec:
             "server and sites need the same version of protofed",
         )
     return spec
+
+
+def asked_settings(spec: RunSpec) -> dict[str, Any]:
+    """What a run asks for, for people: its method and the settings that change its numbers."""
+    config = spec.config
+    settings = {name: getattr(config, name) for name, s in SETTINGS.items() if s.numbers}
+    return {
+        "task": config.task,
+        "method": config.method.name,
+        **config.method.options(),
+        **{name: value for name, value in settings.items() if value is not None},
+    }
 
 
 def skeleton(

@@ -98,8 +98,11 @@ class ClientBatches:
         return self._prepared
 
     def small_classes(self) -> Tensor | None:
-        """The classes [K] with too few images for a prototype; None if one image is enough."""
-        if self.setup.min_class_count == 1:
+        """The classes [K] with too few images for a prototype; None if one image is enough.
+
+        Under privacy the noised counts decide, and these must not.
+        """
+        if self.setup.min_class_count == 1 or self.setup.proto_pass == "received":
             return None
         y = self.images.y[torch.from_numpy(self.parts["train"]).to(self.images.y.device)]
         one_hot_NK = y[:, None] == torch.arange(self.setup.sizes.classes, device=y.device)
@@ -108,7 +111,7 @@ class ClientBatches:
     def clean(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
         """The images of a part in order, without augmentation."""
         rows = torch.from_numpy(self.parts[part]).to(self.images.x.device)
-        for index in rows.split(EVALUATION_BATCH):
+        for index in rows.split(evaluation_batch(self.images.x.shape[-1])):
             x = normalized(self.images.x[index], self.augment, self.setup.dtype)
             yield x, self.images.y[index]
 

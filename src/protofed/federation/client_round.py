@@ -9,17 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from protofed import keys, tree
 from protofed.errors import ProtofedError
 from protofed.federation.batches import ClientBatches, next_public_batches
 from protofed.federation.finite import require_finite_losses
-from protofed.federation.model_state import load_model, model_entries
+from protofed.federation.model_state import load_model, travel
 from protofed.federation.optimizers import make_optimizer
+from protofed.federation.privacy import collect_private, protected
 from protofed.federation.setup import ClientData, Setup
-from protofed.method import Batch, Client, Method, Phase, Terms
+from protofed.method import Batch, Client, Phase, Terms
 from protofed.models import Network
+from protofed.models.network import trainable
 from protofed.tree import Slot, Tree
 
 
@@ -65,40 +67,49 @@ def train_client(
         label_smoothing=setup.training.label_smoothing,
     )
     load_model(network, client.start)
+    key = (setup.seed, round, data.name)
+    if setup.proto_pass == "received":
+        with setup.autocast(device):
+            collect_private(setup.privacy, client, key, setup.min_class_count)
     network.train()
     reply = Reply({}, {}, client.samples, 0, 0.0)
     phases = method.phases(round, setup.training.epochs)
     with setup.autocast(device):
         for number, phase in enumerate(phases):
-            collect = method.proto_pass == "last_epoch" and number == len(phases) - 1
+            collect = setup.proto_pass == "last_epoch" and number == len(phases) - 1
             images = data.for_phase(setup, phase, round)
             batches = own if images is data else ClientBatches(setup, images)
             losses = _train_phase(setup, client, batches, phase, round, number, collect)
             for term, total in losses.items():
                 reply.add_loss(term, *total)
-        reply.message, reply.mine = finish_round(method, client)
+        reply.message, reply.mine = finish_round(setup, client, key)
     reply.steps, reply.lr = client.steps, client.lr
     return reply
 
 
 def finish_round(
-    method: Method, client: Client, device: torch.device | str = "cpu"
+    setup: Setup, client: Client, key: tuple[int | str, ...], device: torch.device | str = "cpu"
 ) -> tuple[Tree, Tree]:
-    """The message and the private state after training, each with its entries of the model."""
+    """The message and the private state after training, each with its entries of the model.
+
+    ``key`` is that of the noise, if there is some.
+    """
+    method = setup.method
     if client.label_smoothing and not client.smoothed:
         raise ProtofedError(
             f"label_smoothing has no effect on {method.name}: its loss never calls "
             "client.cross_entropy",
             "use it in place of F.cross_entropy, or leave out --label-smoothing",
         )
-    if method.proto_pass == "post":
+    if setup.proto_pass == "post":
         client.begin_prototypes()
         client.collect_post()
     message, private = method.upload(client)
     state = client.network.state_dict()
-    travel = {e.name: method.shared(e) for e in model_entries(client.network)}
-    message = {**message, "model": {n: state[n] for n, way in travel.items() if way == "both"}}
-    private = {**private, "model": {n: state[n] for n, way in travel.items() if way == "no"}}
+    ways = travel(method, client.network)
+    message = {**message, "model": {n: state[n] for n, way in ways.items() if way == "both"}}
+    private = {**private, "model": {n: state[n] for n, way in ways.items() if way == "no"}}
+    message = protected(setup.privacy, client, key, message)
     return tree.copy(message, device), tree.copy(private, device)
 
 
@@ -113,9 +124,10 @@ def _train_phase(
 ) -> dict[str, tuple[float, int]]:
     """Train one phase; returns the sum of each loss term over its steps, and their number."""
     training, network = setup.training.for_phase(phase), client.network
+    moving = moving_parameters(client, phase)
     for name, parameter in network.named_parameters():
-        parameter.requires_grad_(phase.trainable is None or phase.trainable(name))
-    parameters = [p for p in network.parameters() if p.requires_grad]
+        parameter.requires_grad_(name in moving)
+    parameters = list(moving.values())
     client.lr = training.lr_in(round)
     optimizer = make_optimizer(training, parameters, client.lr)
     sums: dict[str, Tensor] = {}
@@ -149,6 +161,18 @@ def _train_phase(
     losses = {name: float(s) for name, s in sums.items()}
     require_finite_losses(client.name, round, number, losses)
     return {name: (total, steps) for name, total in losses.items()}
+
+
+def moving_parameters(client: Client, phase: Phase) -> dict[str, nn.Parameter]:
+    """The parameters that a phase trains, by name."""
+    found = trainable(client.network)
+    moving = {n: p for n, p in found.items() if phase.trainable is None or phase.trainable(n)}
+    if not moving:
+        raise ProtofedError(
+            f"{client.method.name} has a phase that trains only the backbone",
+            "it cannot run with --train head",
+        )
+    return moving
 
 
 def loss_terms(phase: Phase, client: Client, batch: Batch) -> Terms:

@@ -15,7 +15,7 @@ from protofed.data.task import Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.batches import evaluation_batch
 from protofed.federation.finite import require_finite_model
-from protofed.federation.model_state import load_model, model_entries
+from protofed.federation.model_state import load_model, travel
 from protofed.federation.setup import Setup
 from protofed.method import Client, Method
 from protofed.models import Network
@@ -146,7 +146,7 @@ def _missing_entries(network: Network, method: Method, model: Slot) -> Slot:
     """The private entries that a server's model lacks, as NaN: a prediction must not need them."""
     state = network.state_dict()
     return {
-        e.name: torch.full_like(state[e.name], math.nan)
-        for e in model_entries(network)
-        if e.name not in model and method.shared(e) == "no" and state[e.name].is_floating_point()
+        name: torch.full_like(state[name], math.nan)
+        for name, way in travel(method, network).items()
+        if name not in model and way == "no" and state[name].is_floating_point()
     }

@@ -6,10 +6,12 @@ compared wherever runs stand in one row of a table.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from protofed.config import AUTO, Config, short_hash, short_task
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.public_images import public_digest
+from protofed.user_code import is_file
 from protofed.version import __version__
 
 NUMERICS = 2
@@ -31,11 +34,14 @@ Numbers of runs with different values are not comparable to the last digit.
 DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
 
+DIGESTS = ("digest", "public_digest", "weights_digest", "model_digest")
+"""The facts that stand for what comes from files."""
+
 FACTS_SHAPE = {
     "numerics?": int,
     **dict.fromkeys(("device?", "precision?", "engine?", "engine_reason?", "hardware?"), str),
     **dict.fromkeys(("run?", "config?"), str),
-    **dict.fromkeys(("digest?", "public_digest?"), str | None),
+    **dict.fromkeys((f"{name}?" for name in DIGESTS), str | None),
     "versions?": {str: str},
 }
 """What is counted on in ``facts.json``."""
@@ -43,7 +49,7 @@ FACTS_SHAPE = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found; ``digest`` and ``public_digest`` stand for images that come from files."""
+    """What was found; the digests stand for images, weights and models that come from files."""
 
     numerics: int
     device: str
@@ -54,13 +60,16 @@ class Facts:
     public_digest: str | None
     hardware: str
     versions: Mapping[str, str]
+    weights_digest: str | None = None
+    model_digest: str | None = None
 
     def applied(self, config: Config) -> Config:
         return replace(config, device=self.device, precision=self.precision, engine=self.engine)
 
     def run_hash(self, config: Config) -> str:
         """Stands for the run: what was asked for, and the facts that can change its numbers."""
-        found = (self.device, self.precision, self.digest, self.public_digest)
+        found = [self.device, self.precision, self.digest, self.public_digest]
+        found += filter(None, (self.weights_digest, self.model_digest))  # there later than the rest
         return short_hash([config.hash, found])
 
     def run_name(self, config: Config) -> str:
@@ -74,9 +83,10 @@ class Facts:
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Facts:
         """Facts from plain data; keys of later versions are ignored."""
-        if missing := [f.name for f in fields(cls) if f.name not in found]:
+        names = [f.name for f in fields(cls)]
+        if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]:
             raise ProtofedError(f"the run's facts lack {', '.join(missing)}")
-        return cls(**{f.name: found[f.name] for f in fields(cls)})
+        return cls(**{name: found[name] for name in names if name in found})
 
 
 def discover(config: Config, task: Task) -> Facts:
@@ -84,6 +94,7 @@ def discover(config: Config, task: Task) -> Facts:
     device = find_device(config.device)
     engine, reason = choose_engine(config.engine, device, config.workers)
     wanted = config.method.public_images
+    files = [name for name in config.models if is_file(name)]
     return Facts(
         numerics=NUMERICS,
         device=device,
@@ -100,7 +111,18 @@ def discover(config: Config, task: Task) -> Facts:
             "pillow": PIL.__version__,  # another one may decode a JPEG to other pixels
             "python": platform.python_version(),
         },
+        weights_digest=config.weights and file_digest(config.weights),
+        model_digest=",".join(file_digest(n.rpartition(":")[0]) for n in files) or None,
     )
+
+
+def file_digest(path: str) -> str:
+    """Stands for the content of a file."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except OSError as error:
+        raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
 
 
 def find_device(asked: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +21,12 @@ from protofed.config import Config
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation import client_state, spool
-from protofed.federation.batches import EVALUATION_BATCH, PREPARED_BYTES, evaluation_batch
+from protofed.federation.batches import PREPARED_BYTES, evaluation_batch
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES
 from protofed.method import Sizes
 from protofed.models import build
+from protofed.user_code import is_file
 
 SERVER_COPIES = 4
 """Copies of the weights at the server: its own, their mean, a checkpoint's tensors and bytes."""
@@ -93,16 +94,16 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     sizes = [_samples(config, task, d) for d, n in config.domain_clients.items() for _ in range(n)]
     most = max(sizes, default=0)
     participants = math.ceil(len(sizes) * config.participation)
-    # clients' own passes without gradients do not use smaller batches for large images
-    client_passes = config.method.proto_pass == "post" or config.method.public_images is not None
-    test_batch = EVALUATION_BATCH if client_passes else evaluation_batch(task.image_size)
+    test_batch = evaluation_batch(task.image_size)
     largest_set = max(most, *(len(domain.test) for domain in task.domains.values()))
     states, activations = [], 0
     for model in config.models:
         state, saved = _measure(config, task, model)
         states.append(size * state)
-        train = sum(saved) * min(config.batch, most)
-        test = EVALUATION_ACTIVATIONS * max(saved) * min(test_batch, largest_set)
+        without_gradient = EVALUATION_ACTIVATIONS * max(saved)
+        step = sum(saved) if config.train == "all" else without_gradient
+        train = step * min(config.batch, most)
+        test = without_gradient * min(test_batch, largest_set)
         activations = max(activations, size * (train if gpu else max(train, test)))
     state = max(states)
     private = state * len(sizes) * bool(config.method.slots.client)
@@ -114,6 +115,8 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     image = 3 * task.image_size**2
     copies = image * sum(sorted(sizes)[-participants:])
     prepared = min(PREPARED_BYTES, image * most) * (1 + task.augment.flip)
+    if gpu:  # lanes have a whole epoch at once: cropped, then normalized
+        prepared += image * most * (1 + size)
     return Memory(
         weights,
         cores * activations // (2 if config.precision == "bf16" else 1),
@@ -134,16 +137,19 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
     """The size of a model's state, and of each tensor it saves per image for the backward pass.
 
     Sizes are numbers of elements. The state is counted on the meta device, which allocates nothing.
-    Activations are counted on a narrow model with small images, then scaled up.
+    Activations are counted on a narrow model with small images, then scaled up; those of a model of
+    one's own at its real size.
     """
-    classes, side = len(task.classes), task.image_size
-    with torch.device("meta"):
-        network = backbone = build(model, classes, side, config.width, config.norm)
-        with suppress(Exception):  # a custom network may need real values
-            network = config.method.network(backbone, Sizes(classes, backbone.features, side))
-    state = sum(t.numel() for t in network.state_dict().values())
+    classes, side, own = len(task.classes), task.image_size, is_file(model)
     with torch.random.fork_rng(devices=[]):
-        probe = build(model, classes, PROBE_SIZE, PROBE_WIDTH, config.norm)
+        with nullcontext() if own else torch.device("meta"):
+            network = backbone = build(model, classes, side, config.width, config.norm)
+            with suppress(Exception):  # a custom network may need real values
+                network = config.method.network(backbone, Sizes(classes, backbone.features, side))
+        state = sum(t.numel() for t in network.state_dict().values())
+        probe = backbone if own else build(model, classes, PROBE_SIZE, PROBE_WIDTH, config.norm)
+    probed = side if own else PROBE_SIZE
+    images = torch.zeros(2, 3, probed, probed)
     saved: list[Tensor] = []
 
     def record(tensor: Tensor) -> Tensor:
@@ -151,12 +157,12 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
         return tensor
 
     with one_thread(), saved_tensors_hooks(record, lambda tensor: tensor):
-        probe(torch.zeros(2, 3, PROBE_SIZE, PROBE_SIZE))
-    weights = {t.data_ptr() for t in probe.state_dict().values()}
-    activations = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in weights}
-    width = next(backbone.parameters()).shape[0]
-    scale = width / PROBE_WIDTH * (side / PROBE_SIZE) ** 2 / 2  # the probe saw two images
-    return state, [math.ceil(scale * count) for count in activations.values()]
+        probe(images)
+    known = {t.data_ptr() for t in (images, *probe.state_dict().values())}
+    activations = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in known}
+    wider = next(backbone.parameters()).shape[0] / next(probe.parameters()).shape[0]
+    scale = wider * (side / probed) ** 2 / 2  # the probe saw two images
+    return state, [3 * side**2, *(math.ceil(scale * count) for count in activations.values())]
 
 
 # ---- available memory ----------------------------------------------------------------------------

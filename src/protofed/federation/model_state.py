@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 
 from protofed.errors import ProtofedError
-from protofed.method import Entry
+from protofed.method import Entry, Method, Shared
 from protofed.models import Network, entries
+from protofed.models.network import frozen
 from protofed.tree import Slot
 
 
 def model_entries(network: Network) -> list[Entry]:
     """The entries of the network's state, with their kinds."""
     return [Entry(name, kind) for name, kind in entries(network).items()]
+
+
+def travel(method: Method, network: Network) -> dict[str, Shared]:
+    """Which way each entry of the network's state travels; what is frozen does not go up."""
+    fixed = frozen(network)
+    ways = {e.name: method.shared(e) for e in model_entries(network)}
+    return {n: "down" if way == "both" and n in fixed else way for n, way in ways.items()}
 
 
 @torch.no_grad()

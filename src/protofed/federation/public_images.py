@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -170,7 +170,7 @@ def _external_images(
     """Images that are not the task's: those of a folder, or of another task."""
     if source.startswith(FOLDER):
         path = folder_path(source, "write public=folder:PATH; any tree of images will do")
-        x = public_images(path, task.image_size, reading)
+        x = public_images(path, task.image_size, replace(reading, pixel_range=task.pixel_range))
         hashes = [hashlib.sha256(image.numpy()).digest() for image in x]
         order = sorted(range(len(x)), key=hashes.__getitem__)
         whole = hashlib.sha256(b"".join(hashes[i] for i in order)).hexdigest()

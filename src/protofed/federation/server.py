@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from protofed import keys, tree
+from protofed import tree
 from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import travel
+from protofed.federation.participants import participants
 from protofed.federation.spool import MEMORY_LIMIT, Spool
 from protofed.method import Method, ServerView, Sizes, Update, weighted_mean
 from protofed.models import Network
@@ -40,7 +40,7 @@ class Server:
         self.participation, self.average = participation, average
         self.memory_limit, self.device = memory_limit, device
         state = network.state_dict()
-        self.travels = {e.name: method.shared(e) for e in model_entries(network)}
+        self.travels = travel(method, network)
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
         self.state: Tree = tree.copy({**method.init_server(state, sizes), "model": model}, device)
         self.round = 0
@@ -53,10 +53,8 @@ class Server:
 
     def sample(self) -> list[str]:
         """The clients of this round, in the federation's order."""
-        count = math.ceil(self.participation * len(self.clients) - 1e-9)
-        rng = keys.generator(self.seed, self.round, "participants")
-        chosen = rng.choice(len(self.clients), size=max(1, count), replace=False)
-        return [self.clients[i] for i in sorted(chosen)]
+        at = participants(self.seed, self.round, len(self.clients), self.participation)
+        return [self.clients[i] for i in at]
 
     def broadcast(self) -> Tree:
         """What every client of this round receives."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from protofed.data.task import Augment, Images
 from protofed.errors import ProtofedError
+from protofed.federation.privacy import Privacy
 from protofed.federation.public_images import PublicSampler
 from protofed.method import Method, Phase, Sizes
 
@@ -87,6 +88,12 @@ class Setup:
     public: PublicSampler | None = None
     min_class_count: int = 1
     """The fewest images of a class whose prototype leaves a client."""
+    privacy: Privacy = field(default_factory=Privacy)
+
+    @property
+    def proto_pass(self) -> str:
+        """The method's; ``received`` under privacy: a clean pass of the received model."""
+        return self.method.proto_pass if self.privacy.prototypes is None else "received"
 
     def autocast(self, device: torch.device) -> torch.autocast:
         # No cache: it would keep bfloat16 copies of weights that have since been updated.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
-from protofed.data.split import UNUSED, hold_out, validation_rows
+from protofed.data.split import UNUSED, hold_out, validation_rows, validation_source
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.client_state import ClientStore
 from protofed.federation.engine import engine_factory
@@ -23,13 +24,18 @@ from protofed.federation.facts import DTYPES, Facts, discover
 from protofed.federation.finite import require_finite_model
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import model_entries, travel
+from protofed.federation.participants import participants
+from protofed.federation.privacy import make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Schedule, Setup, Training
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
+from protofed.models.network import freeze, frozen, trainable
+from protofed.models.own import short_name
+from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
 
 Record = dict[str, Any]
@@ -47,7 +53,10 @@ Otherwise a round's time would grow with the clients that do not take part in it
 
 
 class Observer:
-    """Watches a run; it sees everything and changes nothing."""
+    """Watches a run: override what is to be seen. It sees everything and changes nothing.
+
+    Rounds count from 1, as in the records.
+    """
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
@@ -135,7 +144,7 @@ class Federation:
         self.models = client_models(config.model, [s.name for s in self.shares])
         """The model of each client."""
         self._initial = {
-            name: initial_network(config, self.task, name)
+            name: initial_network(config, self.task, name, config.weights)
             for name in dict.fromkeys(self.models.values())
         }
         network = next(iter(self._initial.values()))
@@ -151,7 +160,7 @@ class Federation:
             for name in self.task.domains
         }
         self.validation = {
-            name: _taken(self.task.domains[name].train, rows, device)
+            name: _taken(validation_source(self.task, name, config.validate), rows, device)
             for name, rows in validation.items()
         }
         """By domain, the images to choose by; empty if none were asked for."""
@@ -169,6 +178,7 @@ class Federation:
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
+        self._trained, self._counted = Counter[str](), 0
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
 
@@ -185,7 +195,7 @@ class Federation:
 
     def _initial_client(self, name: str) -> Tree:
         network = self._initial[self.models[name]]
-        names = tuple(n for n, _ in network.named_parameters())
+        names = tuple(trainable(network))
         return self.server.initial_client(
             network.state_dict(), self.sizes._replace(parameters=names)
         )
@@ -195,6 +205,8 @@ class Federation:
         began = time.perf_counter()
         server, round = self.server, self.server.round
         names, received = server.sample(), server.broadcast()
+        privacy, releases = self.setup.privacy, self._releases()
+        privacy.require(releases)
         down = tree.nbytes(received) * len(names)
         up = 0
         losses: dict[str, dict[str, tuple[float, int]]] = {}
@@ -208,18 +220,23 @@ class Federation:
             steps += reply.steps
             losses[name] = reply.losses
             for observer in observers:
-                observer.reply(round, name, reply.message)
-                observer.client(round, done, len(names))
+                observer.reply(round + 1, name, reply.message)
+                observer.client(round + 1, done, len(names))
         self._aggregate()
         require_finite_model(
             server.state.get("model", {}), f"round {round + 1}: the averaged model"
         )
         self.store.accept()
         trained = time.perf_counter()
-        scores = self.evaluate(observers)
+        scores, own = self._evaluate(observers)
         accuracy = scores.pop("accuracy")
+        by_client: dict[str, dict[str, Any]] = {
+            name: {"loss": mean_losses([losses[name]])} for name in names
+        }
+        for name, found in own.items():
+            by_client.setdefault(name, {})["accuracy"] = round_to(found, 4)
         return {
-            "round": round,
+            "round": round + 1,
             "accuracy": _rounded(accuracy),
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
@@ -228,12 +245,27 @@ class Federation:
             "bytes_up": up,
             "bytes_down": down,
             "clients": len(names),
+            "by_client": by_client,
             "steps": steps,
+            **({"privacy": privacy.spent(releases)} if privacy.budgets else {}),
             "seconds": {
                 "train": round_to(trained - began, 3),
                 "evaluate": round_to(time.perf_counter() - trained, 3),
             },
         }
+
+    def _releases(self) -> int:
+        """The most messages that a client has sent with those of this round."""
+        if not self.setup.privacy.budgets:
+            return 0
+        config, names = self.config, list(self.clients)
+        for round in range(
+            self._counted, self.server.round + 1
+        ):  # a resumed run's earlier ones too
+            at = participants(config.seed, round, len(names), config.participation)
+            self._trained.update(names[i] for i in at)
+        self._counted = self.server.round + 1
+        return max(self._trained.values())
 
     def _aggregate(self) -> None:
         """Close the round; if out of GPU memory, with what the engine can free."""
@@ -251,6 +283,10 @@ class Federation:
         With ``everyone`` the clients' mean on their own domains is there too, as ``own``; and with
         validation images the accuracy on these, as ``validation``.
         """
+        return self._evaluate(observers)[0]
+
+    def _evaluate(self, observers: Sequence[Observer]) -> tuple[Scores, dict[str, float]]:
+        """As ``evaluate``; and of each client that is tested with its own model, on its domain."""
         round, found = max(0, self.server.round - 1), list[Scores]()
         tests = self._eval_jobs(round, self.tests)
         jobs = tests + (self._eval_jobs(round, self.validation) if self.validation else [])
@@ -258,16 +294,20 @@ class Federation:
         for done, scores in enumerate(scored, start=1):
             found.append(scores)
             for observer in observers:
-                observer.tested(round, done, len(jobs))
+                observer.tested(round + 1, done, len(jobs))
         found, validated = found[: len(tests)], found[len(tests) :]
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
+        own = {
+            job.client: s["accuracy"][self.clients.domain(job.client)]
+            for job, s in zip(tests, found, strict=True)
+            if job.client is not None
+        }
         if self.method.evaluates == "everyone":
-            domains = [self.clients.domain(job.client) for job in tests if job.client]
-            own = [{d: s["accuracy"][d]} for d, s in zip(domains, found, strict=True)]
-            means["own"] = _means(own, self.tests)
+            each = [{self.clients.domain(name): accuracy} for name, accuracy in own.items()]
+            means["own"] = _means(each, self.tests)
         if validated:
             means["validation"] = _means([s["accuracy"] for s in validated], self.validation)
-        return means
+        return means, own
 
     def _eval_jobs(self, round: int, images: Mapping[str, Images]) -> list[EvalJob]:
         """Who is tested on what. A domain without clients is tested with all clients' models."""
@@ -349,7 +389,7 @@ def make_shares(config: Config, task: Task) -> list[Share]:
 
 
 def rows_to_validate(config: Config, task: Task, shares: Sequence[Share]) -> dict[str, Tensor]:
-    """Per domain, the training images that a run is validated on; none unless asked for."""
+    """Per domain, the images that a run is validated on; none unless asked for."""
     public, validate = config.method.public_images, config.validate
     if validate is not None and public is not None:
         same = is_from_task(public, task) if validate == UNUSED else False
@@ -387,10 +427,11 @@ def _check_contract(method: Method, network: Network) -> None:
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
-    names = tuple(name for name, _ in network.named_parameters())
+    names = tuple(trainable(network))
+    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
     return Setup(
         config.method,
-        Sizes(len(task.classes), network.features, task.image_size, names),
+        sizes,
         task.augment,
         Training(
             config.batch,
@@ -415,39 +456,52 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
         DTYPES[config.precision],
         bf16=config.precision == "bf16",
         min_class_count=config.min_class_count,
+        privacy=make_privacy(config, network, sizes),
     )
 
 
-def initial_network(config: Config, task: Task, model: str = "") -> Network:
+def initial_network(
+    config: Config, task: Task, model: str = "", weights: str | Path | None = None
+) -> Network:
     """The network with the keyed initial weights that all clients of that model start from.
 
-    Where clients have different models and none is named, it is the first.
+    Where clients have different models and none is named, it is the first. The backbone's come
+    from the file ``weights``, if one is given: whoever only computes in the network needs none.
     """
     model = model or config.models[0]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keys.key(config.seed, model, "init"))
+        torch.manual_seed(keys.key(config.seed, short_name(model), "init"))
         classes = len(task.classes)
         backbone = build(model, classes, task.image_size, config.width, config.norm)
+        if weights is not None:
+            load_weights(backbone, model, weights)
+        freeze(backbone, config.train, config.freeze_bn)
         sizes = Sizes(classes, backbone.features, task.image_size)
         return config.method.network(backbone, sizes).to(DTYPES[config.precision])
 
 
 def batchnorm_policy(network: Network, method: Method) -> str:
     """What happens to BatchNorm between clients, in words."""
-    ways = {method.shared(e) for e in model_entries(network) if e.kind == "bn"}
-    if not ways:
+    norms = {e.name for e in model_entries(network) if e.kind == "bn"}
+    fixed = norms & frozen(network)
+    if not norms:
         return "the model has no BatchNorm"
     words = {
-        "both": "averaged like weights, running statistics included",
+        "both": "averaged like weights" + ", running statistics included" * (not fixed),
         "down": "set by the server",
         "no": "kept by each client",
     }
-    return "; ".join(words[w] for w in sorted(ways))
+    ways = {way for name, way in travel(method, network).items() if name in norms - fixed}
+    found = [words[w] for w in sorted(ways)]
+    if fixed:
+        what = "running statistics" if ways else "all of it"
+        found.insert(0, f"{what} frozen as at the start, and used in training")
+    return "; ".join(found)
 
 
 def weights_policy(network: Network, method: Method, average: str) -> str:
     """What the mean of the clients' models is weighted by, in words."""
-    if all(method.shared(e) != "both" for e in model_entries(network)):
+    if "both" not in travel(method, network).values():
         return NO_WEIGHTS
     return method.weighting or average
 

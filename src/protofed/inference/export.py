@@ -36,13 +36,14 @@ class Graph(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.network, self.scores = model.network, model.scores
+        self.temperature = model.temperature
         for name in ("mean", "std"):
             value = torch.tensor(getattr(model.card, name), dtype=model.dtype)
             self.register_buffer(name, value[:, None, None])
 
     def forward(self, images: Tensor) -> Tensor:
         inputs = (images.to(self.mean.dtype) / 255 - self.mean) / self.std
-        return self.scores(inputs).softmax(1)
+        return (self.scores(inputs) / self.temperature).softmax(1)
 
 
 def export_pt2(model: TrainedModel, path: Path) -> None:
@@ -132,6 +133,7 @@ def write_card(model: TrainedModel, path: Path, files: list[str]) -> None:
     text = environment.get_template("model_card.md.j2").render(
         card=card,
         client=model.client,
+        temperature=model.temperature,
         method=model.method,
         domains=domains,
         files=files,

@@ -5,7 +5,9 @@
     ['seven', 'two']
 
 Images are paths, PIL images, arrays [H, W] or [H, W, 3], or tensors [3, H, W], one or several.
-They are resized and normalized as in training. Pixels are 8-bit integers or floats from 0 to 1.
+They are resized and normalized as in training. Pixels are 8-bit integers, floats from 0 to 1, or
+what the training images had: with more than 8 bits, they are scaled by the range of values that the
+model's file names.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ class TrainedModel:
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
             (client,) = stored.clients  # a site's own file has one
         self.client, self.kept = client, kept
+        self.temperature = card.temperature.get(client or "", 1.0)
         self.network = stored.network(client).to(self.device)
         names = tuple(name for name, _ in self.network.named_parameters())
         sizes = Sizes(len(card.classes), self.network.features, card.image_size, names)
@@ -110,11 +113,11 @@ class TrainedModel:
         return [self.classes[i] for i in self.logits(images).argmax(1)]
 
     def predict_proba(self, images: Picture | Sequence[Picture]) -> Floats:
-        """The probability [n, K] of each class."""
-        return softmax(self.logits(images))
+        """The probability [n, K] of each class; calibrated if a temperature was fitted."""
+        return softmax(self.logits(images) / self.temperature)
 
     def logits(self, images: Picture | Sequence[Picture]) -> Floats:
-        """Scores [n, K] by the method's own rule; their softmax gives the probabilities."""
+        """Scores [n, K] by the method's own rule, before the temperature and the softmax."""
         return self._compute(images, self.scores, len(self.classes))
 
     def embed(self, images: Picture | Sequence[Picture]) -> Floats:
@@ -139,10 +142,24 @@ class TrainedModel:
         remaining, outputs = _each_image(images), [np.zeros((0, columns))]
         with torch.no_grad(), one_thread():
             while batch := list(islice(remaining, BATCH)):
-                x = torch.from_numpy(np.stack([pixels(i, self.image_size) for i in batch]))
+                x = torch.from_numpy(np.stack([self.pixels(image) for image in batch]))
                 output = function(normalized(x.to(self.device), self._augment, self.dtype))
                 outputs.append(output.double().cpu().numpy())
         return np.concatenate(outputs)
+
+    def pixels(self, image: Picture) -> NDArray[np.uint8]:
+        """An image as the model sees it before normalization: uint8 [3, size, size]."""
+        try:
+            if isinstance(image, str | Path):
+                content: Any = Path(image).expanduser().read_bytes()
+            elif isinstance(image, Tensor):
+                content = _array(image.detach().cpu().movedim(0, -1).numpy())
+            else:
+                content = image if isinstance(image, Image.Image) else _array(np.asarray(image))
+            return decode(content, self.image_size, pixel_range=self.card.pixel_range)
+        except (BadImage, OSError) as error:
+            name = f"'{image}'" if isinstance(image, str | Path) else "an image"
+            raise ProtofedError(f"cannot decode {name}: {error}") from None
 
     def nearest(self, features: Floats) -> Nearest | None:
         """The clients' prototypes nearest to features [n, d].
@@ -183,23 +200,8 @@ def load_model(path: str | Path, client: str | None = None, device: str = "cpu")
     return TrainedModel(result.need_model(), client, device, kept)
 
 
-def pixels(image: Picture, size: int) -> NDArray[np.uint8]:
-    """An image as uint8 [3, size, size]."""
-    try:
-        if isinstance(image, str | Path):
-            return decode(Path(image).expanduser().read_bytes(), size)
-        if isinstance(image, Image.Image):
-            return decode(image, size)
-        if isinstance(image, Tensor):
-            return decode(_array(image.detach().cpu().movedim(0, -1).numpy()), size)
-        return decode(_array(np.asarray(image)), size)
-    except (BadImage, OSError) as error:
-        name = f"'{image}'" if isinstance(image, str | Path) else "an image"
-        raise ProtofedError(f"cannot decode {name}: {error}") from None
-
-
-def _array(image: NDArray[Any]) -> NDArray[np.uint8]:
-    """8-bit pixels [H, W] or [H, W, 3] of an array of 8-bit integers or floats from 0 to 1."""
+def _array(image: NDArray[Any]) -> NDArray[Any]:
+    """Pixels [H, W] or [H, W, 3] of 8 bits, made of floats from 0 to 1; or [H, W] of more bits."""
     if image.ndim == 3 and image.shape[2] == 1:
         image = image[:, :, 0]
     if not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)):
@@ -213,12 +215,15 @@ def _array(image: NDArray[Any]) -> NDArray[np.uint8]:
                 f"float pixels must be from 0 to 1, got {image.min():g} to {image.max():g}",
                 "pass images before normalization: the model normalizes them itself",
             )
-        image = np.rint(image * 255)
-    elif image.dtype != np.uint8:
+        return np.rint(image * 255).astype(np.uint8)
+    if image.dtype in (np.uint16, np.int16, np.int32) and image.ndim == 2:
+        return image.astype(np.int32)
+    if image.dtype != np.uint8:
         raise ProtofedError(
-            f"an image has pixels of type {image.dtype}", "use uint8, or floats from 0 to 1"
+            f"an image of shape {tuple(image.shape)} has pixels of type {image.dtype}",
+            "use uint8, floats from 0 to 1, or 16 bits of gray",
         )
-    return image.astype(np.uint8)
+    return image
 
 
 def _each_image(images: Picture | Sequence[Picture]) -> Iterator[Picture]:

@@ -5,17 +5,14 @@
 them as ``type[Method]``, and sees all of a class in ``from protofed.methods.fpl import FPL``.
 
 A method may also be in a file of one's own. The file is executed where a person names it
-(``method_class``). What is read (a config, a study, a run's folder) may name one too, and that is
-executed only after ``trust_code()``; until then it is a ``RecordedMethod``.
+(``method_class``); one that was only read is a ``RecordedMethod`` until ``trust_code()``.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pkgutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +20,10 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from protofed import keys
-from protofed.errors import ProtofedError, raised_at, unknown
+from protofed.errors import ProtofedError, unknown
 from protofed.method import Method
+from protofed.user_code import code_withheld, execute, is_file, is_trusted, parts_of
+from protofed.user_code import trust_code as trust_code
 
 
 def _built_in() -> dict[str, type[Method]]:
@@ -46,7 +45,7 @@ _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 globals().update(_CLASSES)
 
 __all__ = [
-    *("METHODS", "RecordedMethod", "create", "fingerprint", "is_file", "known_class"),
+    *("METHODS", "RecordedMethod", "create", "fingerprint", "known_class"),
     *("method_class", "reference", "trust_code"),
     *_CLASSES,
 ]
@@ -58,18 +57,6 @@ if TYPE_CHECKING:
 
 _LOADED: dict[str, type[Method]] = {}
 """The classes of files that this process has executed, by ``absolute/path.py:Class``."""
-_trusted = False
-
-
-def trust_code() -> None:
-    """Let this process execute the method files that configs, studies and runs name."""
-    global _trusted
-    _trusted = True
-
-
-def is_file(name: str) -> bool:
-    """Whether a method's name is that of a file with code."""
-    return ".py:" in name or name.endswith(".py")
 
 
 def known_class(name: str) -> type[Method] | None:
@@ -77,7 +64,7 @@ def known_class(name: str) -> type[Method] | None:
 
     It is known if it is built in, if this process has loaded it before, or if code is trusted.
     """
-    if _trusted and is_file(name):
+    if is_trusted() and is_file(name):
         return _from_file(name)
     return METHODS.get(name) or _LOADED.get(str(Path(name).absolute()))
 
@@ -124,37 +111,16 @@ def fingerprint(method: Method) -> str:
 
 
 def _from_file(name: str) -> type[Method]:
-    path, _, wanted = name.rpartition(":")
-    if not wanted or wanted.endswith(".py"):
-        raise ProtofedError(f"'{name}' names no class", "write path/to/file.py:Class")
-    file = Path(path)
-    if not file.is_file():
-        raise ProtofedError(f"there is no file '{path}' to load method {wanted} from")
-    # One module per content: a dataclass needs its module in sys.modules, and two files of the
-    # same name must not collide there.
-    module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_bytes().hex()):x}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[module_name]
-            at = raised_at(error, [str(module.__file__)]) or path
-            if isinstance(error, ProtofedError):
-                raise ProtofedError(f"{at}: {error.message}", error.hint) from error
-            raise ProtofedError(f"'{at}' cannot be imported: {error!r}") from error
+    file, wanted = parts_of(name, "class", "Class")
+    module = execute(file, f"method {wanted}")
     found = {n: c for n, c in vars(module).items() if isinstance(c, type)}
     classes = {n: c for n, c in found.items() if issubclass(c, Method)}
     if wanted not in classes:
         own = [n for n, c in classes.items() if c.__module__ != Method.__module__]
-        raise unknown(f"method in {path}", wanted, own)
+        raise unknown(f"method in {file}", wanted, own)
     cls = classes[wanted]
     if "__dataclass_fields__" not in vars(cls):
-        wrong = f"{wanted} in {path} is not a dataclass"
+        wrong = f"{wanted} in {file} is not a dataclass"
         raise ProtofedError(wrong, "put @dataclass(frozen=True) above it")
     if not cls.name or cls.name in METHODS:
         cls.name = wanted.lower()
@@ -193,15 +159,7 @@ class RecordedMethod(Method):
 
 
 def _withheld(method: RecordedMethod) -> NoReturn:
-    raise code_withheld(method.name, method.reference)
-
-
-def code_withheld(name: str, reference: str) -> ProtofedError:
-    """The error for what needs a method's code, where only a name was read."""
-    return ProtofedError(
-        f"this needs the code of method {name}, '{reference}', and reading a run executes none",
-        "if you trust it: --trust-code, or protofed.methods.trust_code() in Python",
-    )
+    raise code_withheld(f"method {method.name}", method.reference)
 
 
 _kept = {*vars(RecordedMethod), "for_mixed_models"}  # a method is recorded as it ran

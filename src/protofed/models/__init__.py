@@ -8,11 +8,15 @@ from functools import partial
 from protofed.errors import ProtofedError, unknown
 from protofed.models.cnn import cnn
 from protofed.models.network import NORMS, Network, Output, entries
+from protofed.models.own import own_model
 from protofed.models.resnet import IMAGENET, resnet
+from protofed.user_code import is_file
 
-__all__ = ["MODELS", "NORMS", "Network", "Output", "build", "entries"]
+__all__ = ["LARGE_IMAGE", "LARGE_MODEL", "MODELS", "NORMS", "Network", "Output", "build", "entries"]
 
 SMALLEST_IMAGE = 8
+LARGE_IMAGE, LARGE_MODEL = 96, "resnet18_imagenet"
+"""Images of this size or more have this model, unless another is chosen."""
 
 MODELS: dict[str, Callable[[int, int, int | None, str | None], Network]] = {
     "resnet10": partial(resnet, 1),
@@ -26,11 +30,18 @@ MODELS: dict[str, Callable[[int, int, int | None, str | None], Network]] = {
 def build(
     name: str, classes: int, image_size: int, width: int | None = None, norm: str | None = None
 ) -> Network:
-    """The model called ``name``, with PyTorch's own initialization.
+    """The model called ``name``, with PyTorch's own initialization, or that of a file's own.
 
     ``width`` (channels of the first stage) and ``norm`` ("batch", "group", "none") are the model's
     own when None: 64 and "batch" for a ResNet, 32 and "none" for a CNN.
     """
+    if is_file(name):
+        for what, given in (("width", width), ("norm", norm)):
+            if given is not None:
+                raise ProtofedError(
+                    f"{what} is for the models of this package, not for {name}", f"leave out {what}"
+                )
+        return own_model(name, classes, image_size)
     if name not in MODELS:
         raise unknown("model", name, MODELS)
     if norm is not None and norm not in NORMS:

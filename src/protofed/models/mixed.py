@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from protofed.errors import ProtofedError, unknown
 from protofed.models import MODELS
+from protofed.models.own import full_name, short_name
+from protofed.user_code import is_file
 
 Models = str | Mapping[str, str]
 """A name, names separated by commas, or client → name."""
@@ -25,13 +27,21 @@ def checked_models(value: object) -> Models:
         names = [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
         what = "model"
     for name in names:
-        if not isinstance(name, str) or name not in MODELS:
-            raise unknown(what, name, MODELS)
+        if not isinstance(name, str) or not (is_file(name) or name in MODELS):
+            raise unknown(what, name, (*MODELS, "path/to/file.py:factory"))
     if not names:
         raise ProtofedError("the table of models is empty", 'write [model] and a-0 = "cnn3" in it')
+    names = [full_name(name) if is_file(name) else name for name in names]
     if isinstance(value, Mapping):
-        return dict(value)
+        return dict(zip(value, names, strict=True))
     return ",".join(names) if len(set(names)) > 1 else str(names[0])
+
+
+def without_folders(models: Models) -> Models:
+    """The models as a run's hash has them: a file's content is a fact, its folder is not."""
+    if isinstance(models, Mapping):
+        return {client: short_name(name) for client, name in models.items()}
+    return ",".join(map(short_name, models.split(",")))
 
 
 def model_names(models: Models) -> tuple[str, ...]:

@@ -42,6 +42,42 @@ class Network(nn.Module):
         return Output(feature, self.head(feature))
 
 
+def freeze(network: Network, train: str, freeze_bn: bool) -> None:
+    """Fix what does not change in training: all of the encoder, or its BatchNorm statistics.
+
+    With ``train`` "head" the encoder stays in evaluation mode. With ``freeze_bn`` its BatchNorm
+    layers do, and normalize with the statistics they have; their scale and shift train. A method
+    may build another network around the encoder.
+    """
+    for module in network.encoder.modules():
+        if train == "head" or (freeze_bn and isinstance(module, _BatchNorm)):
+            module.eval()
+            module.train = _stay_in_evaluation  # type: ignore[method-assign, assignment]
+            module.fixed = "all" if train == "head" else "buffers"  # type: ignore[assignment]
+
+
+def _stay_in_evaluation(mode: bool = True) -> None:
+    """What ``train`` does in a frozen module."""
+
+
+def frozen(network: nn.Module) -> set[str]:
+    """The entries that training does not change, by name."""
+    found = set[str]()
+    for prefix, module in network.named_modules(remove_duplicate=False):
+        if fixed := getattr(module, "fixed", ""):
+            own = [name for name, _ in module.named_buffers(recurse=False)]
+            if fixed == "all":
+                own += [name for name, _ in module.named_parameters(recurse=False)]
+            found |= {f"{prefix}.{name}" for name in own}
+    return found
+
+
+def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training may change, by name."""
+    fixed = frozen(network)
+    return {name: p for name, p in network.named_parameters() if name not in fixed}
+
+
 def normalize(norm: str, channels: int) -> nn.Module:
     if norm == "batch":
         return nn.BatchNorm2d(channels)

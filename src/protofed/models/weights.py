@@ -1,7 +1,8 @@
 """Weights from a file, by the entry names that torchvision and timm give to a ResNet.
 
-Only tensors are read: a safetensors file, or a state dict that ``torch.load`` opens with
-``weights_only``. The head is not loaded: it is for other classes.
+For a model of one's own, they are the names of its encoder's entries. Only tensors are read: a
+safetensors file, or a state dict that ``torch.load`` opens with ``weights_only``. The head is not
+loaded: it is for other classes.
 """
 
 from __future__ import annotations
@@ -19,24 +20,27 @@ from torch import Tensor
 from protofed.errors import ProtofedError
 from protofed.models.network import Network
 from protofed.models.resnet import IMAGENET
+from protofed.user_code import is_file
 
 _BATCHES = "num_batches_tracked"
 """An entry that old files lack, and that no result depends on."""
+_HEADS = ("fc.", "head.", "heads.", "classifier.")
+"""What the names of a head's entries start with, in public files."""
 _SHOWN = 5
 
 
 def load_weights(network: Network, model: str, path: str | Path) -> None:
     """Put the weights of a file into the network's encoder, which is of that model."""
-    if model not in IMAGENET:
+    if model not in IMAGENET and not is_file(model):
         raise ProtofedError(
-            f"weights from a file are for {', '.join(IMAGENET)}, not for {model}",
+            f"weights from a file are for {', '.join(IMAGENET)} and models of your own, "
+            f"not for {model}",
             "choose one of these with --model",
         )
-    found = _read(Path(path).expanduser())
-    blocks = IMAGENET[model].blocks
-    wanted = {public_name(n, blocks): t for n, t in network.encoder.state_dict().items()}
+    found = _read(Path(path))
+    wanted = {_public_name(model, n): t for n, t in network.encoder.state_dict().items()}
     missing = [n for n in wanted if n not in found and not n.endswith(_BATCHES)]
-    unused = [n for n in found if n not in wanted and not n.startswith("fc.")]
+    unused = [n for n in found if n not in wanted and not n.startswith(_HEADS)]
     unequal = [
         f"{n} {_size(found[n])} instead of {_size(t)}"
         for n, t in wanted.items()
@@ -47,12 +51,16 @@ def load_weights(network: Network, model: str, path: str | Path) -> None:
         listed = "; ".join(f"{len(p)} {what}: {_listed(p)}" for what, p in problems.items() if p)
         raise ProtofedError(
             f"the weights in '{path}' do not fit {model}: {listed}",
-            "use a file with torchvision's or timm's weights of the same network",
+            "use a file with weights of the same network, under torchvision's or timm's names",
         )
     with torch.no_grad():
         for name, tensor in wanted.items():
             if name in found:
                 tensor.copy_(found[name])
+
+
+def _public_name(model: str, name: str) -> str:
+    return public_name(name, IMAGENET[model].blocks) if model in IMAGENET else name
 
 
 def public_name(name: str, blocks: tuple[int, ...]) -> str:
@@ -73,14 +81,16 @@ def public_name(name: str, blocks: tuple[int, ...]) -> str:
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:
-    if not path.is_file():
-        raise ProtofedError(f"there is no file of weights '{path}'")
     found: Any
     try:
-        if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            is_safetensors = file.read(9)[8:] == b"{"
+        if is_safetensors:
             found = safetensors.torch.load_file(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ProtofedError(f"cannot read weights from '{path}': {error.strerror}") from None
     except UnpicklingError:
         raise ProtofedError(
             f"'{path}' holds more than tensors, and is not opened for that reason",

@@ -65,4 +65,4 @@ class Profile(Observer):
         self._profiler.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self.path))
-        self._profiler, self.recorded = None, round + 1
+        self._profiler, self.recorded = None, round

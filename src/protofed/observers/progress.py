@@ -40,13 +40,15 @@ def duration(seconds: float) -> str:
 
 
 def protocol_line(config: Config) -> str:
-    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``, and options."""
-    line = (
-        f"protocol {config.protocol}: {' and '.join(config.models)}, {config.image_size}×"
-        f"{config.image_size} pixels, batch {config.batch}, epochs {config.epochs}, "
-        f"rounds {config.rounds}"
-    )
-    return ", ".join([line, *training_options(vars(config))])
+    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``, and options.
+
+    Without what a folder's images have yet to decide.
+    """
+    size = f"{config.image_size}×{config.image_size} pixels" if config.image_size else ""
+    numbers = {n: getattr(config, n) for n in ("batch", "epochs", "rounds")}
+    parts = [" and ".join(config.models), size, *(f"{n} {v}" for n, v in numbers.items() if v)]
+    parts += training_options(vars(config))
+    return f"protocol {config.protocol}: {', '.join(filter(None, parts))}"
 
 
 def client_lines(federation: Federation) -> list[str]:
@@ -120,8 +122,8 @@ class RunProgress(Observer):
     def client(self, round: int, done: int, total: int) -> None:
         self.bar.update(
             self.bar_task,
-            completed=round + done / (total + 1),
-            round=round + 1,
+            completed=round - 1 + done / (total + 1),
+            round=round,
             state=f"client {done}/{total}  {self.latest}",
         )
 
@@ -131,7 +133,7 @@ class RunProgress(Observer):
             self.bar.update(self.bar_task, state=f"tested {done}/{total}  {self.latest}")
 
     def round(self, record: Record) -> None:
-        done = record["round"] + 1
+        done = record["round"]
         spent = time.perf_counter() - self.started
         left = f"{duration(spent / (done - self.earlier_rounds) * (self.rounds - done))} left"
         self.latest = accuracies(record, self.unseen)

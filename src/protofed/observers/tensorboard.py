@@ -39,7 +39,7 @@ class TensorBoard(Observer):
         self.writer.add_text("config", f"```toml\n{federation.config.toml()}```")
 
     def round(self, record: Record) -> None:
-        step = record["round"] + 1
+        step = record["round"]
         # with a domain left out the average would mix what was trained on with what was not
         average = shown({**record["accuracy"], "average": record["average"]}, self.unseen)
         scalars = {f"accuracy/{n}": average[n] for n in ("average", SEEN) if n in average}

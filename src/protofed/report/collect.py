@@ -137,19 +137,20 @@ def _study_groups(
 
     With ``name_study``, the groups' titles contain the study's.
     """
-    tables = {table.task: table for table in folder.tables()}
+    tables = folder.test_tables()
+    shown = {(task, row.label) for task, table in tables.items() for row in table.rows}
     found: dict[str, dict[str | None, list[Result]]] = {}
     run_folders: set[Path] = set()
     for planned, stored in folder.runs.items():
         by_unseen = found.setdefault(planned.task, {})
-        if stored is None:
+        if stored is not None and stored.folder is not None:
+            run_folders.add(stored.folder.path.resolve())
+        if stored is None or (planned.task, planned.line.label) not in shown:
             continue
         progress(f"reading {stored.name}")
         run = stored.result()
         named = replace(run, summary={**run.summary, "method": planned.line.label})
         by_unseen.setdefault(planned.unseen, []).append(named)
-        if stored.folder is not None:
-            run_folders.add(stored.folder.path.resolve())
     groups = []
     for task, by_unseen in found.items():
         task_title = f"{folder.study.title}: {task}" if name_study else task

@@ -21,7 +21,7 @@ from protofed.config import EACH
 from protofed.report.palette import CLASS_COLORS, COLORS, Look, looks_of
 from protofed.report.plot import INK, Key, Panel, Plot, faint, ink, linestyle
 from protofed.runs.records import VALIDATION, over_rounds
-from protofed.studies.definition import Study, point_label, show
+from protofed.studies.definition import TUNE, Study, point_label, show
 from protofed.studies.history import RunHistory
 from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title
 
@@ -171,6 +171,8 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
 
 
 def sweeps(study: Study, table: TaskTable) -> list[Plot]:
+    if study.kind == TUNE:  # it has a figure of its own
+        return []
     found = (sweep(study, i, table) for i in range(len(study.sweeps)))
     return [plot for plot in found if plot is not None]
 

@@ -1,10 +1,13 @@
-"""How a run shows itself in a notebook. Importing this does not import matplotlib yet."""
+"""What a result does in a notebook. Importing this does not import matplotlib yet."""
 
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from protofed import analysis
+from protofed.data import Task
+from protofed.inference.model import TrainedModel
 from protofed.runs.records import SELECTION, shown
 from protofed.studies.history import RunHistory
 
@@ -34,3 +37,15 @@ def html(result: Result) -> str:
     picture = base64.b64encode(plot(result)).decode()
     template = environment().get_template("notebook.html.j2")
     return template.render(result=result, accuracy=accuracy, selection=SELECTION, picture=picture)
+
+
+def predict(result: Result, images: Any, client: str | None) -> list[str]:
+    return TrainedModel(result.need_model(), client).predict(images)
+
+
+def prototypes(result: Result, round: int | None) -> analysis.RoundPrototypes:
+    return analysis.prototypes(result, round)
+
+
+def confusion(result: Result, domain: str, task: Task | None) -> analysis.Ints:
+    return analysis.confusion(result, domain, task=task)

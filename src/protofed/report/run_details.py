@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from protofed.config import training_options
+from protofed.models.own import short_name
 from protofed.report.collect import Group
 from protofed.report.page_table import PageTable, cells
 from protofed.runs.records import SELECTION
@@ -33,7 +34,13 @@ def facts(group: Group) -> dict[str, str]:
         "BatchNorm": _common(group, lambda r: str(r.summary.get("batchnorm", "?"))),
         "Tested": _common(group, lambda r: TESTED.get(r.summary.get("evaluated", "global"), "?")),
         "Weights of the average": _common(group, _weights),
+        **({"Privacy": _common(group, _privacy)} if any(map(_privacy, group.results)) else {}),
     }
+
+
+def _privacy(run: Result) -> str:
+    found: dict[str, str] = run.summary.get("privacy", {})
+    return "; ".join(f"{part}: {words}" for part, words in found.items())
 
 
 def _training(run: Result) -> str:
@@ -44,8 +51,12 @@ def _training(run: Result) -> str:
 
 
 def _model(run: Result) -> str:
-    norm = f", norm {run.config.norm}" if run.config.norm else ""
-    return " and ".join(run.config.models) + norm
+    config = run.config
+    words = [" and ".join(map(short_name, config.models))]
+    words += [f"norm {config.norm}"] if config.norm else []
+    words += [f"from weights {run.facts.get('weights_digest')}"] if config.weights else []
+    words += ["backbone frozen"] if config.train == "head" else []
+    return ", ".join(words)
 
 
 def _weights(run: Result) -> str:

@@ -10,7 +10,8 @@ from protofed.config import EACH
 from protofed.report import figures, plot
 from protofed.report.palette import looks_of
 from protofed.report.plot import Plot
-from protofed.studies.definition import Study
+from protofed.report.tuning import tuning
+from protofed.studies.definition import TUNE, Line, Study
 from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.history import RunHistory
 
@@ -30,16 +31,21 @@ def write_figures(
         if not table.runs:
             continue
         runs = [] if folder.study.sweeps else folder.histories(table.task)
-        suffix = "" if len(tables) == 1 else "-" + re.sub(r"[^\w.-]+", "-", table.task)
-        for drawn in _plots(folder.study, table, runs):
+        one = len({run.task for run in folder.runs}) == 1
+        suffix = "" if one else "-" + re.sub(r"[^\w.-]+", "-", table.task)
+        for drawn in _plots(folder.study, table, runs, folder.chosen(table.task)):
             named = replace(drawn, name=f"{drawn.name}{suffix}")
             names += [path.name for path in plot.save(named, folder.path, kinds=kinds, dpi=dpi)]
     return names
 
 
-def _plots(study: Study, table: TaskTable, runs: Sequence[RunHistory]) -> list[Plot]:
+def _plots(
+    study: Study, table: TaskTable, runs: Sequence[RunHistory], chosen: Line | None
+) -> list[Plot]:
     made = []
     title = figures.study_heading(study, table)
+    if study.kind == TUNE:
+        return [tuning(study, table.rows, chosen, title)] if chosen is not None else []
     looks = looks_of([*runs, *(row for row in table.rows if row.method)])
     if runs:
         # only runs that left out the same domain, or none, can share a figure

@@ -48,8 +48,8 @@ class ArtifactWriter(Observer):
         self._sent: dict[str, Slot] = {}
 
     def reply(self, round: int, name: str, message: Tree) -> None:
-        """Take the prototypes out of a client's message; ``round`` counts from 0."""
-        if round + 1 in self.rounds and (found := prototype_entries(message, len(self.classes))):
+        """Take the prototypes out of a client's message."""
+        if round in self.rounds and (found := prototype_entries(message, len(self.classes))):
             self._sent[name] = found
 
     def abandon(self) -> None:

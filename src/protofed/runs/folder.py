@@ -32,10 +32,18 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from protofed import tree
-from protofed.config import Config, changes_numbers, make_config, read_config, short_task
+from protofed.config import (
+    CHOSEN,
+    Config,
+    changes_numbers,
+    make_config,
+    read_config,
+    short_task,
+    without_paths,
+)
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError, unknown
-from protofed.federation.facts import FACTS_SHAPE
+from protofed.federation.facts import DIGESTS, FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
     Damaged,
@@ -79,7 +87,7 @@ ARTIFACTS = ("prototypes", "snapshots")
 FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
-BINDING_FACTS = ("numerics", "digest", "public_digest", "precision", "device")
+BINDING_FACTS = ("numerics", *DIGESTS, "precision", "device")
 """Facts that change numbers: a run resumes only where they are what they were."""
 
 _CHECKSUM, _OF_RUN = "# checksum ", " of run "
@@ -195,6 +203,9 @@ class RunFolder:
             return [f"{CONFIG} cannot be read"]
         check_format(self.config_file, found.pop("format", None))
         del asked["format"]
+        for name in CHOSEN:  # by the images, which are compared by their digest
+            if name not in asked:
+                found.pop(name, None)
         return _changes(found | before, asked | now)  # found out counts, not asked for
 
     def _binding_facts(
@@ -288,8 +299,10 @@ class RunFolder:
 
     def require_extendable(self, config: Config, rounds: int) -> None:
         """An error if the config's run cannot continue the one here, of that many rounds."""
-        if config.method.uses_rounds or config.schedule == "cosine":
-            what = config.method.name if config.method.uses_rounds else "a cosine schedule"
+        private = config.proto_epsilon is not None or config.update_epsilon is not None
+        if config.method.uses_rounds or private or config.schedule == "cosine":
+            what = "a privacy budget" if private else "a cosine schedule"
+            what = config.method.name if config.method.uses_rounds else what
             raise ProtofedError(
                 f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
                 f"round of {what} depends on how many there are in all",
@@ -531,6 +544,8 @@ class RunFolder:
         except KeyError as error:
             raise Damaged(path, f"it lacks {error.args[0]}") from None
         pending, rounds = extra.pop("pending", None), extra.pop("rounds", 0)
+        if isinstance(pending, dict):
+            pending["round"] = round  # earlier versions counted from 0
         records = extra.pop("records", "")
         kinds = (
             *((hash, str), (round, int), (clients, dict)),
@@ -657,7 +672,7 @@ def _numeric_settings(toml: str) -> dict[str, Any]:
     found = parse_toml(toml)
     found["task"] = short_task(str(found.get("task")))
     flat: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, value in ((n, without_paths(n, v)) for n, v in found.items()):
         if isinstance(value, dict):
             flat |= {f"{name}.{k}": v for k, v in value.items()}
         elif changes_numbers(name):

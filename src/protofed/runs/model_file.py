@@ -8,8 +8,9 @@ engine: equal runs give equal files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
 from protofed.files import Damaged
 from protofed.method import Method, Sizes
-from protofed.methods import code_withheld, known_class, reference
+from protofed.methods import known_class, reference
 from protofed.models import Network, build
 from protofed.shape import require_shape
 from protofed.tree import Slot, Tree
+from protofed.user_code import code_withheld
 
 CARD_SHAPE = {
     **dict.fromkeys(("hash", "holds", "task", "method", "precision"), str),
@@ -39,6 +41,8 @@ CARD_SHAPE = {
     "norm": str | None,
     "options": {},
     "accuracy": {str: float},
+    "pixel_range?": str | None,
+    "temperature?": {str: float},
 }
 CLIENT_SLOT = "client"
 RECEIVED = "received."
@@ -72,6 +76,10 @@ class ModelCard:
     precision: str
     accuracy: Mapping[str, float]
     """Test accuracy in % by domain, and ``average``: what the run's summary has."""
+    pixel_range: str | None = None
+    """In images with more than 8 bits, the values ``LOW:HIGH`` that become black and white."""
+    temperature: Mapping[str, float] = field(default_factory=dict)
+    """By client, or under ``""`` for the global model: what scores are divided by, if fitted."""
 
     @classmethod
     def of(
@@ -102,6 +110,7 @@ class ModelCard:
             rounds=config.rounds,
             precision=config.precision,
             accuracy=dict(accuracy),
+            pixel_range=config.pixel_range,
         )
 
 
@@ -118,7 +127,8 @@ class StoredModel:
     def method(self) -> Method:
         known = known_class(self.card.method)
         if known is None:
-            raise code_withheld(self.card.method.rpartition(":")[2].lower(), self.card.method)
+            name = self.card.method.rpartition(":")[2].lower()
+            raise code_withheld(f"method {name}", self.card.method)
         method = known.create(self.card.options)
         mixed = len({*self.card.models.values()}) > 1
         return method.for_mixed_models() if mixed else method
@@ -171,17 +181,21 @@ class StoredModel:
 
 def read_model(path: Path) -> StoredModel:
     slots, metadata = tree.load(path)
-    names = [f.name for f in fields(ModelCard)]
+    needed = [f.name for f in fields(ModelCard) if f.default is f.default_factory is MISSING]
+    names = [f.name for f in fields(ModelCard) if f.name in needed or f.name in metadata]
     if missing := [name for name in names if name not in metadata]:
         raise ProtofedError(
             f"'{path}' does not say what is needed to use it: it lacks {', '.join(missing)}",
             "an earlier version wrote it; run it again",
         )
     require_shape(path, metadata, CARD_SHAPE)
-    settings = {n: metadata[n] for n in ("image_size", "width", "norm", "precision")}
+    known = ("image_size", "width", "norm", "precision", "pixel_range")
+    settings = {n: metadata[n] for n in known if n in metadata}
     check_settings({**settings, "model": metadata["models"]})
     if metadata["precision"] not in DTYPES:
         raise Damaged(path, "it does not say in which precision the model is")
+    if not all(0 < t < math.inf for t in metadata.get("temperature", {}).values()):
+        raise Damaged(path, "a temperature is not a number above 0")
     for name in ("classes", "mean", "std"):
         metadata[name] = tuple(metadata[name])
     clients: dict[str, Slot] = {}

@@ -19,9 +19,9 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config, check_settings
+from protofed.config import AUTO, Config, check_settings, without_paths
 from protofed.errors import ProtofedError
-from protofed.federation.facts import FACTS_SHAPE, Facts
+from protofed.federation.facts import DIGESTS, FACTS_SHAPE, Facts
 from protofed.files import Damaged, sealed, unsealed, write_atomic
 from protofed.runs.folder import RunFolder, plain_settings, stored_config
 from protofed.runs.records import RECORD, Records, require_records
@@ -31,7 +31,7 @@ from protofed.shape import require_shape
 
 PACKED = "runs.jsonl.gz"
 """The file in which a study keeps its runs: a line for each, with config, facts and rounds."""
-KIND = ("numerics", "device", "precision", "digest", "public_digest")
+KIND = ("numerics", "device", "precision", *DIGESTS)
 """The facts that the runs of one table should share."""
 
 PACKED_SHAPE = {
@@ -118,8 +118,8 @@ class StoredRun:
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
         parts = {
             "name": self.name,
-            # without where the images lay
-            "config": {k: v for k, v in self.config.items() if k != "data"},
+            # without where files lay
+            "config": {k: without_paths(k, v) for k, v in self.config.items() if k != "data"},
             "facts": self.facts,
             "summary": self.summary,
             "rounds": self.records,

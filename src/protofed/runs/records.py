@@ -32,6 +32,7 @@ BESIDE = {"own": "own domain", "validation": VALIDATION}
 Names without an entry are shown as they are.
 """
 
+BY_CLIENT = "by_client"
 Record = dict[str, Any]
 
 RECORD = {
@@ -40,11 +41,14 @@ RECORD = {
     "average": float,
     "beside?": {str: {str: float}},
     "loss?": {str: float},
+    f"{BY_CLIENT}?": {str: {"loss?": {str: float}, "accuracy?": float}},
     "bytes_up?": int,
     "bytes_down?": int,
+    "privacy?": {str: {"level": str, "epsilon": float, "delta": float}},
     "seconds?": {str: float},
 }
-"""The shape of a record."""
+"""The shape of a record. Rounds count from 1; ``by_client`` has the losses of those that trained,
+and the accuracy on its own domain of each that is tested with a model of its own."""
 
 
 class Records(list[Record]):
@@ -132,7 +136,8 @@ def joined(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Records:
     ``average`` is over these unseen domains.
     """
     found = Records()
-    for round, lines in enumerate(zip(*runs.values(), strict=False)):  # rounds that all have
+    each = zip(*runs.values(), strict=False)  # rounds that all have
+    for round, lines in enumerate(each, start=1):
         accuracy = {d: r["accuracy"][d] for d, r in zip(runs, lines, strict=True)}
         average = _mean(list(accuracy.values()))
         found.append({"round": round, "accuracy": accuracy, "average": average})
@@ -179,12 +184,17 @@ def read_records(path: Path, count: int | None = None) -> Records:
 
 
 def require_records(path: Path, records: Any) -> None:
-    """An error where these are not the records of one run, line by line."""
+    """An error where these are not the records of one run, line by line.
+
+    Earlier versions counted rounds from 0: such records are renumbered.
+    """
+    first = records[0].get("round") if records and isinstance(records[0], dict) else 1
     for number, record in enumerate(records, start=1):
         if wrong := mismatch(record, RECORD):
             raise Damaged(path, f"line {number} is not the record of a round: {wrong}")
-        if record["round"] != number - 1:
+        if record["round"] != number - (first == 0):
             raise Damaged(path, f"line {number} is not the record of round {number}")
+        record["round"] = number
         for name in ("accuracy", "beside"):
             if record.get(name, {}).keys() != records[0].get(name, {}).keys():
                 raise Damaged(path, f"line {number} does not have the {name} of the first")
@@ -197,7 +207,9 @@ def without_times(records: Iterable[Record]) -> list[Record]:
 
 def digest(records: Iterable[Record]) -> str:
     """Stands for the numbers of a run's rounds in the files that go with them."""
-    return checksum(json.dumps(without_times(records)))
+    # rounds from 0, as in earlier versions: the digests that these stored stay valid
+    numbers = [{**r, "round": r["round"] - 1} for r in without_times(records)]
+    return checksum(json.dumps(numbers))
 
 
 def _lookup(record: Record, key: str) -> Any:
@@ -207,6 +219,8 @@ def _lookup(record: Record, key: str) -> Any:
 def _flat(record: Record) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in record.items():
+        if name == BY_CLIENT:  # ``Result.clients`` has it
+            continue
         if isinstance(value, dict):
             flat |= {f"{name}.{k}": v for k, v in _flat(value).items()}
         else:

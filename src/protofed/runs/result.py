@@ -9,23 +9,43 @@ from typing import Any, ClassVar, Protocol
 
 from protofed.config import Config, task_settings
 from protofed.data import Task, load_task
+from protofed.data.info import FOLDER, TASKS
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts
 from protofed.models import Network
 from protofed.runs.folder import RunFolder, stored_config
 from protofed.runs.model_file import StoredModel
-from protofed.runs.records import Records, last_mean, shown
+from protofed.runs.records import BY_CLIENT, Records, last_mean, shown
 from protofed.tree import Slot
 
 
 class Notebook(Protocol):
-    """Draws a result."""
+    """What a result can do that needs packages above this one."""
 
-    def plot(self, result: Result) -> bytes:
-        """The accuracy curves as PNG."""
+    def plot(self, result: Result) -> bytes: ...
 
-    def html(self, result: Result) -> str:
-        """The table and the curves."""
+    def html(self, result: Result) -> str: ...
+
+    def predict(self, result: Result, images: Any, client: str | None) -> list[str]: ...
+
+    def prototypes(self, result: Result, round: int | None) -> Any: ...
+
+    def confusion(self, result: Result, domain: str, task: Task | None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ClientHistory:
+    """What a run recorded of one client. Rounds count from 1.
+
+    ``loss`` has the mean of each loss term in the rounds in which the client trained. ``accuracy``
+    is that of the model it would use, on the test images of its domain: the global model, or its
+    own where clients keep their own (then only of the rounds in which it was tested).
+    """
+
+    domain: str
+    samples: int
+    loss: Mapping[int, Mapping[str, float]]
+    accuracy: Mapping[int, float]
 
 
 @dataclass
@@ -33,7 +53,7 @@ class Result:
     """The result of a run. In a notebook it shows its table and its curves."""
 
     notebook: ClassVar[Notebook]
-    """How results are drawn. ``protofed/__init__.py`` sets it: runs do not import reports."""
+    """``protofed/__init__.py`` sets it: runs do not import what draws and analyzes them."""
 
     config: Config
     rounds: Records
@@ -70,9 +90,10 @@ class Result:
     def need_model(self) -> StoredModel:
         """The model and what it says of itself; an error if the run was read without it."""
         if self.stored is None:
+            where = f"'{self.folder}'" if self.folder is not None else "this run"
             raise ProtofedError(
-                f"'{self.folder}' was read without its model",
-                "a packed study has none: use the folder it was packed from",
+                f"{where} was read without its model",
+                "use protofed.load_run; a packed study has none: use the folder it was packed from",
             )
         return self.stored
 
@@ -82,12 +103,35 @@ class Result:
         return self.stored.model if self.stored else {}
 
     @property
-    def clients(self) -> Mapping[str, Slot]:
+    def client_models(self) -> Mapping[str, Slot]:
         """What each client has of its model, if clients are tested with models of their own."""
         return self.stored.clients if self.stored else {}
 
+    @property
+    def clients(self) -> dict[str, ClientHistory]:
+        """The clients by name: what they hold, their losses and accuracies over the rounds.
+
+        Runs of earlier versions did not record losses by client.
+        """
+        shared = self.summary.get("evaluated", "global") == "global"
+        found = {}
+        for row in self.summary.get("clients", ()):
+            name, domain = row["client"], row["domain"]
+            own = {r["round"]: r.get(BY_CLIENT, {}).get(name, {}) for r in self.rounds}
+            accuracy = {t: o["accuracy"] for t, o in own.items() if "accuracy" in o}
+            if shared and not accuracy:
+                accuracy = {r["round"]: r["accuracy"][domain] for r in self.rounds}
+            loss = {t: o["loss"] for t, o in own.items() if "loss" in o}
+            found[name] = ClientHistory(domain, row["samples"], loss, accuracy)
+        return found
+
     def task(self) -> Task:
         """The run's task, with its images: those of the run, or an error."""
+        if self.config.task not in TASKS and not self.config.task.startswith(FOLDER):
+            raise ProtofedError(
+                f"task '{self.config.task}' was made by a program: the run has not kept its images",
+                "pass the same Task again: task=...",
+            )
         task = load_task(self.config.task, **task_settings(self.config))
         if (task.digest or None) != self.facts.get("digest"):
             raise ProtofedError(
@@ -99,6 +143,18 @@ class Result:
     def network(self, client: str | None = None) -> Network:
         """The trained network, in evaluation mode: the global one, or a client's own."""
         return self.need_model().network(client)
+
+    def predict(self, images: Any, client: str | None = None) -> list[str]:
+        """The class of each image, as ``protofed.load_model`` predicts it."""
+        return self.notebook.predict(self, images, client)
+
+    def prototypes(self, round: int | None = None) -> Any:
+        """The prototypes of a round that was kept (None: the last), as in ``protofed.analysis``."""
+        return self.notebook.prototypes(self, round)
+
+    def confusion(self, domain: str, task: Task | None = None) -> Any:
+        """Counts [K, K] on a domain's test images: row = true class, column = predicted."""
+        return self.notebook.confusion(self, domain, task)
 
     def plot(self) -> bytes:
         """The accuracy curves as PNG."""

@@ -25,7 +25,7 @@ from protofed.runs.folder import Checkpoint, RunFolder
 from protofed.runs.model_file import ModelCard, StoredModel
 from protofed.runs.records import Records
 from protofed.runs.result import Result
-from protofed.runs.summary import summarize
+from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
 
 
@@ -55,6 +55,7 @@ def run(
     else:
         config = merged_config(config, task, method, options, settings)
     loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
+    asked, config = config.hash, config.settled(loaded.info)
     folder = RunFolder(out) if out is not None else None
     facts = discover(config, loaded)
     with one_thread(), tf32(facts.precision == "tf32"), memory_errors_in_words():
@@ -63,7 +64,7 @@ def run(
         federation = Federation(config, loaded, states, facts)
         if folder is None:
             return _rounds(federation, None, None, observers)
-        found = {**facts.to_dict(), "run": federation.hash, "config": config.hash}
+        found = {**facts.to_dict(), "run": federation.hash, "config": asked}
         complete = config.for_task(loaded.info)
         with folder.open(
             config,
@@ -206,7 +207,9 @@ def _summary(federation: Federation, records: Records) -> dict[str, Any]:
         tested={name: len(images) for name, images in federation.tests.items()},
         clients=federation.table(),
         versions=facts.versions,
+        **pretrained(config, facts),
         **({"public": public.counts} if (public := federation.setup.public) else {}),
         **({"examined": federation.examined} if federation.examined else {}),
         **({"validated": validated} if validated else {}),
+        **({"privacy": words} if (words := federation.setup.privacy.words(config.method)) else {}),
     )

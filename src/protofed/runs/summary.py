@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from protofed.config import Config
+from protofed.federation.facts import Facts
 from protofed.runs.records import SEEN, SELECTION, Records, digest, last_mean, shown
 
 SUMMARY_SHAPE = {
@@ -17,6 +18,7 @@ SUMMARY_SHAPE = {
     **dict.fromkeys(("average?", "precision?", "device?", "records?"), str),
     "beside?": {str: {"average": float, str: float}},
     "tested?": {str: int},
+    "privacy?": {str: str},
     "split": {"clients": {str: int}, "samples": {str: float}},
     "clients?": [
         {"client": str, "domain": str, "samples": int, "model?": str, "per_class?": {str: int}}
@@ -80,6 +82,13 @@ def summarize(
         "clients": list(clients),
         "versions": dict(versions),
     }
+
+
+def pretrained(config: Config, facts: Facts) -> dict[str, Any]:
+    """What a run started from, if from a file of weights, and what of it was trained."""
+    if config.weights is None and config.train == "all":
+        return {}
+    return {"pretrained": {"digest": facts.weights_digest, "train": config.train}}
 
 
 def _unseen(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, Any]:

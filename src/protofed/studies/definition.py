@@ -1,7 +1,7 @@
 """What a study is: rows (methods) × tasks × seeds, and the numbers a paper printed for them.
 
 A study is a small TOML file (docs/studies.md). The package's own lie in ``studies/``; a user's own
-work the same way, and ``compare`` and ``sweep`` write one. Unknown keys are errors.
+work the same way, and ``compare``, ``sweep`` and ``tune`` write one. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -17,18 +17,28 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from protofed.config import MOST_SEEDS, check_settings, require_known, short_hash
+from protofed.config import (
+    EACH,
+    MOST_SEEDS,
+    check_settings,
+    execute_models,
+    require_known,
+    short_hash,
+)
 from protofed.config import SETTINGS as RUN_SETTINGS
 from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import Method
-from protofed.methods import METHODS, RecordedMethod, fingerprint, is_file, known_class
+from protofed.methods import METHODS, RecordedMethod, fingerprint, known_class
 from protofed.toml import parse_toml, toml_text
+from protofed.user_code import is_file
 
 MOST_LINES = 10**4
 """Of a sweep: a table with more of them would help nobody."""
 
-KINDS = ("table", "curves", "bars", "sweep", "tsne")
+TUNE = "tune"
+"""The kind of a study that chooses by validation accuracy."""
+KINDS = ("table", "curves", "bars", "sweep", "tsne", TUNE)
 
 SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
 """The settings that a study may give; its seeds have a key of their own."""
@@ -129,13 +139,15 @@ class FolderImages:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Parameters with their values (a grid, if several), for some of the rows."""
+    """Parameters with their values, for some of the rows: a grid, or its ``listed`` points."""
 
     over: Mapping[str, tuple[Any, ...]]
     rows: tuple[str, ...]
+    listed: tuple[Mapping[str, Any], ...] = ()
 
     def points(self) -> list[dict[str, Any]]:
-        return [dict(zip(self.over, p, strict=True)) for p in product(*self.over.values())]
+        grid = (dict(zip(self.over, p, strict=True)) for p in product(*self.over.values()))
+        return [dict(p) for p in self.listed] or list(grid)
 
 
 @dataclass(frozen=True)
@@ -222,6 +234,7 @@ class Study:
     ) -> Study:
         """The study on another task, with settings that win over all others, or with
         hyper-parameters of its methods (method → name → value)."""
+        execute_models(settings or {})
         old = self.override
         methods = {**old.get("options", {})}
         for method, given in (options or {}).items():
@@ -432,6 +445,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         methods=methods,
         raw=raw,
     )
+    _check_kind(study)
     counts = Counter(line.label for line in study.lines)
     for label, count in counts.items():
         if count > 1:  # they would be one line of the table
@@ -447,6 +461,24 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         columns={task: columns for task, (columns, _) in printed.items()},
         printed={task: table for task, (_, table) in printed.items()},
     )
+
+
+def _check_kind(study: Study) -> None:
+    if study.kind != TUNE:
+        if any(sweep.listed for sweep in study.sweeps):
+            raise ProtofedError("a sweep over points needs kind = 'tune'", "write over = {...}")
+        return
+    for task in study.tasks.values():
+        settings = {**study.settings, **task.settings, **study.override.get("settings", {})}
+        if settings.get("validate") is None:
+            raise ProtofedError(
+                "kind = 'tune' chooses by validation accuracy", "write validate = 'unused'"
+            )
+        if settings.get("leave_out") == EACH:
+            raise ProtofedError(
+                "kind = 'tune' leaves out one domain at most",
+                "an unseen domain must not choose: name one, leave_out = 'DOMAIN'",
+            )
 
 
 def _task(name: str, raw: Any) -> StudyTask:
@@ -502,10 +534,13 @@ def _with_options(
 
 
 def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
-    require_known("key in [[sweep]]", raw, ("over", "rows"))
-    over = _table(raw, "over")
-    if not over:
-        raise ProtofedError("a sweep has no values", "write over = {tau = [0.02, 0.05]}")
+    require_known("key in [[sweep]]", raw, ("over", "points", "rows"))
+    listed = _list(raw, "points", Mapping)
+    over = _table(raw, "over") or {n: [p.get(n) for p in listed] for n in (listed or [{}])[0]}
+    if not over or ("over" in raw and listed):
+        raise ProtofedError("a sweep needs over or points", "write over = {tau = [0.02, 0.05]}")
+    if any(point.keys() != over.keys() for point in listed):
+        raise ProtofedError("the points of a sweep must name the same parameters")
     labels = tuple(_list(raw, "rows", str)) or tuple(rows)
     require_known("row in [[sweep]]", labels, rows)
     for label in labels:
@@ -514,11 +549,11 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
                 raise ProtofedError(f"the values of {name} must be a list", f"{name} = [1, 2]")
             for value in values:  # said now, not after an hour of runs
                 rows[label].with_value(name, value).check()
-    points = math.prod(len(values) for values in over.values())
+    points = len(listed) or math.prod(len(values) for values in over.values())
     if points > MOST_LINES:
         raise ProtofedError(f"a sweep has {points:g} points, more than {MOST_LINES}")
     once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
-    return Sweep(once, labels)
+    return Sweep(once, labels, tuple(listed))
 
 
 def _printed(

@@ -30,7 +30,7 @@ from protofed.federation.memory import Memory
 from protofed.observers.progress import accuracies, duration, print_plain
 from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
-from protofed.runs.records import Records
+from protofed.runs.records import VALIDATION, Records, beside
 from protofed.studies.render import natural_width
 
 POLL_SECONDS = 0.3
@@ -60,6 +60,8 @@ class Job:
     printed: int = 0
     message: str = ""
     tensorboard: bool = False
+    validated: bool = False
+    """Show its validation accuracy alone: the run is one of those to choose from."""
     overwrite: bool = False
     """Run it again although it is finished: it has not kept what is asked for."""
     gpu: bool = False
@@ -84,7 +86,16 @@ class Job:
 
     @property
     def accuracies(self) -> str:
-        return accuracies(self.records[-1], self.config.leave_out) if self.records else ""
+        if not self.records or self.validated:
+            return f"{VALIDATION} {self.average}" if self.records else ""
+        return accuracies(self.records[-1], self.config.leave_out)
+
+    @property
+    def average(self) -> str:
+        if not self.records:
+            return ""
+        last = self.records[-1]
+        return f"{beside(last)[VALIDATION] if self.validated else last['average']:.1f}"
 
     @property
     def seconds_left(self) -> float | None:
@@ -285,12 +296,11 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
         left = job.seconds_left
         running = duration(left) if left is not None else "starting"
         state = {"running": running, "elsewhere": "in another process"}
-        average = f"{job.records[-1]['average']:.1f}" if job.records else ""
         table.add_row(
             escape(job.name),
             f"{job.rounds}/{job.config.rounds}",
             escape(state.get(job.state, job.state)),
-            *({"full": (job.accuracies,), "average": (average,)}.get(accuracy, ())),
+            *({"full": (job.accuracies,), "average": (job.average,)}.get(accuracy, ())),
         )
     count = Counter(job.state for job in jobs)
     words = [f"{count['done']} of {len(jobs)} done"]

@@ -14,6 +14,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from html import escape
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -22,8 +24,9 @@ from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 from protofed.runs.pool import PACKED, Pool, StoredRun
 from protofed.runs.records import VALIDATION
+from protofed.runs.result import Result
 from protofed.studies import render, tables
-from protofed.studies.definition import Study, StudyTask, load
+from protofed.studies.definition import TUNE, Line, Study, StudyTask, load
 from protofed.studies.history import RunHistory, join_left_out
 from protofed.studies.plan import AVERAGE, PlannedRun, Selection, columns, plan, study_tasks
 from protofed.studies.tables import Measure, TableLine, TableRow
@@ -106,17 +109,75 @@ class StudyFolder:
     # ---- tables --------------------------------------------------------------------------------
 
     def tables(self, tasks: Sequence[str] = ()) -> list[TaskTable]:
-        """The tables of the study's tasks from what is in the pool by now."""
-        wanted = {run.task for run in plan(self.study, Selection(tasks=tuple(tasks)))}
-        return [self._table(t) for t in study_tasks(self.study) if t.name in wanted]
+        """The tables of the study's tasks from what is in the pool by now.
 
-    def _table(self, task: StudyTask) -> TaskTable:
+        Those of a study that tunes are of validation accuracies; a second one for each task has the
+        test accuracy of what they choose.
+        """
+        wanted = {run.task for run in plan(self.study, Selection(tasks=tuple(tasks)))}
+        tested = self.test_tables()
+        if self.study.kind != TUNE:
+            return [table for task, table in tested.items() if task in wanted]
+        found = []
+        for task in study_tasks(self.study):
+            if task.name in wanted:
+                found.append(self._table(task, self.study.lines, validated=True))
+            if task.name in wanted and (test := tested.get(task.name)):
+                found.append(replace(test, task=f"{task.name}, test accuracy of the choice"))
+        return found
+
+    def test_tables(self) -> dict[str, TaskTable]:
+        """By task, the tables of test accuracies: of a study that tunes, only of its choice."""
+        found = {}
+        for task in study_tasks(self.study):
+            chosen = self.chosen(task.name)
+            if self.study.kind != TUNE or chosen is not None:
+                lines = self.study.lines if chosen is None else [chosen]
+                found[task.name] = self._table(task, lines)
+        return found
+
+    def chosen(self, task: str = "") -> Line | None:
+        """What a study that tunes chooses on a task (the first, unless named); else None.
+
+        That is the line with the best validation accuracy, among those that have all seeds.
+        """
+        task = task or study_tasks(self.study)[0].name
+        means: list[tuple[float, Line]] = []
+        for line in self.study.lines if self.study.kind == TUNE else ():
+            runs = [m.on_validation() for m in self._measures(task, line.label).values()]
+            if len(runs) == len(self.study.seeds):
+                means.append((fmean(run.accuracy[AVERAGE] for run in runs), line))
+        return max(means, key=itemgetter(0), default=(0, None))[1]
+
+    def chosen_runs(self) -> list[Path]:
+        """The folders of the runs that a study that tunes chooses."""
+        own = [r for r in self.runs if (line := self.chosen(r.task)) and r.line.label == line.label]
+        found = [self.runs[run] for run in own]
+        return [run.folder.path for run in found if run is not None and run.folder is not None]
+
+    def results(self) -> list[Result]:
+        """The runs that are there, without their models."""
+        return [stored.result() for stored in self.runs.values() if stored is not None]
+
+    def __str__(self) -> str:
+        return to_text(self.study, self.tables(), "markdown")
+
+    def _repr_html_(self) -> str:
+        return to_text(self.study, self.tables(), "html")
+
+    def _table(self, task: StudyTask, lines: Sequence[Line], validated: bool = False) -> TaskTable:
+        """The table of some lines; ``validated``: of their accuracies on validation images."""
         study = self.study
-        found = {line.label: self._measures(task.name, line.label) for line in study.lines}
+        found = {line.label: self._measures(task.name, line.label) for line in lines}
+        if validated:
+            found = {
+                label: {seed: m.on_validation() for seed, m in runs.items()}
+                for label, runs in found.items()
+            }
         base = study.baseline or ""
         printed = {} if "on" in study.override else study.printed.get(task.name, {})
         rows = []
-        for line in study.lines:
+        for line in lines:
             paper = printed.get(line.label)
             rows.append(
                 tables.row(
@@ -138,10 +199,12 @@ class StudyFolder:
             for label, runs in found.items()
             for m in runs.values()
         ]
-        caption = tables.describe(every) if every else "No run is there yet."
+        what = "Validation accuracy" if validated else "Test accuracy"
+        caption = tables.describe(every, what) if every else "No run is there yet."
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
-        notes = (*notes, *self._mixed(task.name), *self._choices(rows), *left_out)
+        choices = self._choices(rows) if study.kind != TUNE else self._choice(task.name)
+        notes = (*notes, *self._mixed(task.name), *choices, *left_out)
         return TaskTable(task.name, shown, rows, base or "FedAvg", caption, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
@@ -191,6 +254,15 @@ class StudyFolder:
         found = [tables.chosen(own) for own in groups.values() if len(own) > 1]
         return [f"Chosen by validation accuracy: {row.label}." for row in found if row is not None]
 
+    def _choice(self, task: str) -> list[str]:
+        chosen, every = self.chosen(task), self.study.lines
+        if chosen is None:
+            return []
+        return [
+            f"Chosen by validation accuracy, of {len(every)} tried: {chosen.label}. Test images "
+            "had no part in it."
+        ]
+
     def write_tables(self) -> list[str]:
         """The tables in every format; returns the names of the files."""
         made = self.tables()
@@ -233,6 +305,8 @@ FACTS_IN_WORDS = {
     "device": "device",
     "precision": "precision",
     "digest": "images (digest)",
+    "weights_digest": "weights (digest)",
+    "model_digest": "the model's code (digest)",
 }
 
 
@@ -264,6 +338,10 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
     if form == "latex":
         parts = [render.to_latex(*t.grid(), f"{study.title}: {t.task}. {t.caption}") for t in made]
         return "\n".join(parts)
+    if form == "html":
+        heads = (f"<h4>{escape(t.task)}</h4>" for t in made)
+        texts = (render.to_html(*t.grid(), " ".join((t.caption, *t.notes))) for t in made)
+        return "\n".join(head + text for head, text in zip(heads, texts, strict=True))
     parts = []
     for t in made:
         head = f"## {t.task}\n\n" if len(made) > 1 else ""

@@ -1,29 +1,27 @@
-"""From a study to the runs it needs: those that the pool has, and those to be done.
-
-``protofed compare`` and ``protofed sweep`` are studies too, written on the spot.
-"""
+"""From a study to the runs it needs: those that the pool has, and those to be done."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, paper_differences, short_task, task_settings
+from protofed.config import Config, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
-from protofed.federation.facts import discover
+from protofed.federation.facts import DIGESTS, discover
 from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import make_shares, rows_to_validate
+from protofed.observers.preview import preview
 from protofed.observers.tensorboard import require_tensorboard
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import Pool, StoredRun
-from protofed.studies.definition import FolderImages, Study, parse
+from protofed.studies.definition import TUNE, FolderImages, Study
 from protofed.studies.execution import Job
 from protofed.studies.plan import (
     PlannedRun,
@@ -63,26 +61,22 @@ def prepare(
     for run in shard_of(planned, *shard) if shard is not None else planned:
         name = run.name.removeprefix(f"{run.task}  ").replace("  ", " ") if one else run.name
         job = _job(run, runs, study.digests(run.config.task), name)
-        job.tensorboard = tensorboard
+        job.tensorboard, job.validated = tensorboard, study.kind == TUNE
         work.setdefault(job.folder.path.name, job)
     return study.with_images({**study.images, **_folder_images(planned)}), list(work.values())
 
 
-def protocol_note(study: Study) -> str:
-    """A warning if papers of the study's methods used another protocol than all of them here."""
-    found: dict[str, str] = {}
-    for run in plan(study):
-        changed = paper_differences(run.config).items()
-        words = [f"{name} {theirs} (here {ours})" for name, (theirs, ours) in changed]
-        if words:
-            found[run.line.label] = f"{run.line.label}: {', '.join(words)}"
-    if not found:
-        return ""
-    return (
-        f"Some methods' papers train otherwise: {'; '.join(found.values())}. All methods share one "
-        "protocol here, so that a difference between them comes from the method, not from its "
-        "model or batch; --protocol chooses it. Hyper-parameters may be tuned for the paper's own."
-    )
+def folder_preview(work: Sequence[Job]) -> list[str]:
+    """What is chosen for the folders of images in which something is left to run, and why."""
+    lines, seen = list[str](), set[tuple[str, int]]()
+    for job in work:
+        if job.memory is None:  # it is complete
+            continue
+        task = loaded_task(job.config)
+        if task.survey is not None and (task.name, task.image_size) not in seen:
+            seen.add((task.name, task.image_size))
+            lines += preview(job.config, task)
+    return lines
 
 
 def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[PlannedRun]:
@@ -95,7 +89,7 @@ def shard_of(planned: Sequence[PlannedRun], part: int, parts: int) -> list[Plann
 def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Job:
     config = run.config
     try:
-        task = _loaded(config)
+        task = loaded_task(config)
     except DataMissing:
         # where the images are not, a complete run is taken as it is
         if found := _complete(name, config, pool.candidates(config, digests)):
@@ -105,7 +99,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     try:
         facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
-        require_fit(config.method, config.models, *sizes)
+        require_fit(config.method, asked.models, *sizes)
         if config.validate is not None:
             rows_to_validate(asked, task, make_shares(asked, task))
     except ProtofedError as error:
@@ -118,7 +112,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     same_images = [
         stored
         for stored in pool.candidates(config)
-        if all(stored.facts.get(n) == getattr(facts, n) for n in ("digest", "public_digest"))
+        if all(stored.facts.get(n) == getattr(facts, n) for n in DIGESTS)
     ]
     if found := _complete(name, config, same_images):
         return found
@@ -142,43 +136,18 @@ def _folder_images(planned: Sequence[PlannedRun]) -> dict[str, FolderImages]:
     for config in (run.config for run in planned):
         if config.task.startswith(FOLDER):
             with suppress(DataMissing):
-                task = _loaded(config)
+                task = loaded_task(config)
                 known = found[config.task].digests if config.task in found else ()
                 digests = tuple(sorted({*known, task.digest}))
                 found[config.task] = FolderImages(tuple(task.domains), digests)
     return found
 
 
-def _loaded(config: Config) -> Task:
+def loaded_task(config: Config) -> Task:
+    """The config's task; that of one config after another is loaded once."""
     return _load(config.task, tuple(sorted(task_settings(config).items())))
 
 
 @lru_cache(maxsize=4)
 def _load(name: str, settings: tuple[tuple[str, Any], ...]) -> Task:
     return load_task(name, **dict(settings))
-
-
-def adhoc(
-    name: str,
-    title: str,
-    task: str,
-    rows: Mapping[str, tuple[str, Mapping[str, Any]]],
-    seeds: Sequence[int],
-    settings: Mapping[str, Any],
-    sweeps: Sequence[Mapping[str, Any]] = (),
-) -> Study:
-    """A study written on the spot: one task, rows as label → (method, hyper-parameters)."""
-    raw: dict[str, Any] = {
-        "title": title,
-        "kind": "sweep" if sweeps else "table",
-        "seeds": list(seeds),
-        "settings": dict(settings),
-        "tasks": {short_task(task): {"task": task}},
-        "rows": {
-            label: {"method": method, "options": dict(options)}
-            for label, (method, options) in rows.items()
-        },
-    }
-    if sweeps:
-        raw["sweep"] = [dict(s) for s in sweeps]
-    return parse(raw, name)

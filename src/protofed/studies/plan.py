@@ -16,13 +16,15 @@ from typing import Any
 from protofed.config import EACH, TASK_SETTINGS, Config, make_config
 from protofed.data import describe, distributions, load_task
 from protofed.errors import ProtofedError, unknown
-from protofed.methods import METHODS, is_file, known_class
+from protofed.methods import METHODS, known_class
 from protofed.models.mixed import model_names
 from protofed.studies.definition import Line, Study, StudyTask
+from protofed.user_code import is_file
 
 AVERAGE = "average"
-TASK_OWNED = ("model", "width", "norm", "rounds", "epochs", "batch", "lr", "momentum",
-              "weight_decay", "step_every", "warmup_rounds", "image_size", "flip", "augment",
+TASK_OWNED = ("model", "width", "norm", "weights", "train", "freeze_bn", "rounds", "epochs",
+              "batch", "lr", "momentum", "weight_decay", "step_every", "warmup_rounds",
+              "image_size", "flip", "augment",
               "test_split", "leftover", "repair", "samples", "protocol", "data",
               "skip_bad")  # fmt: skip
 """Settings that belong to a task: on another one they would mean something else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,20 @@ def to_markdown(header: Sequence[str], lines: Sequence[TableLine], caption: str 
     texts += [[cell(c) for c in line.cells] for line in lines]
     text = "\n".join(f"| {' | '.join(line)} |" for line in texts) + "\n"
     return text + (f"\n{caption}\n" if caption else "")
+
+
+def to_html(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:
+    """A plain table, as a notebook shows it."""
+
+    def cell(c: TableCell) -> str:
+        text = html.escape(c.text)
+        return {"best": f"<b>{text}</b>", "second": f"<u>{text}</u>"}.get(c.mark, text)
+
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    rows = ("".join(f"<td>{cell(c)}</td>" for c in line.cells) for line in lines)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    below = f"<p><small>{html.escape(caption)}</small></p>" if caption else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
 
 
 def to_latex(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from protofed.config import EACH, training_options
-from protofed.data.split import UNUSED
+from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
 from protofed.runs.folder import plain_settings
@@ -119,6 +119,11 @@ class Measure:
             return dict(self.accuracy)
         seen = [a for d, a in self.accuracy.items() if d not in (self.unseen, AVERAGE)]
         return {**self.accuracy, SEEN: fmean(seen)}
+
+    def on_validation(self) -> Measure:
+        """The run with its validation accuracy in place of all accuracies on test images."""
+        accuracy = self.summary["beside"]["validation"]
+        return replace(self, accuracy=accuracy, summary={**self.summary, "beside": {}})
 
     @property
     def beside(self) -> dict[str, float]:
@@ -366,7 +371,7 @@ def caption(results: Sequence[Result]) -> str:
     return describe([Measure.of_result(r) for r in results])
 
 
-def describe(measures: Sequence[Measure]) -> str:
+def describe(measures: Sequence[Measure], what: str = "Test accuracy") -> str:
     """The caption of a table of these measures; rows that differ from most are named."""
     first, summary = measures[0].settings, measures[0].summary
     seeds = sorted({m.seed for m in measures})
@@ -388,7 +393,7 @@ def describe(measures: Sequence[Measure]) -> str:
     ) * (len(seeds) > 1)
     data = summary.get("data", "?").rstrip(".")
     return (
-        f"Test accuracy in %{_on_unseen(measures)}, {SELECTION}; {many}"
+        f"{what} in %{_on_unseen(measures)}, {SELECTION}; {many}"
         f"task {first['task']} ({data}), protocol {one('protocol')}, "
         f"{', '.join([one('rounds') + ' rounds', *options])}, "
         f"clients × samples: {clients}{_special(first, summary)}; "
@@ -468,8 +473,9 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         words.append("missing classes repaired")
     if (validate := settings.get("validate")) is not None:
         counts = ", ".join(f"{d} {n}" for d, n in summary["validated"].items())
-        which = "training images that no client holds"
-        if validate != UNUSED:
+        given = {UNUSED: "training images that no client holds", VAL_FOLDERS: "images in val/"}
+        which = given.get(validate)
+        if which is None:
             which = f"{100 * validate:g} % of each client's images, held out of its training"
         words.append(f"validated on {which} ({counts})")
     for client in summary.get("clients", ()):

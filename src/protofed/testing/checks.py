@@ -503,7 +503,10 @@ def _finite(content: Tree, what: str, made_by: object) -> None:
 
 
 def _models(result: Result) -> Tree:
-    return {"the model": result.model, **{f"{c}'s model": m for c, m in result.clients.items()}}
+    return {
+        "the model": result.model,
+        **{f"{c}'s model": m for c, m in result.client_models.items()},
+    }
 
 
 def _kept(result: Result) -> Tree:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from protofed.data import DataMissing, load_task
+from protofed.data.choose import Survey
 from protofed.data.decode import decode
 from protofed.errors import ProtofedError
 
@@ -32,10 +34,10 @@ def test_any_tree(tmp_path: Path, pictures: Any) -> None:
     root = pictures.tree(tmp_path / "pets", names(("b", "a"), ("dog", "cat")))
     task = load_task(f"folder:{root}")
     assert list(task.domains) == ["a", "b"] and task.classes == ("cat", "dog")
-    assert labels(task.domains["a"].train) == [0] * 5 + [1] * 3
-    assert labels(task.domains["a"].test) == [1, 1]
-    content = (root / "a" / "dog" / "3.png").read_bytes()
-    np.testing.assert_array_equal(task.domains["a"].test.x[0].numpy(), decode(content, 32))
+    assert labels(task.domains["a"].train) == [0] * 4 + [1] * 4
+    assert labels(task.domains["a"].test) == [0, 1]
+    content = (root / "a" / "dog" / "4.png").read_bytes()
+    np.testing.assert_array_equal(task.domains["a"].test.x[1].numpy(), decode(content, 32))
     assert task.clients == {"a": 1, "b": 1} and task.samples == {"a": 1.0, "b": 1.0}
     assert task.name == f"folder:{root}" and task.test_split == "auto"
 
@@ -61,11 +63,95 @@ def test_split_folders(tmp_path: Path, pictures: Any, test: str) -> None:
     assert len(task.domains["b"].train) == 8
 
 
-def test_validation_images_beside_test_images_are_left_out(tmp_path: Path, pictures: Any) -> None:
+def test_validation_images_beside_test_images(tmp_path: Path, pictures: Any) -> None:
     root = pictures.tree(tmp_path / "x", ["a/train/c/1.png", "a/val/c/2.png", "a/test/c/3.png"])
+    for _ in range(2):  # decoded, then from the cache
+        task = load_task(f"folder:{root}")
+        own = task.domains["a"]
+        assert len(own.train) == len(own.test) == 1 and own.validation is not None
+        content = (root / "a" / "val" / "c" / "2.png").read_bytes()
+        np.testing.assert_array_equal(own.validation.x[0].numpy(), decode(content, 32))
+        assert "a has 1 images for --validate folder." in task.note
+
+
+@pytest.mark.parametrize("tree", ["{s}/{d}/{c}", "{d}/{s}/{c}", "{d}/{c}/{s}", "{d}/{s}/{c}/{i}"])
+def test_split_folders_at_any_level(tmp_path: Path, pictures: Any, tree: str) -> None:
+    listed = [
+        tree.format(s=s, d=d, c=c, i=i) + f"/{i}.png"
+        for s, n in (("Training", 3), ("Testing", 2))
+        for d in ("a", "b")
+        for c in ("cat", "dog")
+        for i in range(n)
+    ]
+    root = pictures.tree(tmp_path / "pets", listed)
+    named = tree.replace("/{i}", "").format(s="{train,test}", d="domain", c="class")
+    packed = pictures.tar(root, tmp_path / "packed.tar")
+    for where in (root, packed):
+        task = load_task(f"folder:{where}")
+        assert list(task.domains) == ["a", "b"] and task.classes == ("cat", "dog")
+        for domain in task.domains.values():
+            assert labels(domain.train) == [0] * 3 + [1] * 3
+            assert labels(domain.test) == [0] * 2 + [1] * 2
+        assert f"Read as {named}/image." in task.note
+
+
+def test_splits_without_domains_are_refused(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", ["train/cat/1.png", "train/dog/1.png", "test/cat/2.png"])
+    with pytest.raises(ProtofedError, match="in its folders test, train, and no domains") as error:
+        load_task(f"folder:{root}")
+    assert "domain/{train,test}/class/image" in error.value.hint
+
+
+def test_every_class_is_trained_and_tested_with_few_images(tmp_path: Path, pictures: Any) -> None:
+    """By the papers' split of the whole domain, the classes of 2 could be all for testing."""
+    counts = {"many": 23, "nine": 9, "one": 1, "two": 2, "two more": 2}
+    listed = [f"a/{c}/{i:02}.png" for c, n in counts.items() for i in range(n)]
+    task = load_task(f"folder:{pictures.tree(tmp_path / 'x', listed)}")
+    train, test = ([labels(i).count(k) for k in range(5)] for i in vars(task.domains["a"]).values()
+                   if i is not None)  # fmt: skip
+    assert (train, test) == ([18, 7, 1, 1, 1], [5, 2, 0, 1, 1])
+    assert "The last fifth of each class, by file name, is for testing." in task.note
+    assert "a has no test images of one." in task.note
+    (tmp_path / "y/a/c").mkdir(parents=True)
+    (tmp_path / "y/a/c/1.png").write_bytes(pictures.one())
+    with pytest.raises(ProtofedError, match="too few images: none for test") as error:
+        load_task(f"folder:{tmp_path / 'y'}")
+    assert "two images or more" in error.value.hint
+
+
+def test_images_are_not_shrunk_without_a_word(tmp_path: Path, pictures: Any) -> None:
+    root = tmp_path / "x"
+    for seed, name in enumerate(names(("a", "b"), ("cat", "dog"))):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(pictures.one(seed, side=50 if name[0] == "a" else 100))
+    for _ in range(2):  # measured, then from the cache
+        task = load_task(f"folder:{root}")
+        assert task.survey == Survey(100, {"a": 50, "b": 100})
+        assert task.image_size == 104 and task.augment.jitter is not None
+    small = load_task(f"folder:{root}", image_size=16)
+    assert small.image_size == 16 and small.augment.jitter is None
+    assert load_task(f"folder:{root}", augment="crop").augment.jitter is None
+
+
+def test_the_range_of_all_images_of_a_folder(tmp_path: Path, pictures: Any) -> None:
+    root, rng = tmp_path / "x", np.random.default_rng(0)
+    for name in names(("a", "b"), ("cat", "dog")):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        low = 100 if name.startswith("a") else 1000
+        pixels = rng.integers(low, 4000, (40, 40)).astype(np.uint16)
+        pixels[0, 0] = low
+        (root / name).write_bytes(pictures.encoded(Image.fromarray(pixels)))
+    (root / "a/cat/0.png").write_bytes(pictures.one())  # an 8-bit image stays as it is
+    pixels[0, 1] = 4095
+    (root / "b/dog/4.png").write_bytes(pictures.encoded(Image.fromarray(pixels)))
     task = load_task(f"folder:{root}")
-    assert len(task.domains["a"].train) == len(task.domains["a"].test) == 1
-    assert "a/val are left out" in task.note
+    assert task.pixel_range == "100:4095"
+    assert "Pixel values from 100:4095 became 0 to 255." in task.note
+    x = task.domains["a"].train.x
+    assert (x[0].numpy() == decode(pictures.one(), 40)).all()
+    assert len(np.unique(x[1])) > 200
+    other = load_task(f"folder:{root}", pixel_range="0:65535")
+    assert other.pixel_range == "0:65535" and other.digest != task.digest
 
 
 def test_train_without_test(tmp_path: Path, pictures: Any) -> None:
@@ -223,11 +309,11 @@ def test_skip_bad_counts_and_lists(tmp_path: Path, pictures: Any) -> None:
         task = load_task(f"folder:{root}", skip_bad=True)
         assert len(task.skipped) == 3 and "a/c/3.png: it is empty" in task.skipped[0]
         assert "Left out 3 files that are not images" in task.note
-        # the others stay where they would be: test images are 8, 9, 18 and 19 of the order
+        # the others stay where they would be: test images are the last two of ten
         assert labels(task.domains["a"].train) == [0] * 7 + [1] * 8
         content = (root / "a" / "c" / "4.png").read_bytes()
         np.testing.assert_array_equal(task.domains["a"].train.x[3].numpy(), decode(content, 32))
-        assert labels(task.domains["b"].test) == [0, 0, 1]
+        assert labels(task.domains["b"].test) == [0, 0]  # d/9.png and notes.doc are bad
     with pytest.raises(ProtofedError, match="cannot decode 3"):  # the cache does not hide them
         load_task(f"folder:{root}")
 

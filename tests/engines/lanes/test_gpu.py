@@ -11,6 +11,7 @@ import torch
 
 from protofed import tree
 from protofed.config import make_config
+from protofed.data.task import Domain, Images, Task
 from protofed.engines.lanes import engine
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation
@@ -27,10 +28,21 @@ CLIENTS = {"left": 2, "right": 3}
 SAMPLES = {"left": 22, "right": 13}
 
 
-def both(method: Method, **settings: object) -> tuple[Result, Result]:
-    """The same run by the loop on a CPU and by lanes on a GPU."""
+def enlarged(task: Task, times: int) -> Task:
+    """The task with each pixel as a square of that many pixels."""
+
+    def larger(images: Images) -> Images:
+        x = images.x.repeat_interleave(times, 2).repeat_interleave(times, 3)
+        return dataclasses.replace(images, x=x)
+
+    domains = {n: Domain(larger(d.train), larger(d.test)) for n, d in task.domains.items()}
+    return dataclasses.replace(task, domains=domains)
+
+
+def both(method: Method, times: int = 1, **settings: object) -> tuple[Result, Result]:
+    """The same run by the loop on a CPU and by lanes on a GPU; see ``enlarged`` for ``times``."""
     common = {**TINY, "clients": CLIENTS, "samples": SAMPLES, **settings}
-    task = tiny_task(samples=22, clients=3, spare=12)
+    task = enlarged(tiny_task(samples=22, clients=3, spare=12), times)
     loop = run(task, method, **{**common, "engine": "loop", "device": "cpu"})
     lanes = run(task, method, **{**common, "engine": "lanes", "device": "cuda"})
     return loop, lanes
@@ -95,6 +107,19 @@ def test_bfloat16_runs_and_stays_finite(name: str) -> None:
         _, lanes = both(METHODS[name](), rounds=6, precision="bf16")
     models = (lanes.model, *lanes.clients.values())
     assert all(torch.isfinite(t).all() for model in models for t in model.values())
+
+
+@pytest.mark.parametrize("settings", [{"train": "head"}, {"freeze_bn": True}, {}])
+@pytest.mark.parametrize("name", ["fpl", "scaffold", "fedseproto"])
+def test_large_models_and_frozen_parts_agree(name: str, settings: dict[str, object]) -> None:
+    large = {"model": "resnet18_imagenet", "width": 8, "norm": None, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop, lanes = both(METHODS[name](), 8, rounds=1, epochs=1, precision="fp64", **large)
+        both(METHODS[name](), 8, rounds=2, epochs=1, precision="bf16", **large)
+    assert apart(loop, lanes) < 1e-7
+    for a, b in zip(loop.rounds, lanes.rounds, strict=True):
+        assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
 
 
 @pytest.mark.parametrize("name", ["local", "fedmd", "fedgh", "fedproto", "fedseproto"])

@@ -64,6 +64,12 @@ def test_a_learning_rate_that_changes_needs_no_new_program(schedule: str) -> Non
 LRS = [0.05, 0.05 * 0.75]
 
 
+@pytest.mark.parametrize("settings", [{"train": "head"}, {"freeze_bn": True}])
+@pytest.mark.parametrize("name", ["moon", "scaffold"])
+def test_frozen_backbones_agree_with_the_loop(name: str, settings: dict[str, Any]) -> None:
+    assert difference(*both(METHODS[name](), **settings)) < 1e-8
+
+
 @dataclass(frozen=True)
 class Changing(FedProto):
     """Phases differ from round to round in what they compute, and in their number."""

@@ -1,22 +1,24 @@
 """Images of one's own: a task as a tree of folders, the images of one site, public images.
 
-A domain whose folders do not name its splits is divided by ``mod10``, as the papers do.
+A domain whose folders do not name its splits is divided class by class: the last fifth of a class,
+by name, is for testing. Neighbors by name are often neighbors in time (frames of a video, scans of
+a patient), and in one piece fewer of them end up on both sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from protofed.data.listing import File, FileParts, is_archive, list_files
 from protofed.data.sources.image_tree import (
-    SPLIT_FOLDERS,
     TreeImage,
     is_side_file,
     missing_classes,
-    mod10,
 )
 from protofed.data.sources.published import plain
+from protofed.data.split import VAL_FOLDERS
 from protofed.data.task import SPLITS, DataMissing, Domain, Parts, Plan
 from protofed.errors import ProtofedError
 
@@ -25,10 +27,15 @@ FOLDER = "folder:"
 
 TEST_SPLITS = ("auto",)
 
-_VALIDATION = ("val", "valid", "validation")
-_SPLIT_NAMES = {*SPLIT_FOLDERS, *_VALIDATION}
+VALIDATION = "validation"
+
+_TRAINING, _TESTING = ("train", "training", "crossval"), ("test", "testing")
+_VALIDATION = ("val", "valid", "validation", "dev")
+_SPLIT_NAMES = {*_TRAINING, *_TESTING, *_VALIDATION}
+_TEST_PART = 5  # one in five
 
 _TREE = "the tree has to be domain/class/image"
+_SPLIT_TREE = "domain/{train,test}/class/image"
 
 
 def folder_path(
@@ -45,17 +52,20 @@ def folder_path(
 
 
 def folder_plan(path: Path, one_domain: bool = False) -> Plan:
-    """The images of a tree ``domain/class/image`` or ``domain/{train,test}/class/image``.
+    """The images of a tree ``domain/class/image``, in which folders may name the splits.
 
-    With ``one_domain`` the folder itself is the only domain: ``class/image``.
+    Split folders (train, test, val) are above the domains, above the classes, or below them. With
+    ``one_domain`` the folder itself is the only domain: ``class/image``.
     """
     listed, folders = list_files(path)
     if one_domain:
         folders = {f for f in folders if len(f) > 1}
     top = 1 if not one_domain and (path.is_dir() or _is_wrapped(listed)) else 0
-    # from here on, paths start with the domain
-    folders = {f[top:] for f in folders if len(f) > top}
-    files = [(f.parts[top:], f) for f in listed]
+    # from here on, paths start with the domain, and the split comes next if there is one
+    images = [f for f in listed if not is_side_file(f.parts[-1])]
+    move, read_as = _splits_second([f.parts[top:] for f in images], path, one_domain)
+    folders = {moved for f in folders if (moved := move(f[top:]))}
+    files = [(move(f.parts[top:]), f) for f in images]
     split_names = _split_names(folders | {parts[:-1] for parts, _ in files})
 
     def inside(parts: FileParts) -> FileParts:
@@ -65,8 +75,6 @@ def folder_plan(path: Path, one_domain: bool = False) -> Plan:
     domains = {f[0] for f in folders} | {parts[0] for parts, _ in files if len(parts) > 1}
     found: dict[str, list[tuple[str, FileParts, File]]] = {d: [] for d in sorted(domains)}
     for parts, file in files:
-        if is_side_file(parts[-1]):
-            continue
         if len(inside(parts)) < 2:
             raise ProtofedError(f"'{file.name}' is not in a class folder", _TREE)
         found[parts[0]].append((inside(parts)[0], parts, file))
@@ -86,20 +94,33 @@ def folder_plan(path: Path, one_domain: bool = False) -> Plan:
     for domain, own in found.items():
         if not own:
             raise ProtofedError(f"domain '{domain}' in '{path}' has no images")
-        images = [
+        named = [
             TreeImage(name, classes.index(name), plain(parts[1]), (0, ""), file)
             for name, parts, file in sorted(own, key=lambda image: image[:2])
         ]
         if domain in split_names:
-            plan.parts.update(_by_folder(domain, images, split_names[domain], plan.notes))
+            plan.parts.update(_by_folder(domain, named, split_names[domain]))
+            read_as.setdefault(domain, _SPLIT_TREE)
         else:
-            plan.parts.update(mod10(domain, images))
+            plan.parts.update(_last_fifth(domain, named))
     for (domain, split), samples in plan.parts.items():
         if not samples:
             raise ProtofedError(
-                f"domain '{domain}' in '{path}' has too few images: none for {split}"
+                f"domain '{domain}' in '{path}' has too few images: none for {split}",
+                "a class needs two images or more, so that one of them can be for testing",
             )
+    divided = [domain for domain in found if domain not in read_as]
+    trees = sorted({read_as.get(domain, "domain/class/image") for domain in found})
+    if not one_domain:
+        plan.notes.append(f"Read as {' and '.join(trees)}.")
+    if divided:
+        whose = "" if len(divided) == len(found) else f" of {', '.join(divided)}"
+        plan.notes.append(f"The last fifth of each class{whose}, by file name, is for testing.")
+    for domain in found:
+        if held := plan.parts.get((domain, VALIDATION)):
+            plan.notes.append(f"{domain} has {len(held)} images for --validate {VAL_FOLDERS}.")
     plan.notes.extend(missing_classes(classes, plan.parts))
+    plan.notes.extend(_untested(classes, plan.parts))
     return plan
 
 
@@ -132,7 +153,8 @@ def _is_wrapped(listed: Sequence[File]) -> bool:
     """Whether an archive has one folder around the domains."""
     tops = {f.parts[0] for f in listed}
     second = {plain(f.parts[1]) for f in listed if len(f.parts) > 1}
-    return len(tops) == 1 and not second <= _SPLIT_NAMES and all(len(f.parts) > 3 for f in listed)
+    folders = 4 if second <= _SPLIT_NAMES else 3  # and the file
+    return len(tops) == 1 and all(len(f.parts) > folders for f in listed)
 
 
 def _split_names(folders: set[FileParts]) -> dict[str, set[str]]:
@@ -144,17 +166,77 @@ def _split_names(folders: set[FileParts]) -> dict[str, set[str]]:
     return {domain: names for domain, names in below.items() if names <= _SPLIT_NAMES}
 
 
-def _by_folder(
-    domain: str, images: Sequence[TreeImage], names: set[str], notes: list[str]
-) -> Parts:
-    """The split that a domain's folders give."""
-    test = next((name for name in ("test", *_VALIDATION) if name in names), None)
-    if not names & {"train", "training"} or test is None:
+def _splits_second(
+    paths: Sequence[FileParts], path: Path, one_domain: bool
+) -> tuple[Callable[[FileParts], FileParts], dict[str, str]]:
+    """What moves a split from above the domain, or below the class, between the two.
+
+    Of a folder that has no place then, it makes nothing. Also the domains of which it does this,
+    and how their tree is read. Split folders stand above all domains, or below all classes of one.
+    """
+
+    def are_splits(names: Iterable[str]) -> bool:
+        found = {plain(n) for n in names}
+        return bool(found) and found <= _SPLIT_NAMES
+
+    if not one_domain and are_splits(p[0] for p in paths):
+        if any(len(p) < 4 for p in paths):
+            raise ProtofedError(
+                f"'{path}' has classes in its folders {', '.join(sorted({p[0] for p in paths}))}, "
+                "and no domains",
+                f"put the images of each domain into a folder of its own: {_SPLIT_TREE}",
+            )
+        above = dict.fromkeys((p[1] for p in paths), "{train,test}/domain/class/image")
+        return lambda p: (p[1], p[0], *p[2:]) if len(p) > 1 else (), above
+    by_domain: dict[str, list[FileParts]] = {}
+    for p in paths:
+        by_domain.setdefault(p[0], []).append(p)
+    below = {
+        domain: "domain/class/{train,test}/image"
+        for domain, own in by_domain.items()
+        if are_splits(p[2] if len(p) > 3 else "" for p in own)
+    }
+
+    def up(p: FileParts) -> FileParts:
+        if len(p) < 2 or p[0] not in below:
+            return p
+        return (p[0], p[2], p[1], *p[3:]) if len(p) > 2 else ()
+
+    return up, below
+
+
+def _by_folder(domain: str, images: Sequence[TreeImage], names: set[str]) -> Parts:
+    """The split that a domain's folders give. Without a test folder, that of validation is it."""
+    test = next((some for some in (_TESTING, _VALIDATION) if names & {*some}), None)
+    if not names & {*_TRAINING} or test is None:
         raise ProtofedError(
             f"domain '{domain}' has the folder {', '.join(sorted(names))}, not train and test"
         )
-    unused = sorted(n for n in names if n in _VALIDATION and n != test)
-    if unused:
-        notes.append(f"The images of {domain}/{unused[0]} are left out.")
-    folders = {"train": ("train", "training", "crossval"), "test": (test,)}
-    return {(domain, s): [i.sample for i in images if i.split in folders[s]] for s in SPLITS}
+    folders = {"train": _TRAINING, "test": test}
+    if test is not _VALIDATION and names & {*_VALIDATION}:
+        folders[VALIDATION] = _VALIDATION
+    return {
+        (domain, split): [i.sample for i in images if i.split in own]
+        for split, own in folders.items()
+    }
+
+
+def _last_fifth(domain: str, images: Sequence[TreeImage]) -> Parts:
+    """The last fifth of each class for testing, at least one of two."""
+    parts: Parts = {(domain, split): [] for split in SPLITS}
+    for _, own in groupby(images, key=lambda image: image.label):
+        samples = [image.sample for image in own]
+        tested = max(len(samples) > 1, round(len(samples) / _TEST_PART))
+        parts[domain, "train"] += samples[: len(samples) - tested]
+        parts[domain, "test"] += samples[len(samples) - tested :]
+    return parts
+
+
+def _untested(classes: Sequence[str], parts: Parts) -> Iterator[str]:
+    """A note for each domain with classes that are trained on and not tested, or vice versa."""
+    for domain in dict.fromkeys(d for d, _ in parts):
+        train, test = ({s.label for s in parts[domain, split]} for split in SPLITS)
+        for names, lack in ((train - test, "test"), (test - train, "training")):
+            if names:
+                listed = ", ".join(classes[label] for label in sorted(names))
+                yield f"{domain} has no {lack} images of {listed}."

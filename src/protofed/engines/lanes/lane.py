@@ -15,9 +15,10 @@ from protofed.engines.lanes.program import Program
 from protofed.engines.lanes.random_tables import RandomTables
 from protofed.engines.lanes.signatures import loss_signature, tree_signature
 from protofed.federation.batches import next_public_batches
-from protofed.federation.client_round import Reply, finish_round
+from protofed.federation.client_round import Reply, finish_round, moving_parameters
 from protofed.federation.finite import require_finite_losses
 from protofed.federation.model_state import load_model
+from protofed.federation.privacy import collect_private
 from protofed.federation.setup import ClientData, Setup
 from protofed.method import Client, Phase
 from protofed.models import Network
@@ -104,6 +105,10 @@ class Lane:
             client.public = next_public_batches(setup, data, round)
             client.begin_prototypes()
             load_model(self.network, client.start)
+            key = (setup.seed, round, data.name)
+            if setup.proto_pass == "received":
+                with setup.autocast(self.device):
+                    collect_private(setup.privacy, client, key, setup.min_class_count)
             self.network.train()
             pending = PendingReply(Reply({}, {}, client.samples, 0, 0.0), round, data.name)
             for program in programs:
@@ -112,7 +117,7 @@ class Lane:
                 client.steps += steps
                 pending.losses.append((program.number, program.names, program.sums.clone(), steps))
             with setup.autocast(self.device):
-                pending.finish(client, *finish_round(setup.method, client, self.device))
+                pending.finish(client, *finish_round(setup, client, key, self.device))
         return pending
 
     def _client(self, received: Tree, mine: Tree) -> Client:
@@ -134,10 +139,8 @@ class Lane:
         self, data: ClientData, client: Client, number: int, phase: Phase, last: bool
     ) -> Program:
         """The program of a phase; the phases of a round may differ from those of the last."""
-        trainable = {
-            name: phase.trainable is None or phase.trainable(name)
-            for name, _ in self.network.named_parameters()
-        }
+        moving = moving_parameters(client, phase)
+        trainable = {name: name in moving for name, _ in self.network.named_parameters()}
         key = (
             len(data.images),
             id(client),

@@ -49,7 +49,7 @@ class Program:
         batches = tables.batches(data)
         self.augment = batches.augment
         self.steps = -(-len(batches.parts["train"]) // self.batch)
-        self.collects = setup.method.proto_pass == "last_epoch" and last
+        self.collects = setup.proto_pass == "last_epoch" and last
         self.trainable = trainable
         parameters = [p for n, p in network.named_parameters() if trainable[n]]
         # what changes between rounds is a tensor; what does not is part of the kernels' arguments

@@ -1,0 +1,204 @@
+"""What a script or a notebook calls: the commands as functions, with their progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from protofed.config import Config
+from protofed.data import Task
+from protofed.federation.simulation import Observer
+from protofed.method import Method
+from protofed.methods import METHODS
+from protofed.observers.progress import RunProgress, print_plain, protocol_line
+from protofed.runs.result import Result
+from protofed.runs.run import run as run_federation
+from protofed.studies.adhoc import Asked, comparison, parameter_sweep, tuning
+from protofed.studies.definition import TUNE, Study
+from protofed.studies.execution import Job, default_jobs, raise_failures, run_all
+from protofed.studies.folder import StudyFolder
+from protofed.studies.launch import folder_preview, prepare
+from protofed.studies.plan import Selection
+from protofed.studies.search import Values
+
+
+def run(
+    task: str | Task | None = None,
+    method: str | Method | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    config: Config | str | Path | None = None,
+    observers: Sequence[Observer] = (),
+    progress: bool | None = None,
+    **settings: Any,
+) -> Result:
+    """Run a federation and return its result.
+
+    ``run(task="glyphs", method=protofed.methods.FPL(tau=0.05), rounds=20)``. ``settings`` are the
+    fields of ``protofed.Config`` (rounds, seed, lr, clients, ...); what is not given comes from
+    the task's protocol. ``config`` is a ready ``Config``, or a TOML file over which everything
+    that is given here wins. With ``out`` the run keeps a folder, from which ``resume`` continues
+    after a crash, or with more ``rounds`` than before. ``observers`` are called as the run goes on.
+    ``progress`` shows its rounds; by default in a notebook and on a terminal.
+    """
+    console = _console(progress)
+    return run_federation(
+        task,
+        method,
+        options=options,
+        out=out,
+        resume=resume,
+        overwrite=overwrite,
+        config=config,
+        observers=[*observers] if console.quiet else [RunProgress(console), *observers],
+        **settings,
+    )
+
+
+def compare(
+    task: str = "glyphs",
+    methods: Iterable[str | Method] | Mapping[str, str | Method] = tuple(METHODS),
+    *,
+    seeds: int = 1,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    runs: str | Path = "runs",
+    out: str | Path | None = None,
+    jobs: int | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> StudyFolder:
+    """Run methods on the same clients, as ``protofed compare`` does.
+
+    ``methods`` are names, ``"path/to/file.py:Class"`` or method objects; a mapping gives the rows
+    labels of their own. ``options`` has hyper-parameters by row: ``{"fpl": {"tau": 0.05}}``. The
+    runs are in the pool ``runs``, where those that are there already are found again.
+
+    >>> table = protofed.compare("glyphs", ["fedavg", "fpl"], rounds=5)
+    >>> print(table)
+    """
+    asked = comparison(task, methods, seeds, options or {}, settings)
+    return _run_asked(asked, runs, out, jobs, progress)
+
+
+def sweep(
+    task: str = "glyphs",
+    method: str | Method = "fedavg",
+    *,
+    over: Mapping[str, Sequence[Any]],
+    against: str | Method | None = None,
+    seeds: int = 1,
+    options: Mapping[str, Any] | None = None,
+    runs: str | Path = "runs",
+    out: str | Path | None = None,
+    jobs: int | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> StudyFolder:
+    """Run a method over all combinations of parameters' values, as ``protofed sweep`` does.
+
+    ``over`` has the values of hyper-parameters and settings: ``{"tau": [0.02, 0.05]}``. ``against``
+    is another method, not swept.
+    """
+    asked = parameter_sweep(task, method, over, seeds, options or {}, settings, against)
+    return _run_asked(asked, runs, out, jobs, progress)
+
+
+def tune(
+    task: str = "glyphs",
+    method: str | Method = "fedavg",
+    *,
+    over: Mapping[str, Values],
+    budget: int = 20,
+    seeds: int = 1,
+    options: Mapping[str, Any] | None = None,
+    runs: str | Path = "runs",
+    out: str | Path | None = None,
+    jobs: int | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> StudyFolder:
+    """Choose hyper-parameters by validation accuracy, as ``protofed tune`` does.
+
+    ``over`` has lists of values or ranges: ``{"tau": [0.02, 0.05], "lr": "log:0.001..0.1"}``. At
+    most ``budget`` points are tried. ``validate`` says which images choose; by default training
+    images that no client holds, or a part of each client's where those do not suffice.
+
+    >>> tuned = protofed.tune("glyphs", "fpl", over={"tau": [0.02, 0.05, 0.1]}, rounds=5)
+    >>> tuned.chosen().point
+    {'tau': 0.05}
+    """
+    asked = tuning(task, method, over, budget, seeds, options or {}, settings)
+    return _run_asked(asked, runs, out, jobs, progress)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What running a study gave: its folder (None for a part of it), files, and failed runs."""
+
+    folder: StudyFolder | None
+    files: list[str]
+    failed: list[Job]
+
+
+def run_study(
+    study: Study,
+    path: Path,
+    pool: Path,
+    console: Console,
+    *,
+    jobs: int | None = None,
+    shard: tuple[int, int] | None = None,
+    tensorboard: bool = False,
+    selection: Selection = Selection(),  # noqa: B008 (frozen)
+    says: Sequence[str] = (),
+) -> Finished:
+    """Run what the pool lacks, then write tables and figures; with ``shard`` only a part's runs.
+
+    The study's folder is made before its runs: `protofed study table` can show what is there so
+    far, and a folder that holds another study is an error now, not after hours. A point of a search
+    that diverged has not failed: its row says so.
+    """
+    from protofed.report.study_figures import write_figures  # it imports matplotlib
+
+    study, work = prepare(study, pool, selection=selection, shard=shard, tensorboard=tensorboard)
+    folder = StudyFolder.create(path, study, pool) if shard is None else None
+    protocols = dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work)
+    for line in (*protocols, *folder_preview(work), *says):
+        print_plain(console, line)
+    failed = run_all(work, jobs or default_jobs(work), console)
+    files, made = list[str](), folder.tables() if folder is not None else []
+    if folder is not None and any(table.runs for table in made):
+        files = folder.write_tables() + write_figures(folder, made)
+    if study.kind == TUNE:
+        failed = [job for job in failed if not job.folder.diverged()]
+    return Finished(folder, files, failed)
+
+
+def _run_asked(
+    asked: Asked,
+    runs: str | Path,
+    out: str | Path | None,
+    jobs: int | None,
+    progress: bool | None,
+) -> StudyFolder:
+    pool, console = Path(runs), _console(progress)
+    path = Path(out) if out is not None else pool / asked.name
+    done = run_study(asked.study, path, pool, console, jobs=jobs, says=asked.says)
+    raise_failures(done.failed)
+    assert done.folder is not None
+    return done.folder
+
+
+def _console(progress: bool | None) -> Console:
+    """Plain text, since a notebook would show every line of it as a paragraph."""
+    console = Console(force_jupyter=False)
+    shown = console.is_terminal or Console().is_jupyter if progress is None else progress
+    console.quiet = not shown
+    return console

@@ -1,0 +1,76 @@
+"""Temperature scaling of a run's model, on images that its clients did not train on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from protofed.data import Images
+from protofed.data.split import UNUSED
+from protofed.errors import ProtofedError
+from protofed.federation.simulation import make_shares, rows_to_validate
+from protofed.inference.metrics import fit_temperature, measure
+from protofed.inference.model import TrainedModel, softmax
+from protofed.runs.folder import RunFolder
+from protofed.runs.result import Result, load_run
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The temperature, how many images it was fitted on, and the calibration error there, in %."""
+
+    temperature: float
+    images: int
+    before: float
+    after: float
+
+
+def calibrate(
+    folder: str | Path, client: str | None = None, device: str = "cpu", data: Path | None = None
+) -> Calibration:
+    """Fit the temperature of a run's model, and write it into the model's file.
+
+    It is fitted on the run's validation images, or else on training images that no client holds;
+    test images have no part in it. A client's own model takes those of its domain.
+    """
+    path = Path(folder)
+    if path.is_file():
+        raise ProtofedError(
+            f"'{path}' does not say which images the clients hold", "name the run's folder"
+        )
+    result = load_run(path)
+    if data is not None:
+        result.config = replace(result.config, data=str(data))
+    stored = result.need_model()
+    model = TrainedModel(stored, client, device)
+    held_out = held_out_images(result)
+    if model.client is not None:
+        domain = stored.card.domains[model.client]
+        held_out = {name: images for name, images in held_out.items() if name == domain}
+    x = torch.cat([images.x for images in held_out.values()])
+    labels = torch.cat([images.y for images in held_out.values()]).numpy()
+    logits = model.logits(x)
+    temperature = float(f"{fit_temperature(logits, labels):.6g}")
+    errors = [measure(softmax(logits / t), labels).calibration_error for t in (1.0, temperature)]
+    fitted = {**stored.card.temperature, model.client or "": temperature}
+    card = replace(stored.card, temperature=fitted)
+    RunFolder(path).save_model(replace(stored, card=card))
+    return Calibration(temperature, len(labels), *errors)
+
+
+def held_out_images(result: Result) -> dict[str, Images]:
+    """By domain, training images that were not trained on."""
+    task = result.task()
+    config = result.found_config.for_task(task.info)
+    asked = replace(config, validate=config.validate or UNUSED)
+    try:
+        rows = rows_to_validate(asked, task, make_shares(asked, task))
+    except ProtofedError as error:
+        raise ProtofedError(
+            f"the run has no images to calibrate on: {error.message}",
+            "train with --validate 0.1, which holds some out",
+        ) from None
+    images = {name: task.domains[name].train for name in rows}
+    return {name: Images(images[name].x[r], images[name].y[r]) for name, r in rows.items()}

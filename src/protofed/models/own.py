@@ -1,0 +1,83 @@
+"""Models of the user's own: an encoder that a function in a Python file makes.
+
+``path/to/file.py:factory`` names a function that takes the image size and returns a module from
+images [B, 3, H, W] to features [B, d]. The linear head is added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from protofed.errors import ProtofedError, raised_at
+from protofed.models.network import Network
+from protofed.user_code import code_withheld, execute, is_trusted, parts_of
+
+_LOADED: dict[str, Callable[..., Any]] = {}
+"""The functions of files that this process has executed, by ``absolute/path.py:factory``."""
+
+
+def full_name(name: str) -> str:
+    """The name with an absolute path, which means the same in every working directory."""
+    file, wanted = parts_of(name, "function", "factory")
+    return f"{file.expanduser().absolute()}:{wanted}"
+
+
+def short_name(name: str) -> str:
+    """The name without folders: what initial weights are drawn from, and a run's hash has."""
+    return name.rpartition("/")[2]
+
+
+def load_factory(name: str) -> Callable[..., Any]:
+    """The function of a file that a person has named, which is executed."""
+    name = full_name(name)
+    file, wanted = parts_of(name, "function", "factory")
+    made: Callable[..., Any] | None = getattr(execute(file, f"model {wanted}"), wanted, None)
+    if not callable(made):
+        raise ProtofedError(
+            f"there is no function {wanted} in {file}",
+            f"write def {wanted}(image_size): ..., which returns an encoder",
+        )
+    _LOADED[name] = made
+    return made
+
+
+def known_factory(name: str) -> Callable[..., Any] | None:
+    """The function of a file that something read names; None if it would have to be executed.
+
+    It is known if this process has loaded it before, or if code is trusted.
+    """
+    return load_factory(name) if is_trusted() else _LOADED.get(full_name(name))
+
+
+def own_model(name: str, classes: int, image_size: int) -> Network:
+    """The network of a file that was named by a person, or is trusted."""
+    factory = known_factory(name)
+    if factory is None:
+        raise code_withheld(f"model {short_name(name)}", name)
+    file = Path(full_name(name).rpartition(":")[0])
+    try:
+        encoder = factory(image_size)
+        if not isinstance(encoder, nn.Module):
+            raise ProtofedError(f"it returns {encoder!r:.100}", "it must return a torch module")
+        with torch.no_grad():
+            feature = encoder.eval()(torch.zeros(2, 3, image_size, image_size))
+        if not isinstance(feature, Tensor) or feature.ndim != 2 or len(feature) != 2:
+            shape = list(feature.shape) if isinstance(feature, Tensor) else type(feature).__name__
+            raise ProtofedError(
+                f"it makes {shape} of 2 images of {image_size}×{image_size}",
+                "it must return an encoder without a head, whose features are [2, d]",
+            )
+    except ProtofedError as error:
+        raise ProtofedError(f"model {short_name(name)}: {error.message}", error.hint) from error
+    except Exception as error:
+        at = raised_at(error, [str(file)]) or short_name(name)
+        raise ProtofedError(
+            f"model {short_name(name)} fails with images of {image_size}×{image_size}: {error!r}",
+            f"see {at}",
+        ) from error
+    return Network(encoder.train(), feature.shape[1], classes)

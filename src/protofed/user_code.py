@@ -1,0 +1,72 @@
+"""Python files of the user's own, with methods and models: ``path/to/file.py:name``.
+
+A file is executed where a person names it. What is read (a config, a study, a run's folder) may
+name one too, and that is executed only after ``trust_code()``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from protofed import keys
+from protofed.errors import ProtofedError, raised_at
+
+_trusted = False
+
+
+def trust_code() -> None:
+    """Let this process execute the Python files that configs, studies and runs name."""
+    global _trusted
+    _trusted = True
+
+
+def is_trusted() -> bool:
+    return _trusted
+
+
+def is_file(name: str) -> bool:
+    """Whether the name of a method or model is that of a file with code."""
+    return ".py:" in name or name.endswith(".py")
+
+
+def code_withheld(what: str, reference: str) -> ProtofedError:
+    """The error for what needs code, where only a name was read; ``what`` is e.g. "method x"."""
+    return ProtofedError(
+        f"this needs the code of {what}, '{reference}', and reading a run executes none",
+        "if you trust it: --trust-code, or protofed.methods.trust_code() in Python",
+    )
+
+
+def parts_of(name: str, kind: str, example: str) -> tuple[Path, str]:
+    """File and name of ``path/to/file.py:name``; ``kind`` is what is to be found there."""
+    path, _, wanted = name.rpartition(":")
+    if not wanted or wanted.endswith(".py"):
+        raise ProtofedError(f"'{name}' names no {kind}", f"write path/to/file.py:{example}")
+    return Path(path), wanted
+
+
+def execute(file: Path, wanted: str) -> ModuleType:
+    """The module of a file, executed once per content; ``wanted`` is what it is read for."""
+    if not file.is_file():
+        raise ProtofedError(f"there is no file '{file}' to load {wanted} from")
+    # One module per content: a dataclass needs its module in sys.modules, and two files of the
+    # same name must not collide there.
+    module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_bytes().hex()):x}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            at = raised_at(error, [str(module.__file__)]) or file
+            if isinstance(error, ProtofedError):
+                raise ProtofedError(f"{at}: {error.message}", error.hint) from error
+            raise ProtofedError(f"'{at}' cannot be imported: {error!r}") from error
+    return module

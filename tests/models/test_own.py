@@ -1,0 +1,147 @@
+"""Models of one's own: from a file that was named by a person, or is trusted."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protofed import load_model, load_run, run, user_code
+from protofed.config import make_config, merged_config
+from protofed.errors import ProtofedError
+from protofed.federation.facts import discover
+from protofed.federation.simulation import Federation, initial_network
+from protofed.models import build, own
+from protofed.models.weights import load_weights
+from protofed.testing.checks import SHORT, tiny_task
+
+CODE = """
+from pathlib import Path
+from torch import nn
+Path("EXECUTED").touch()
+
+def small(image_size):
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+def wider(image_size):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 6), nn.ReLU())
+
+def image(image_size):
+    return nn.Identity()
+
+def number(image_size):
+    return 3
+
+def fails(image_size):
+    raise KeyError("no such thing")
+"""
+MARKER = Path("EXECUTED")
+NAME = "net.py:small"
+MINE: dict[str, Any] = {**SHORT, "model": NAME, "width": None, "norm": None}
+
+
+@pytest.fixture(autouse=True)
+def new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with a file of models; none has been executed yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(user_code, "_trusted", False)
+    Path("net.py").write_text(CODE)
+    forget(monkeypatch)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in another process."""
+    monkeypatch.setattr(own, "_LOADED", {})
+    for name in [name for name in sys.modules if name.startswith("protofed_user_")]:
+        monkeypatch.delitem(sys.modules, name)
+    MARKER.unlink(missing_ok=True)
+
+
+def test_a_model_from_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = run(tiny_task(), "fpl", out="run", **MINE)
+    assert result.network().encoder(torch.zeros(1, 3, 8, 8)).shape == (1, 4)
+    assert result.model["head.weight"].shape == (4, 4)
+    assert result.config.model == f"{tmp_path / 'net.py'}:small"
+    assert result.summary["batchnorm"].startswith("averaged")
+    digest = result.facts["model_digest"]
+    forget(monkeypatch)
+    read = load_run("run")
+    assert read.facts["model_digest"] == digest and not MARKER.exists()
+    with pytest.raises(ProtofedError, match=r"the code of model net.py:small.*--trust-code"):
+        load_model("run")
+    assert not MARKER.exists()
+    user_code.trust_code()
+    assert load_model("run").embed(torch.zeros(2, 3, 8, 8)).shape == (2, 4)
+
+
+def test_only_what_a_person_names_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("c.toml").write_text(f'model = "{NAME}"\n')
+    with pytest.raises(ProtofedError, match=r"'c.toml' names code as its model.*--trust-code"):
+        merged_config("c.toml", None, None, None, {})
+    read = make_config(model=NAME, image_size=32)
+    assert not MARKER.exists()
+    with pytest.raises(ProtofedError, match="this needs the code of model"):
+        Federation(read)
+    assert not MARKER.exists()
+    assert merged_config("c.toml", None, None, None, {"model": "cnn2"}).model == "cnn2"
+    assert not MARKER.exists()
+    made = merged_config("c.toml", None, None, None, {"model": NAME})
+    assert MARKER.exists() and made.width is None and made.norm is None
+    forget(monkeypatch)
+    user_code.trust_code()
+    merged_config("c.toml", None, None, None, {})
+    assert MARKER.exists()
+
+
+def test_hash_and_initial_weights_follow_the_content(tmp_path: Path) -> None:
+    task = tiny_task()
+    (tmp_path / "b").mkdir()
+    Path("b/net.py").write_text(CODE)
+    user_code.trust_code()
+    here, there, other = (
+        make_config(task, **{**MINE, "model": name, "precision": "fp32"})
+        for name in (NAME, "b/net.py:small", "net.py:wider")
+    )
+    assert here.hash == there.hash != other.hash
+    assert discover(here, task).run_hash(here) == discover(there, task).run_hash(there)
+    a, b = (initial_network(c, task).state_dict() for c in (here, there))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    Path("b/net.py").write_text(CODE + "# changed")
+    assert discover(here, task).run_hash(here) != discover(there, task).run_hash(there)
+
+
+def test_weights_by_its_own_names(tmp_path: Path) -> None:
+    own.load_factory(NAME)
+    first, second = (build(NAME, 3, 8) for _ in range(2))
+    state = first.encoder.state_dict() | {"fc.weight": torch.zeros(9, 4)}
+    torch.save(state, "w.pth")
+    load_weights(second, NAME, "w.pth")
+    assert torch.equal(second.encoder[0].weight, first.encoder[0].weight)  # type: ignore[index]
+    torch.save({"0.weight": torch.zeros(4, 3, 3, 3)}, "w.pth")
+    with pytest.raises(ProtofedError, match=r"do not fit net.py:small: 5 missing"):
+        load_weights(second, NAME, "w.pth")
+
+
+WRONG = {
+    "net.py": "names no function",
+    "net.py:smal": "there is no function smal in .*net.py",
+    "absent.py:small": "there is no file .*absent.py' to load model small",
+    "net.py:image": r"makes \[2, 3, 8, 8\] of 2 images of 8×8",
+    "net.py:number": "returns 3",
+    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:20",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), WRONG.items())
+def test_errors(name: str, words: str) -> None:
+    with pytest.raises(ProtofedError, match=words):
+        run(tiny_task(), **{**MINE, "model": name})
+
+
+def test_width_and_norm_are_for_built_in_models() -> None:
+    with pytest.raises(ProtofedError, match="width is for the models of this package"):
+        run(tiny_task(), **{**MINE, "width": 4})
