@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from protofed.config import training_options
 from protofed.report.collect import Group
 from protofed.report.page_table import PageTable, cells
 from protofed.runs.records import SELECTION
@@ -44,7 +45,8 @@ def _privacy(run: Result) -> str:
 def _training(run: Result) -> str:
     c = run.config
     length = f"{c.rounds} rounds × {c.epochs} epochs"
-    return f"protocol {c.protocol}: {length}, batch {c.batch}, lr {c.lr:g}"
+    words = [length, f"batch {c.batch}", f"lr {c.lr:g}", *training_options(vars(c))]
+    return f"protocol {c.protocol}: {', '.join(words)}"
 
 
 def _model(run: Result) -> str:
