@@ -56,6 +56,10 @@ class ArtifactWriter(Observer):
         if found := prototype_entries(message, len(self.classes)):
             self._sent[name] = found
 
+    def refused(self, round: int, name: str, why: str) -> None:
+        """Forget a client's message, which does not count."""
+        self._sent.pop(name, None)
+
     def abandon(self) -> None:
         """Forget the messages of a round that will be repeated."""
         self._sent = {}

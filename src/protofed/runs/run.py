@@ -15,6 +15,7 @@ from protofed import tree
 from protofed.config import Config, merged_config, task_settings
 from protofed.data import Task, load_task
 from protofed.errors import Diverged, ProtofedError
+from protofed.federation.bounds import recorded
 from protofed.federation.client_state import Index
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import discover
@@ -91,6 +92,8 @@ def _rounds(
             server.state = tree.copy(checkpoint.state, server.device)
             server.round = checkpoint.round
             records = folder.records()
+            if server.bounds is not None:
+                server.bounds.restore(recorded(records))
             older = folder.older_checkpoint()
             federation.store.restore(checkpoint.clients, older.clients if older else {})
             saved = checkpoint.round if checkpoint.hash == federation.hash else 0
