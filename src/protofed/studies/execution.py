@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -74,8 +74,11 @@ class Job:
         """Whether the run is finished and has kept the models of all rounds asked for."""
         if not self.folder.is_finished(self.hash):
             return False
+        if not self.config.keep_rounds:
+            return True
+        done = self.folder.summary().get("rounds", self.config.rounds)  # it may have stopped early
         kept = self.folder.artifact_rounds("snapshots")
-        return not self.config.keep_rounds or rounds_to_keep(self.config) <= set(kept)
+        return rounds_to_keep(replace(self.config, rounds=done)) <= set(kept)
 
     def refresh(self) -> None:
         with contextlib.suppress(ProtofedError, OSError):
