@@ -82,6 +82,16 @@ def test_the_model_equals_the_simulators_bit_for_bit(
         assert mine == other
 
 
+def test_options_of_training_are_the_sites_too(world: Callable[..., Any], tmp_path: Path) -> None:
+    options = {"optimizer": "adamw", "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5,
+               "label_smoothing": 0.1, "sampling": "balanced"}  # fmt: skip
+    w = world("fpl", rounds=3, samples=FEW, **options)
+    w.coordinator().run()
+    oracle = run(config=w.config, out=tmp_path / "oracle")
+    assert tree.equal(tree.load(w.out / "model.safetensors")[0], {"model": oracle.model})
+    assert read_records(w.out / "rounds.jsonl")["lr"] == oracle.rounds["lr"] == [5e-4, 1e-3, 5e-4]
+
+
 def test_weights_from_a_file_reach_the_sites_with_the_model(
     world: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

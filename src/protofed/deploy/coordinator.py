@@ -57,7 +57,7 @@ from protofed.runs.records import Record
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
 APPROVAL_POLLS = 30
-"""Polls between two attempts at a round for which sites have yet to be approved."""
+"""Polls between two attempts at a round that sites have yet to approve."""
 JUMP = 4.0
 """A site's loss jumps if it is this many times the largest of its last rounds."""
 OUTLYING = 4.0
@@ -121,7 +121,7 @@ class Coordinator:
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())), config.weights)
         setup = make_setup(config, task, network)
-        self.privacy = setup.privacy
+        self.training, self.privacy = setup.training, setup.privacy
         self.server = Server(
             config.method,
             network,
@@ -388,10 +388,12 @@ class Coordinator:
 
     def _wait_for_approval(self, sites: Sequence[str]) -> bool:
         """Give the sites' people time; False if there are no such sites, or it is up."""
+        if not sites:
+            return False
         if self.waiting_since is None:
             self.waiting_since = time.monotonic()
         left = self.waiting_since + self.members.wait_seconds - time.monotonic()
-        if not sites or left <= 0:
+        if left <= 0:
             return False
         text = "round %d waits for the run's approval at %s (for at most %.0f s more)"
         log.warning(text, self.server.round + 1, ", ".join(sites), left)
@@ -451,6 +453,7 @@ class Coordinator:
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
+            **self.training.record(round),
             "bytes_up": sum(got.sent[name] for name in trained),
             "bytes_down": got.down,
             "clients": len(trained),

@@ -26,7 +26,7 @@ from protofed.data.load import site_images
 from protofed.data.sources.folder import folder_path
 from protofed.data.task import Reading
 from protofed.deploy.audit import AuditLog, contents
-from protofed.deploy.members import Members, read_members, read_toml
+from protofed.deploy.members import FEDERATION_FILE, Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read, write
 from protofed.deploy.policy import Approvals, Policy, read_policy
 from protofed.deploy.spec import RunSpec, asked_settings, unpack
@@ -199,6 +199,7 @@ def _advice_for_sites() -> Iterator[None]:
 def _for_site(text: str) -> str:
     text = text.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
     text = text.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
+    text = re.sub(r"--pixel-range ([-\d.:]+)", rf'pixel_range = "\1" in {FEDERATION_FILE}', text)
     return re.sub(r"--max-(\w+)-(\w+) (\d[\d.]*)", rf"max_\1_\2 = \3 in {SITE_FILE}", text)
 
 

@@ -23,7 +23,7 @@ from protofed.config import SETTINGS, Config, make_config, without_paths
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.deploy.counts import Count
-from protofed.deploy.installed import InstalledMethod, file_digest
+from protofed.deploy.installed import InstalledMethod, file_sha256
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
@@ -167,7 +167,7 @@ def _named(method: Method) -> dict[str, str]:
     found = reference(method)
     if found in METHODS:
         return {"name": found}
-    return {"name": method.name, "sha256": file_digest(Path(found.rpartition(":")[0]))}
+    return {"name": method.name, "sha256": file_sha256(Path(found.rpartition(":")[0]))}
 
 
 def _find(name: str, digest: str | None, methods: Mapping[str, InstalledMethod]) -> str:

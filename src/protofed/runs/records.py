@@ -118,6 +118,14 @@ def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]
     return {f"{unseen} (unseen)": accuracy[unseen], **seen, SEEN: _mean(list(seen.values()))}
 
 
+def stops_early(records: Sequence[Mapping[str, Any]], patience: int | None) -> bool:
+    """Whether the validation average has not improved for ``patience`` rounds."""
+    if patience is None:
+        return False
+    averages = [beside(record)[VALIDATION] for record in records]
+    return bool(averages) and len(averages) - 1 - averages.index(max(averages)) >= patience
+
+
 def over_rounds(
     records: Sequence[Mapping[str, Any]], unseen: str | None = None
 ) -> dict[str, list[float]]:

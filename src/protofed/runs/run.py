@@ -24,7 +24,7 @@ from protofed.method import Method
 from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
 from protofed.runs.model_file import ModelCard, StoredModel
-from protofed.runs.records import Records
+from protofed.runs.records import Records, stops_early
 from protofed.runs.result import Result
 from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
@@ -109,10 +109,10 @@ def _rounds(
             saved = done[0]
 
     try:
-        while server.round < config.rounds:
+        while server.round < config.rounds and not stops_early(records, config.patience):
             record = federation.run_round((artifacts, *observers))
-            artifacts.write(server)
             records.append(record)
+            artifacts.write(server, last=stops_early(records, config.patience))
             if folder is not None:
                 folder.append_record(record)
             done = (server.round, server.state, federation.store.accept())
@@ -149,7 +149,7 @@ def _trained(federation: Federation, summary: Mapping[str, Any]) -> StoredModel:
         holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
         if not clients:
             holds = "what all clients share (model/...); their own entries are in clients/"
-    config, task = federation.config, federation.task
+    config, task = replace(federation.config, rounds=summary["rounds"]), federation.task
     table, accuracy = summary["clients"], summary["accuracy"]
     card = ModelCard.of(config, task, federation.hash, table, accuracy, holds)
     return StoredModel.of(card, federation.server.broadcast(), federation.method, clients)
