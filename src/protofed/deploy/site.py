@@ -289,13 +289,14 @@ def _answer(
     policy.check_round(setup, network, request.round)
     if policy.approval:  # of what the policy allows
         Approvals(site.folder).require(run, spec)
+    about = (site.name, run.hash, method.name, request.round, request.train)
+    if not (request.train or request.evaluate):  # only to declare how many images there are
+        train, test = folder_images(site, task.classes, task.image_size)
+        return Answer(*about, samples=len(train), tested=len(test), version=__version__), {}
     train, test, public = own_images(site, run)
     least = max(config.min_class_count, policy.min_class_count)
     privacy = dataclasses.replace(setup.privacy, normal=system_normal)
     setup = dataclasses.replace(setup, public=public, privacy=privacy, min_class_count=least)
-    about = (site.name, run.hash, method.name, request.round, request.train)
-    if not (request.train or request.evaluate):  # only to declare how many images there are
-        return Answer(*about, samples=len(train), tested=len(test), version=__version__), {}
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
