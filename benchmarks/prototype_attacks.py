@@ -6,10 +6,10 @@ The victim is a client of FPL with images of the domain `scan` of `glyphs`; its 
 of `train_client`. The server has images of its own: some of the other domains, and 30 images of
 each class of `scan` that no client holds.
 
-    reconstruction   The server sends weights that it trained, with a decoder, to encode images,
-                     asks for a clean pass (`proto_pass=post`) after one epoch with a tiny learning
-                     rate, and decodes the prototype of a class with n images. *Found*: of 40 images
-                     of the class, the one most like the decoded image is one of the client's.
+    reconstruction   The server chooses a small CNN, one epoch, a tiny learning rate, a clean pass
+                     (`proto_pass=post`), and weights that it trained, with a decoder, to encode
+                     images; it decodes the prototype of a class with n images. *Found*: of 40
+                     images of the class, the one most like the decoded image is the client's.
     membership       With an honest model: is this image one of the n of its class? The score is
                      <f(x) - m, p - m>, p the prototype and m the mean of the server's own images of
                      the class. *AUC*: 0.5 is guessing, 1 is certainty.
@@ -89,6 +89,8 @@ class World:
             asked = replace(self.federation.config, proto_epsilon=epsilon)
             privacy = make_privacy(asked, network, self.setup.sizes)
         setup = replace(self.setup, privacy=privacy, min_class_count=least, seed=trial)
+        if epsilon is not None:  # these prototypes come before training: no need for all of it
+            setup = replace(setup, training=replace(setup.training, epochs=1))
         data = ClientData("victim", DOMAIN, Images(x, y))
         return train_client(setup, network, data, received, {}, 0).message
 
@@ -133,8 +135,6 @@ def crafted(world: World, steps: int) -> tuple[Tree, nn.Module]:
     optimizer = torch.optim.Adam([*network.parameters(), *decoder.parameters()], 1e-3)
     sets = [x.flatten(0, 1) for x in world.server_has.values()]
     for step in range(steps):
-        if step == steps // 2:
-            network.eval()  # from here on as in the client's clean pass
         optimizer.param_groups[0]["lr"] = 1e-3 * (1 - step / steps)
         own = sets[step % len(sets)] if step % 2 else world.server_has[DOMAIN].flatten(0, 1)
         x = own[rng.integers(0, len(own), 64)]
@@ -314,7 +314,8 @@ def main() -> None:
     print(f"python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores")
     with one_thread():
         if only in (None, "reconstruction"):
-            hostile = World({"proto_pass": "post"}, epochs=1, lr=1e-6)
+            chosen = {"model": "cnn2", "width": 8, "norm": "none", "epochs": 1, "lr": 1e-6}
+            hostile = World({"proto_pass": "post"}, **chosen)
             reconstruction(hostile, trials, steps, options.out)
         if only != "reconstruction":
             world = World({})

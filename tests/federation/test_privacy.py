@@ -216,6 +216,25 @@ def test_a_class_without_a_clear_count_is_absent() -> None:
     assert not reply(data, replace(PROTOTYPES, epsilon=0.01)).message["prototypes"]["count"].any()
 
 
+@pytest.mark.parametrize(("images", "there"), [(12, False), (25, True)])
+def test_a_class_whose_mean_would_be_mostly_noise_is_absent(images: int, there: bool) -> None:
+    budget = Budget("prototypes", 4.4, 1e-5, clip=1.0, releases=1)
+    assert budget.multiplier == pytest.approx(1, rel=0.02)
+
+    class View:
+        network = network()
+
+        def clipped_sums(self, clip: float) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.ones(1, 400), torch.tensor([float(images)])
+
+        def use_sums(self, *sums: torch.Tensor) -> None:
+            self.sums = sums
+
+    view: Any = View()  # the noise of a sum is about √400 long, that of a count about 3
+    privacy.collect_private(Privacy(budget, normal=no_noise), view, (), 1)
+    assert bool(view.sums[1] > 0) == there
+
+
 def test_a_mean_is_never_longer_than_a_feature() -> None:
     message = reply(client_data(40), replace(PROTOTYPES, epsilon=20.0), noise_of(0)).message
     mean = message["prototypes"]["mean"]

@@ -293,6 +293,9 @@ def _answer(
     least = max(config.min_class_count, policy.min_class_count)
     privacy = dataclasses.replace(setup.privacy, normal=system_normal)
     setup = dataclasses.replace(setup, public=public, privacy=privacy, min_class_count=least)
+    about = (site.name, run.hash, method.name, request.round, request.train)
+    if not (request.train or request.evaluate):  # only to declare how many images there are
+        return Answer(*about, samples=len(train), tested=len(test), version=__version__), {}
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
@@ -304,7 +307,7 @@ def _answer(
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )
-    past = 2 * config.checkpoint_every  # rounds back to the server's older checkpoint
+    past = site.members.checkpoints * config.checkpoint_every  # how far the server may go back
     spending = Spending(site.folder / "privacy" / run.hash, privacy, past)
     report: dict[str, Any] = {}
     if request.evaluate:
@@ -342,7 +345,6 @@ def _answer(
             message, trained = train_here()
         report |= trained
     states.keep_only(request.accepted, *request.kept, report.get("state", ""))
-    about = (site.name, run.hash, method.name, request.round, request.train)
     return Answer(*about, version=__version__, **report), message
 
 

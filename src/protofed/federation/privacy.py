@@ -144,8 +144,8 @@ class Privacy:
 
 def make_privacy(config: Config, network: Network, sizes: Sizes) -> Privacy:
     """The protection that a config asks for, or an error if its method cannot have it."""
-    method, asked = config.method, (config.proto_epsilon, config.update_epsilon)
-    if asked == (None, None):
+    method = config.method
+    if config.proto_epsilon is None and config.update_epsilon is None:
         return Privacy()
     if others := sorted(method.slots.up.keys() - {PROTOTYPES}):
         raise _no_privacy(method, f"also sends {', '.join(others)}, which would get no noise")
@@ -153,13 +153,14 @@ def make_privacy(config: Config, network: Network, sizes: Sizes) -> Privacy:
         _require_class_means(method, network, sizes)
     if config.update_epsilon is not None:
         _require_plain_updates(method, network)
-    parts = ((PROTOTYPES, asked[0], config.proto_clip), (MODEL, asked[1], config.update_clip))
     releases = planned_releases(config)
+
+    def budget(part: str, epsilon: float | None, clip: float) -> Budget | None:
+        return None if epsilon is None else Budget(part, epsilon, config.delta, clip, releases)
+
     return Privacy(
-        *(
-            None if epsilon is None else Budget(part, epsilon, config.delta, clip, releases)
-            for part, epsilon, clip in parts
-        )
+        budget(PROTOTYPES, config.proto_epsilon, config.proto_clip),
+        budget(MODEL, config.update_epsilon, config.update_clip),
     )
 
 
@@ -220,7 +221,8 @@ def collect_private(
 ) -> None:
     """Fill the class sums from the network as it is, the received model, with noise.
 
-    A class whose noised count is below ``least``, or not clearly above 0, is absent.
+    A class is absent if its noised count is below ``least``, not clearly above 0, or so small that
+    the noise of its mean is expected to be longer than any feature.
     """
     budget = privacy.prototypes
     assert budget is not None
@@ -232,7 +234,8 @@ def collect_private(
     of_sum = budget.multiplier * budget.clip / math.sqrt(1 - COUNT_SHARE)
     of_count = budget.multiplier / math.sqrt(COUNT_SHARE)
     sum_Kd, count_K = sum_Kd + of_sum * noise[:, :-1], count_K + of_count * noise[:, -1]
-    count_K = count_K.masked_fill(count_K < max(least, CERTAIN * of_count), 0)
+    enough = max(least, CERTAIN * of_count, of_sum * math.sqrt(size) / budget.clip)
+    count_K = count_K.masked_fill(count_K < enough, 0)
     # no mean is longer than the features it is made of
     longest_K = budget.clip * count_K
     sum_Kd = sum_Kd * (longest_K / sum_Kd.norm(dim=1)).clamp(max=1)[:, None]

@@ -23,7 +23,8 @@ from protofed.user_code import is_file
 
 AVERAGE = "average"
 TASK_OWNED = ("model", "width", "norm", "weights", "train", "freeze_bn", "rounds", "epochs",
-              "batch", "lr", "momentum", "weight_decay", "image_size", "flip", "augment",
+              "batch", "lr", "momentum", "weight_decay", "step_every", "warmup_rounds",
+              "image_size", "flip", "augment",
               "test_split", "leftover", "repair", "samples", "protocol", "data",
               "skip_bad")  # fmt: skip
 """Settings that belong to a task: on another one they would mean something else."""
@@ -150,8 +151,7 @@ def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedR
     if "on" in study.override:
         own = _moved(study, own, next(iter(study.tasks.values())).task, task.task)
     settings = {**_settings(study, task), **own, **study.override.get("settings", {})}
-    if rounds := study.tsne.get("rounds"):
-        settings.setdefault("keep_rounds", [*rounds, "last"])
+    drawn = study.tsne.get("rounds", []) if "keep_rounds" not in settings else []
     left_out = settings.get("leave_out")
     unseen = _domains(study, task.task, settings) if left_out == EACH else (left_out,)
     found = []
@@ -163,6 +163,9 @@ def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedR
         except ProtofedError as error:
             name = f"{task.name}  {line.label}  seed {seed}"
             raise type(error)(f"{name}: {error.message}", error.hint) from None
+        if drawn:
+            there = [r for r in drawn if r <= config.rounds]
+            config = replace(config, keep_rounds=(*there, "last"))
         found.append(PlannedRun(task.name, line, seed, domain, config))
     return found
 
