@@ -261,18 +261,18 @@ def _tables(text: str) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """The tables of a study: task, column names (domains, average, seeds), rows with numbers."""
     for section in text.split("\n## ")[1:]:
         task = section.partition("\n")[0].strip()
+        first = re.search(r"(^\|.*\n)+", section, re.M)  # the next one has the costs
         rows = [
             [cell.strip() for cell in line.strip("|").split(" | ")]
-            for line in section.splitlines()
-            if line.startswith("| ")
+            for line in (first[0] if first else "").splitlines()
         ]
         if not rows or "average" not in rows[0]:
             continue
         names = rows[0][: rows[0].index("average") + 1]
-        names += ["seeds"] * ("seeds" in rows[0])  # where not all have all
+        names += [n for n in ("worst", "seeds") if n in rows[0]]  # seeds: where not all have all
         columns = [rows[0].index(name) for name in names]
         plain = [[re.sub(r"\*\*|</?u>", "", row[c]) for c in columns] for row in rows[2:]]
-        yield task, names, [row for row in plain if "—" not in row]
+        yield task, names, [row for row in plain if all(row)]
 
 
 def _row(cells: list[str]) -> str:

@@ -177,7 +177,7 @@ def outputs(
         )
         initial = {name: t.clone() for name, t in network.state_dict().items()}
         received = _received(run, round, sizes) if received is None else received
-        at = (round or config.rounds) - 1
+        at = (round or len(run.rounds)) - 1
         client = Client(
             config.method,
             network,
@@ -222,7 +222,7 @@ def _images(run: Result, task: Task, domain: str, split: str, limit: int | None)
 
 def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
     """What the server would broadcast: the model, and whatever of the rest was kept."""
-    if round is not None and round != run.config.rounds:
+    if round is not None and round != len(run.rounds):
         slots, _ = _artifact(run, "snapshots", round)
         if round in prototype_rounds(run):
             slots |= _unflat(_artifact(run, "prototypes", round)[0].get("down", {}))
@@ -231,8 +231,8 @@ def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
     if checkpoint is None:
         return {**run.need_model().received, "model": run.model}
     clients = tuple(row["client"] for row in run.summary.get("clients", ()))
-    rounds = run.config.rounds
-    return run.config.method.broadcast(ServerView(checkpoint.state, rounds, rounds, clients, sizes))
+    done, rounds = len(run.rounds), run.config.rounds
+    return run.config.method.broadcast(ServerView(checkpoint.state, done, rounds, clients, sizes))
 
 
 def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree]]:
@@ -242,7 +242,7 @@ def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[st
         return
     folder = RunFolder(run.folder) if run.folder else None
     checkpoint = folder.checkpoint() if folder else None
-    if round not in (None, run.config.rounds):
+    if round not in (None, len(run.rounds)):
         raise ProtofedError(
             f"clients of {run.config.method.name} keep their own models, and only those of the "
             "last round"
@@ -395,7 +395,7 @@ def prototypes(run: Run, round: int | None = None) -> RoundPrototypes:
     """The prototypes of a round that was kept; None is the last such round."""
     run = _loaded(run)
     if round is None:
-        round = (prototype_rounds(run) or [run.config.rounds])[-1]
+        round = (prototype_rounds(run) or [len(run.rounds)])[-1]
     slots, metadata = _artifact(run, "prototypes", round)
     clients = metadata["clients"]
     sent = {}

@@ -49,9 +49,9 @@ PRECISIONS = ("fp32", "fp64", "tf32", "bf16")
 DEVICES = ("cpu", "cuda")
 ENGINES = ("loop", "workers", "lanes")
 
-TRAINING, CLIENTS, PRIVACY = "Training", "Clients and data", "Privacy"
+TRAINING, CLIENTS, ROBUSTNESS, PRIVACY = "Training", "Clients and data", "Robustness", "Privacy"
 ENGINE, OUTPUT = "Engine", "Output"
-PANELS = (TRAINING, CLIENTS, PRIVACY, ENGINE, OUTPUT)
+PANELS = (TRAINING, CLIENTS, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
 """The groups in which help and docs show the settings."""
 
 
@@ -326,6 +326,15 @@ class Config:
         metavar="unused | folder | FRACTION",
         later=True,
     )
+    patience: int | None = setting(
+        "int",
+        TRAINING,
+        "Stop early: end the run once the validation accuracy (--validate) has not improved for "
+        "this many rounds.",
+        least=1,
+        most=10**6,
+        later=True,
+    )
     pixel_range: str | None = setting(
         "str",
         CLIENTS,
@@ -361,6 +370,47 @@ class Config:
         most=10**4,
         numbers=False,
     )
+    bounds: str = setting(
+        "str",
+        ROBUSTNESS,
+        "What happens to a client's message that is out of bounds (ten times the median of the "
+        "last rounds): refuse it by name, clip it to the bound, or off: let it count.",
+        "refuse",
+        choices=("refuse", "clip", "off"),
+        later=True,
+    )
+    robust: str = setting(
+        "str",
+        ROBUSTNESS,
+        "How weights, prototypes and all else that clients send are aggregated: none (as the "
+        "method does), clip (shortened to the median norm), trimmed or median (of each "
+        "coordinate), krum (only the messages nearest to one another).",
+        "none",
+        choices=("none", "clip", "trimmed", "median", "krum"),
+        later=True,
+    )
+    robust_fraction: float = setting(
+        "float",
+        ROBUSTNESS,
+        "The fraction of a round's clients that trimmed and krum leave out.",
+        0.2,
+        above=0,
+        below=0.5,
+        later=True,
+    )
+    attack: str | None = setting(
+        "str",
+        ROBUSTNESS,
+        "For studies of robustness, some clients lie: flip (train with wrong labels), scale (send "
+        "their change reversed and five times as long), noise (in place of their change), "
+        "prototypes (send those of other classes, five times as long).",
+        choices=("flip", "scale", "noise", "prototypes"),
+        later=True,
+    )
+    attackers: float = setting(
+        "float", ROBUSTNESS, "The fraction of clients that attack.", 0.2, least=0, below=1,
+        later=True,
+    )  # fmt: skip
     proto_epsilon: float | None = setting(
         "float",
         PRIVACY,
@@ -739,6 +789,8 @@ def make_config(
             raise ProtofedError(f"{info.name} has only one test split", "leave out --test-split")
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
+    if values["patience"] is not None and values["validate"] is None:
+        raise ProtofedError("patience stops by the validation accuracy", "add --validate unused")
     if len(models) > 1:
         made = made.for_mixed_models()
         if values["weights"] is not None:
@@ -814,7 +866,19 @@ def merged_config(
     old, new = found.pop("options", {}), options or {}
     if old and READING in new:  # the file names every switch that a reading sets: drop them
         old = {k: v for k, v in old.items() if k not in method_class(found["method"]).switches()}
-    return make_config(**{"task": "glyphs", **found}, options={**old, **new})
+    config = make_config(**{"task": "glyphs", **found}, options={**old, **new})
+    require_rounds_to_keep(config)
+    return config
+
+
+def require_rounds_to_keep(config: Config) -> None:
+    """An error if a round that is to be kept comes after the last one."""
+    late = [r for r in config.keep_rounds or () if not isinstance(r, str) and r > config.rounds]
+    if late:
+        raise ProtofedError(
+            f"keep_rounds names round {late[0]}, but the run has {config.rounds}",
+            '"last" is the last round, whichever it is',
+        )
 
 
 def execute_models(settings: Mapping[str, Any]) -> None:

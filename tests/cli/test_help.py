@@ -54,6 +54,8 @@ def test_help_names_and_explains_every_option_and_argument(
     pages: dict[tuple[str, ...], str], command: tuple[str, ...]
 ) -> None:
     page = plain(pages[command])
+    listed = re.findall(r"^│ (?:\*  )?\s*(--[\w-]+)", pages[command], re.M)
+    assert len(listed) == len(set(listed)), "an option is listed twice"
     for parameter in WHOLE[command].params:
         for option in parameter.opts:
             text = getattr(parameter, "help", None)

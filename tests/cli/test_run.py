@@ -239,6 +239,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "unknown precision": (["--precision", "fp31"], ["'fp31'", "fp32"]),
     "no workers": (["--workers", "0"], ["workers", "at least 1"]),
     "rounds to keep": (["--keep-rounds", "first"], ["keep_rounds", "last"]),
+    "a round after the last": (["--keep-rounds", "99"], ["round 99", "the run has 1", '"last"']),
     "each domain": (["--leave-out", "each"], ["protofed compare --methods fedavg", "--leave-out"]),
     "no such domain": (["--leave-out", "scam"], ["'scam'", "scan"]),
     "no config": (["--config", "none.toml"], ["none.toml", "No such file"]),

@@ -59,6 +59,13 @@ def _other_method(content: RecordDict) -> None:
     set_values(content, method="fedavg")
 
 
+def _entry(content: RecordDict, slot: str, end: str, value: float) -> None:
+    record = content[f"tree.{slot}"]
+    assert isinstance(record, ArrayRecord)
+    name = next(n for n in record if n.endswith(end))
+    record[name] = to_array(torch.full_like(read_tree(content)[slot][name], value))
+
+
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "nan": (lambda c: _model(c, _nan), "is not finite"),
     "shape": (lambda c: _model(c, lambda t: t[1:]), "has the shape"),
@@ -78,5 +85,11 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "wrong type": (lambda c: set_values(c, samples="many"), "'samples' of the message is not int"),
     "losses": (lambda c: set_values(c, loss_totals=[1.0]), "do not match each other"),
     "loss": (lambda c: set_values(c, loss_totals=[float("inf")] * 3), "is not finite"),
+    "billion samples": (lambda c: set_values(c, samples=10**9), "has 1000000000 samples"),
+    "test images": (lambda c: set_values(c, right=10**6, tested=10**6), "is about 1000000 test"),
+    "huge prototypes": (lambda c: _entry(c, "prototypes", "mean", 1e5), "'prototypes' has the nor"),
+    "counts": (lambda c: _entry(c, "prototypes", "count", 1e8), "must be whole numbers from 0 to"),
+    "huge model": (lambda c: _model(c, lambda t: t + 1e5), "its model changed by"),
+    "variance": (lambda c: _entry(c, "model", "running_var", -1.0), "has negative entries"),
     "scores": (lambda c: set_values(c, right=10**6), "test images right"),
 }

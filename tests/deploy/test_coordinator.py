@@ -150,7 +150,7 @@ def test_a_state_that_is_not_finite_ends_the_run_and_is_not_kept(
     world: Callable[..., Any],
 ) -> None:
     """Finite numbers, the squares of which FedAdam's server cannot hold."""
-    w = world("fedadam", rounds=2)
+    w = world("fedadam", rounds=2, bounds="off")
 
     def change(name: str, reply: Message) -> Message:
         if name == BAD and len(w.grid.seen) > 3:

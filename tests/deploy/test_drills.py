@@ -98,7 +98,8 @@ def test_a_site_joins_late_is_killed_and_comes_back(deployment: Deployment) -> N
 
 def test_bad_replies_of_a_real_site(deployment: Deployment) -> None:
     """A site with a good key and bad answers: each refused by name, and the rounds go on."""
-    kinds = ("nan", "shape", "dtype", "giant", "empty", "other method", "stale")
+    kinds = ("nan", "shape", "dtype", "giant", "empty", "other method", "stale",
+             "huge prototypes", "billion samples", "test images", "variance")  # fmt: skip
     plan = {str(i + 1): kind for i, kind in enumerate(kinds)}
     late, die = len(kinds) + 1, len(kinds) + 3  # and a round to come back after each
     plan |= {str(late): "late", str(die): "die"}

@@ -120,7 +120,8 @@ def test_the_server_runs_its_own_app_and_says_how_that_ended(
     executor.run_server_task(executor.Runtime("127.0.0.1:1", None), "token")
     ((got, text),) = ended
     assert got == status and text.startswith(why)
-    expected = {"spec": "s", "resume": False, "overwrite": False}
+    expected = {"spec": "s", "resume": False, "overwrite": False, "confirm": False}
+    expected |= {"on-poison": "stop"}
     assert ran == ([] if "refused" in why else [expected])
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
-from protofed.deploy.members import read_members
+from protofed.deploy.certificates import node_key
+from protofed.deploy.installed import InstalledMethod
+from protofed.deploy.members import read_members, write_members
 from protofed.deploy.setup import init
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
@@ -36,6 +39,29 @@ def test_a_federation_file_is_checked(tmp_path: Path) -> None:
         path.write_text(good.replace(old, new))
         with pytest.raises(ProtofedError, match=words):
             read_members(path.parent)
+
+
+def test_all_of_a_federation_file_survives_a_change(tmp_path: Path) -> None:
+    """``deploy admit`` and others write it anew."""
+    init(tmp_path / "f", ["a", "b"], classes=CLASSES)
+    folder = tmp_path / "f" / "server"
+    known = read_members(folder)
+    method = {"file": "m.py", "class": "M", "sha256": "0" * 64}
+    changes: dict[str, Any] = {
+        "pixel_range": "0:9",
+        "methods": {"mine": InstalledMethod.read(folder, "mine", method)},
+        "revoked": (node_key()[1],),
+        "minimum": 1,
+    }
+    for f in fields(known):
+        value = getattr(known, f.name)
+        if isinstance(value, bool):
+            changes.setdefault(f.name, not value)
+        elif isinstance(value, int | float):
+            changes.setdefault(f.name, value + 1)
+    changed = replace(known, **changes)
+    write_members(folder, changed)
+    assert read_members(folder) == changed
 
 
 def test_a_run_must_keep_what_the_federation_agreed_on(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("flwr")
 
@@ -22,7 +24,7 @@ from protofed.data import load_task
 from protofed.data.task import Reading
 from protofed.deploy import programs, server_app
 from protofed.deploy.audit import AUDIT_FILE
-from protofed.deploy.members import read_members
+from protofed.deploy.members import FEDERATION_FILE, read_members
 from protofed.deploy.messages import Request, write
 from protofed.deploy.operator import plan_run, run_folder
 from protofed.deploy.setup import init
@@ -147,6 +149,28 @@ def test_limits_are_the_sites_own(home: Path) -> None:
     settings.write_text(f"{text}max_image_pixels = 0\n")
     with pytest.raises(ProtofedError, match=r"max_image_pixels in '.*' must be a whole number"):
         read_site_config(home)
+
+
+def test_sites_agree_on_what_is_black_and_white(home: Path, tmp_path: Path) -> None:
+    data, agreed = tmp_path / "scans", home / FEDERATION_FILE
+    for name in CLASSES:
+        (data / name).mkdir(parents=True)
+        for i in range(5):
+            scan = np.arange(1000, 1256, dtype=np.uint16).reshape(16, 16)
+            Image.fromarray(scan).save(data / name / f"{i}.png")
+    with pytest.raises(ProtofedError, match=r'pixel_range = "0:4095" in federation\.toml'):
+        folder_images(read_site_config(home, str(data)), CLASSES, 16)
+    agreed.write_text(agreed.read_text().replace("minimum", 'pixel_range = "1000:1255"\nminimum'))
+    site = read_site_config(home, str(data))
+    train, _ = folder_images(site, CLASSES, 16)
+    assert train.x[0, 0].flatten().tolist() == list(range(256))
+    spec = plan_run(site.members, None, "fedavg", {}, SMALL)
+    assert spec.config.pixel_range == spec.task.pixel_range == "1000:1255"
+    told = unpack(pack(spec))
+    site.members.require_own(told.task)
+    assert told.hash == spec.hash != plan(home, pixel_range=None).hash
+    with pytest.raises(ProtofedError, match="pixel_range is 0:1, but the sites agreed on 1000:1"):
+        plan_run(site.members, None, "fedavg", {}, {**SMALL, "pixel_range": "0:1"})
 
 
 def test_sites_of_a_task_keep_their_own_limits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def test_accuracies_under_the_names_a_person_reads() -> None:
     assert accuracies(record) == "scan 90.0  photo 70.0  inverse 30.0  average 63.3"
     unseen = "inverse (unseen) 30.0  scan 90.0  photo 70.0  seen average 80.0"
     assert accuracies(record, "inverse") == unseen
+    assert accuracies(record, brief=True) == "average 63.3"
+    assert accuracies(record, "inverse", brief=True) == "inverse (unseen) 30.0"
     nan = float("nan")
     assert shown({"a": 1.0, "b": nan, "c": 3.0, "average": 2.0}, "a")["seen average"] == 3.0
     assert shown({"a": 1.0, "average": 1.0}, "elsewhere") == {"a": 1.0, "average": 1.0}
@@ -45,6 +48,18 @@ def test_a_run_is_followed(terminal: bool) -> None:
     assert said.index(line) < said.index("samples")
     assert ("round 3/3  right (unseen)" in said) != terminal
     assert ("━" in said) == terminal
+
+
+def test_a_narrow_terminal_shows_round_and_time() -> None:
+    for width in (120, 80, 50):
+        file = io.StringIO()
+        console = Console(file=file, width=width, force_terminal=True)
+        settings = {**TINY, "epochs": 1, "samples": 8, "leave_out": "right", "clients": "one"}
+        run(tiny_task(), observers=[RunProgress(console)], **settings)
+        live = [line for line in file.getvalue().splitlines() if "round 3/3" in line]
+        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", live[-1])
+        assert " s left" in last and "…" not in last, last
+        assert ("seen average" in last, "unseen" in last) == (width > 100, width > 50)
 
 
 def test_quiet_says_nothing(tmp_path: Path) -> None:

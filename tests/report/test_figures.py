@@ -84,23 +84,62 @@ def test_validation_accuracy_has_the_last_panel():
 def test_several_methods_and_seeds():
     runs = [history(m, s, level=v) for m, v in (("a", 20), ("b", 40)) for s in (0, 1, 5)]
     plot = figures.curves(runs)
-    assert [key.label for key in plot.legend] == ["a", "b"]
     axis = axes(plot.panels[1])
     assert axis.lines[0].get_ydata() == pytest.approx([22, 23, 24, 25])  # mean of seeds 0, 1, 5
     band = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert (band.min(), band.max()) == (20, 28)  # the range of the seeds
-    assert [line.get_color() for line in axis.lines] == [key.color for key in plot.legend]
+    looks = looks_of(runs)
+    assert [line.get_color() for line in axis.lines[:2]] == [looks["a"].color, looks["b"].color]
+
+
+def test_names_stand_at_the_ends_of_their_lines_apart_from_each_other():
+    levels = {"a": 20.0, "b": 20.1, "c": 20.2, "d": 60.0}
+    runs = [history(m, level=v) for m, v in levels.items()]
+    plot = figures.curves(runs)
+    assert plot.legend == ()
+    axis = axes(plot.panels[1])
+    assert [text.get_text() for text in axis.texts] == list("abcd")  # from below, as the lines end
+    places = np.array([text.get_position()[1] for text in axis.texts])
+    assert abs(places[3] - 63.0) < 0.1  # where nothing is in the way: its last value
+    gaps = np.diff(places[:3])
+    assert gaps == pytest.approx([gaps[0]] * 2) and gaps[0] > 1
+    assert places[1] == pytest.approx(23.1)  # the middle one of those that were moved
+    looks = looks_of(runs)
+    assert [text.get_color() for text in axis.texts] == [looks[m].color for m in "abcd"]
+    # too many lines, or too long a name, and there is a legend instead
+    many = figures.curves([history(f"m{i}", level=i) for i in range(figures.LABELED_LINES + 1)])
+    long = figures.curves([history("a"), history("a name of some length")])
+    for plot in (many, long):
+        assert plot.legend and not axes(plot.panels[0]).texts
+    assert [key.label for key in figures.curves(runs[:1]).legend] == ["a"]
+
+
+def test_the_first_rounds_do_not_squeeze_the_others():
+    run = history("a", rounds=40)
+    for record in run.rounds[:4]:
+        record["accuracy"]["scan"] = 10.0
+    scan, other = (axes(panel).get_ylim() for panel in figures.curves([run]).panels[1:])
+    assert scan == (50, 90)  # from round 5 on: 54 to 89
+    assert other == (50, 95)  # 55 to 90: its own range
+    short = history("a", rounds=4)
+    assert axes(figures.curves([short]).panels[1]).get_ylim() == (45, 55)
+
+
+def test_a_file_has_the_size_of_a_paper(tmp_path):
+    runs = [history(m, domains=THREE) for m in ("a", "b")]
+    (path,) = save(figures.curves(runs), tmp_path, kinds=("png",), dpi=100)
+    with Image.open(path) as image:
+        assert image.size[0] == 716  # two columns of a paper
 
 
 def test_a_method_looks_the_same_in_every_figure():
     sent = {"bytes_up": 1_000_000, "bytes_down": 2_000_000}
     runs = [history(m, **sent) for m in ("moon", "fpl", "fedopt")]
     rows = [TableRow(m, {"average": Spread(50.0, None, 1)}, method=m) for m in ("fedopt", "moon")]
-    curves, traffic = figures.curves(runs), figures.traffic(runs[1:])
-    assert [(k.color, k.shape) for k in curves.legend[1:]] == [
-        (k.color, k.shape) for k in traffic.legend
-    ]
-    assert axes(curves.panels[0]).lines[2].get_linestyle() == "--"  # fedopt's
+    curves, traffic = axes(figures.curves(runs).panels[0]), figures.traffic(runs[1:])
+    colors = [line.get_color() for line in curves.lines[:3]]
+    assert colors[1:] == [key.color for key in traffic.legend]
+    assert [line.get_linestyle() for line in curves.lines[:3]] == ["-", "-", "--"]  # fedopt's
     bars = axes(figures.bars(rows).panels[0]).patches
     assert [to_hex(bar.get_facecolor()) for bar in bars] == [
         method_look(m).color.lower() for m in ("fedopt", "moon")
@@ -187,12 +226,13 @@ def test_runs_that_left_out_each_domain_are_joined():
 
 
 def test_bars_have_a_panel_for_each_column():
-    spreads = {"scan": Spread(40.0, 2.0, 3), "average": Spread(50.0, 1.0, 3)}
+    spreads = {"scan": Spread.of([38.0, 41.0, 41.0]), "average": Spread(50.0, 1.0, 3)}
     rows = [TableRow("FPL", spreads, method="fpl"), TableRow("none", {})]
     plot = figures.bars(rows)
     assert titles(plot) == ["average over domains", "scan"]
     axis = axes(plot.panels[1])
     assert [bar.get_width() for bar in axis.patches] == [40.0]
+    assert axis.lines[0].get_xdata().tolist() == [38.0, 41.0, 41.0]  # a dot for each seed
     assert [text.get_text() for text in axis.get_yticklabels()] == ["FPL"]
     assert plot.panels[1].alt == "Accuracy on scan: FPL 40.0 %."
 
@@ -270,6 +310,5 @@ def test_a_panel_s_legend_is_below_it(monkeypatch):
 def test_looks_can_be_given():
     runs = [history("a"), history("b")]
     looks = looks_of([*runs, history("c")])
-    assert [key.color for key in figures.curves(runs, looks).legend] == [
-        looks["a"].color, looks["b"].color,
-    ]  # fmt: skip
+    drawn = axes(figures.curves(runs, looks).panels[0]).lines[:2]
+    assert [line.get_color() for line in drawn] == [looks["a"].color, looks["b"].color]

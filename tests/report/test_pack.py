@@ -80,6 +80,18 @@ def test_packed_again_it_is_the_same_bytes_and_nothing_of_before(tmp_path: Path)
     assert contents(tmp_path / "c") == before
 
 
+@pytest.mark.usefixtures("no_drawing")
+def test_that_runs_diverged_is_remembered(tmp_path: Path) -> None:
+    folder = make_study(study(seeds=1), tmp_path / "runs" / "s", skip={("FPL", 0)})
+    gone = make_runs(study(seeds=1), tmp_path / "runs", skip={("FedAvg", 0)})["FPL", 0]
+    (gone / "summary.json").unlink()
+    (gone / "diverged.txt").write_text("'ce' is nan")
+    pack(folder.path, tmp_path / "b", images=0)
+    (table,) = StudyFolder.open(tmp_path / "b").tables()
+    assert [row.state for row in table.rows] == ["", "diverged"]
+    assert table.notes == () and StudyFolder.open(tmp_path / "b").study.hash == study().hash
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [("summary.json", "x"), ("config.toml", "seed = 1"), ("rounds.jsonl", "[1]\n")],

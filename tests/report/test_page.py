@@ -105,7 +105,7 @@ def test_a_method_has_one_look_on_the_whole_page(report: Path) -> None:
     fpl, fedavg = "var(--c4)", "var(--c8)"
     ranks = dict(re.findall(r'style="--c: ([^"]+)"><span class="name">(\w+)<', text))
     assert ranks == {fpl: "fpl", fedavg: "fedavg"}
-    # in the table, and in the legends of curves and bytes
+    # in both tables, and in the legend of bytes
     swatch = r'style="stroke: ([^"]+)"/></svg>(?:&nbsp;)?(\w+)<'
     found = re.findall(swatch, text)
     assert found.count((fpl, "fpl")) == found.count((fedavg, "fedavg")) == 3

@@ -92,6 +92,19 @@ def test_a_table_sorts_by_mouse_and_keyboard(page: Any) -> None:
     assert last.strip() == "fedavg"
 
 
+def test_a_narrow_screen_keeps_method_and_average_in_view(page: Any) -> None:
+    place = page.locator(".scroll").first
+    cue = page.locator(".cue").first
+    narrow = page.viewport_size["width"] < 640
+    for at in (0, 60, 10_000):
+        place.evaluate("(e, x) => { e.scrollLeft = x; }", at)
+        page.wait_for_timeout(50)
+        for head in ("method", "average"):
+            cell = page.locator("table.result th", has_text=head).bounding_box()
+            assert cell["x"] >= 0 and cell["x"] + cell["width"] <= page.viewport_size["width"]
+        assert cue.is_visible() == (narrow and at < 10_000)
+
+
 def test_links_lead_to_their_parts(page: Any) -> None:
     page.emulate_media(reduced_motion="reduce")
     page.locator("nav a", has_text="Clients").click()

@@ -19,7 +19,7 @@ class Item:
 def test_every_method_has_a_look_of_its_own() -> None:
     looks = {name: method_look(name) for name in METHODS}
     assert len(set(looks.values())) == len(METHODS)
-    assert looks["fedavg"] == Look(GRAY, "solid")
+    assert looks["fedavg"] == Look(GRAY, "dashed")
     assert GRAY not in {look.color for name, look in looks.items() if name != "fedavg"}
     assert all(look.style in STYLES for look in looks.values())
 
@@ -32,6 +32,11 @@ def test_a_look_does_not_depend_on_the_figure() -> None:
     own = looks_of([Item("mine", "mine"), Item("FPL", "fpl"), Item("A", "fedavg")])
     assert (own["FPL"], own["A"]) == (method_look("fpl"), method_look("fedavg"))
     assert method_look("mine") == method_look("mine")
+
+
+def test_the_methods_of_the_papers_differ_without_their_colors() -> None:
+    papers = [method_look(name).style for name in ("fedavg", "fpl", "i2pfl", "fedseproto")]
+    assert len(set(papers)) == 4
 
 
 def test_variants_keep_the_color_and_differ_in_style() -> None:

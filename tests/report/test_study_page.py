@@ -61,9 +61,25 @@ def test_the_paper_s_numbers_stand_below_ours(tmp_path: Path) -> None:
     assert 'data-value="40.5">40.5 ± 0.7<br><small>40.00 (+0.5)</small>' in own
     assert "45.5 ± 0.7<br><small>49.00 (-3.5)</small>" in fpl
     assert "+5.0 ± 0.0<br><small>±0.0 · paper +9.00</small>" in fpl
-    assert "—<br><small>50.00 ± 0.50</small>" in new and "which this version does not have" in new
-    assert "The paper prints 49.0&nbsp;% for it." in text
+    assert "><br><small>50.00 ± 0.50</small>" in new and "which this version does not have" in new
+    assert "is best" not in text
     assert "ours − paper" in text
+
+
+def test_no_row_wins_before_all_have_been_run(tmp_path: Path) -> None:
+    printed = {"glyphs": {k: v for k, v in PAPER.items() if k != "New"}}
+    rows = {"FedAvg": "fedavg", "FPL": "fpl", "MOON": "moon"}
+    made = study(printed=printed, rows=rows, seeds=1)
+    text = page_of(made, tmp_path / "some", skip={("FPL", 0)})
+    lead = text.split('class="lead">')[1].split("</p>")[0]
+    assert lead.startswith("2 of 3 rows have been run, so none is called the best.")
+    assert "<b>FedAvg</b> 40.0&nbsp;%, <b>MOON</b> 45.0&nbsp;% on average over 4 domains." in lead
+    assert 'class="first"' not in text and 'class="best' not in text
+    # the paper's numbers of a row without runs are a row of their own
+    assert re.search(r"FPL<br><small>not run · paper</small>.*?<small>49.00</small>", text, re.S)
+    text = page_of(made, tmp_path / "all")
+    assert "<b>FPL</b> is best" in text and 'class="first"' in text and 'class="best' in text
+    assert "The paper prints 49.0&nbsp;% for it." in text
 
 
 def test_seeds_that_are_not_there_are_counted(tmp_path: Path) -> None:

@@ -71,6 +71,24 @@ def test_what_is_missing_is_run_with_plain_commands(
     assert failed == [] and "2 of 2 runs are already complete" in out
 
 
+def test_the_last_runs_share_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs, two at a time: the third would otherwise leave half of the cores idle."""
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    started = run_in_process(monkeypatch)
+    jobs = jobs_of(study(seeds=3, rows={"FedAvg": "fedavg"}), tmp_path)
+    assert run_quietly(jobs, at_once=2)[0] == []
+    workers = [command[command.index("--workers") + 1] for command in started]
+    assert workers == ["2", "2", "4"]
+
+
+def test_a_round_to_keep_that_never_comes_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ProtofedError, match="seed 0: keep_rounds names round 99, but the run has"):
+        jobs_of(one(settings={**TINY, "keep_rounds": [99]}), tmp_path)
+    # of those that a study draws, some may not be there when it is tried small
+    (job,) = jobs_of(one(kind="tsne", tsne={"rounds": [1, 99]}), tmp_path)
+    assert job.config.keep_rounds == (1, "last")
+
+
 def test_a_run_that_kept_too_little_is_done_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.facts import NUMERICS
 from protofed.files import Damaged
 from protofed.studies.definition import FolderImages
-from protofed.studies.folder import StudyFolder, TaskTable, to_text
+from protofed.studies.folder import UNCHOSEN, StudyFolder, TaskTable, to_text
 from protofed.studies.plan import PlannedRun
 
 ALL = {(label, seed) for label in ("FedAvg", "FPL") for seed in (0, 1)}
@@ -46,13 +46,13 @@ def test_a_table_beside_the_paper(tmp_path: Path) -> None:
     table = table_of(StudyFolder.open(tmp_path / "s"))
     header, body = table.grid()
     assert header == [
-        "method", "scan", "print", "photo", "inverse", "average", "Δ FedAvg", "MB", "s",
+        "method", "scan", "print", "photo", "inverse", "average", "worst", "spread", "Δ FedAvg",
     ]  # fmt: skip
     shown = [[cell.text for cell in line.cells] for line in body]
     assert shown[0][5] == "40.5 ± 0.7"
     assert shown[1][5] == "40.00 (+0.5)"
-    assert shown[2][5:7] == ["45.5 ± 0.7", "+5.0 ± 0.0 (±0.0)"]
-    assert shown[3][5:7] == ["50.00 ± 0.50 (-4.5)", "+10.00"]
+    assert [shown[2][i] for i in (5, 8)] == ["45.5 ± 0.7", "+5.0 ± 0.0 (±0.0)"]
+    assert [shown[3][i] for i in (5, 8)] == ["50.00 ± 0.50 (-4.5)", "+10.00"]
     assert "fewer than 5 seeds" in table.caption
     assert table.notes == ("the paper did otherwise",)
     # on another task the paper's numbers and notes mean nothing
@@ -68,10 +68,37 @@ def test_what_is_missing_is_shown_not_dropped(tmp_path: Path) -> None:
     shown = texts(folder)
     assert shown[1][-1] == "1/2"
     assert shown[2][0] == "New (needs method fednew, which this version does not have)"
-    assert shown[2][1:6] == ["—"] * 5
+    assert {*shown[2][1:]} == {""}
     none = make_study(study(), tmp_path / "pool" / "none", skip=ALL)
     assert table_of(none).caption == "No run is there yet."
-    assert len(texts(none)) == 2
+    assert texts(none) == []
+
+
+def test_rows_that_were_not_run_are_named_once(tmp_path: Path) -> None:
+    rows = {"FedAvg": "fedavg", "FPL": "fpl", "Prox": "fedprox", "MOON": "moon"}
+    skip = {(label, seed) for label in ("Prox", "MOON") for seed in (0, 1)}
+    folder = make_study(study(rows=rows), tmp_path / "s", skip=skip)
+    assert [line[0] for line in texts(folder)] == ["FedAvg", "FPL"]
+    assert table_of(folder).notes == ("2 of 4 rows were not run: Prox; MOON.",)
+
+
+def test_what_a_target_takes(tmp_path: Path) -> None:
+    folder = make_study(study(), tmp_path / "s")  # 3 rounds of 3 MB; FedAvg 40, FPL 45
+    assert table_of(folder).costs()[0][3:] == ["rounds to 40.5 %", "MB to 40.5 %"]
+    aimed = study(target=45.5)
+    assert aimed.hash == study().hash
+    table = table_of(StudyFolder.create(tmp_path / "s", aimed, tmp_path))
+    header, (fedavg, fpl) = table.costs()
+    assert header[3:] == ["rounds to 45.5 %", "MB to 45.5 %"]
+    assert [c.text for c in fedavg.cells[3:]] == ["not reached", ""]
+    assert [c.text for c in fpl.cells[3:]] == ["1 (1 of 2 seeds)", "3"]
+    assert "rounds and MB to 45.5 %: until the mean of the last 5" in table.caption
+    assert StudyFolder.open(tmp_path / "s").study.target == 45.5
+
+
+def test_a_sweep_on_test_images_chooses_nothing(tmp_path: Path) -> None:
+    swept = study(sweep=[{"over": {"tau": [0.1, 0.2]}, "rows": ["FPL"]}])
+    assert table_of(make_study(swept, tmp_path / "s")).notes == (UNCHOSEN,)
 
 
 def test_a_run_that_diverged_is_said_to_have(tmp_path: Path) -> None:
@@ -124,10 +151,21 @@ def test_every_format(tmp_path: Path) -> None:
                  r"accuracy in \%", r"\quad paper"):  # fmt: skip
         assert part in latex
     assert latex.count("{") == latex.count("}")
+    # the caption stays short; what the numbers are stands in a note below the table
+    first, costs = latex.split(r"\begin{table*}")[1:]
+    said = first.split(r"\caption{")[1].split("\n")[0]
+    assert len(said) < 200 and "protocol glyphs" not in said
+    note = first.split(r"\end{tabular}")[1]
+    assert "protocol glyphs" in note and "the paper did otherwise" in note
+    assert r"rounds to 40.5 \%" in costs
     lines = list(csv.DictReader(io.StringIO((tmp_path / "s" / "table.csv").read_text())))
-    assert len(lines) == 10
-    last = lines[-1]
+    assert len(lines) == 14
+    assert [line["column"] for line in lines[-2:]] == ["worst", "spread"]
+    last = lines[-3]
     assert (last["method"], last["column"], last["seeds"]) == ("FPL", "average", "2")
+    assert last["values"] == "45.0000 46.0000"
+    assert (float(last["target"]), float(last["rounds_to_target"])) == (40.5, 1)
+    assert float(last["megabytes_to_target"]) == 3
     assert float(last["mean"]) == 45.5
     assert float(last["difference"]) == float(last["low"]) == float(last["high"]) == 5
     assert (float(last["paper"]), float(last["ours_minus_paper"])) == (50, -4.5)
@@ -251,8 +289,10 @@ def test_unseen_domains_are_a_column_each(tmp_path: Path) -> None:
     assert "scan 1 × 10, print 1 × 10, photo 1 × 10, inverse 1 × 10" in table.caption
     assert "test images: scan 200, print 200, photo 200, inverse 200" in table.caption
     header, body = table.grid()
-    assert header[5:7] == ["unseen average", "Δ FedAvg, unseen"]
-    assert body[1].cells[6].text == "+0.0"
+    assert header[5:9] == ["unseen average", "worst", "spread", "Δ FedAvg, unseen"]
+    assert [c.text for c in body[1].cells[6:]] == ["11.0", "11.2", "+0.0"]
+    # the bytes of all four runs
+    assert [c.text for c in table.costs()[1][0].cells[3:]] == ["1", "12"]
     # the curves are joined as the columns are: each domain's is of the run without it
     (history, _) = folder.histories("glyphs")
     assert history.rounds[0]["accuracy"] == {d: means[d] for d in DOMAINS}
@@ -281,9 +321,9 @@ def test_rows_with_and_without_a_left_out_domain_share_a_table(tmp_path: Path) -
     lines = {"All": "fedavg", "Less": {"method": "fedavg", "settings": {"leave_out": "photo"}}}
     folder = make_study(study(rows=lines, baseline="All", seeds=1), tmp_path / "s", rising)
     header, body = table_of(folder).grid()
-    assert header[1:7] == [*DOMAINS, "average", "seen average"]
-    assert [c.text for c in body[0].cells][5:7] == ["25.0", "—"]
-    assert [c.text for c in body[1].cells][5:8] == ["25.0", "23.3", "+0.0"]
+    assert header[1:9] == [*DOMAINS, "average", "worst", "spread", "seen average"]
+    assert [c.text for c in body[0].cells][5:9] == ["25.0", "10.0", "11.2", "—"]
+    assert [c.text for c in body[1].cells][5:] == ["25.0", "", "", "23.3", "+0.0"]
     # but not a figure
     assert [run.label for run in folder.histories("glyphs")] == ["All"]
 

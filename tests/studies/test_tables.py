@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -20,12 +21,17 @@ from protofed.studies.tables import (
     TableRow,
     caption,
     client_sizes,
+    cost_grid,
     grid,
     row,
     rows,
     seed_warning,
 )
 from protofed.testing.checks import TINY, tiny_task
+
+
+def split_of(config):
+    return {"clients": dict(config.domain_clients), "samples": dict(config.domain_samples)}
 
 
 def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0, **settings):
@@ -44,6 +50,7 @@ def result(method, seed, scan, photo, up=1_000_000, down=2_000_000, seconds=3.0,
     summary = {
         "method": method, "bytes_up": up, "bytes_down": down, "seconds": seconds,
         "data": "made up", "batchnorm": "averaged", "device": "cpu", "precision": "fp32",
+        "split": split_of(config),
     }  # fmt: skip
     return Result(config, Records(lines), summary)
 
@@ -52,6 +59,12 @@ def cells(table):
     """Header and texts."""
     header, lines = grid(table)
     return header, [[cell.text for cell in line.cells] for line in lines]
+
+
+def costs(table):
+    """Header and texts of the costs."""
+    header, lines = cost_grid(table)
+    return [header, *([cell.text for cell in line.cells] for line in lines)]
 
 
 def markdown(results):
@@ -68,8 +81,9 @@ def test_a_single_seed_has_no_deviation():
     assert row.megabytes == 3.0
     assert row.seconds == 3.0
     header, body = cells([row])
-    assert header == ["method", "scan", "photo", "average", "MB", "s"]
-    assert body == [["fedavg", "50.0", "70.0", "60.0", "3", "3"]]
+    assert header == ["method", "scan", "photo", "average", "worst", "spread"]
+    assert body == [["fedavg", "50.0", "70.0", "60.0", "50.0", "10.0"]]
+    assert costs([row]) == [["method", "MB", "s"], ["fedavg", "3", "3"]]
     assert "±" not in markdown([result("fedavg", 0, 50.0, 70.0)])
 
 
@@ -96,7 +110,7 @@ def test_the_difference_is_paired_by_seed_with_its_interval():
     # Student's t with two degrees of freedom: 4.303
     assert difference.half == pytest.approx(4.303 / math.sqrt(3), abs=1e-3)
     assert difference.noise
-    assert cells([base, fpl])[1][1][4] == "+2.0 ± 0.6 (±2.5, noise)"
+    assert cells([base, fpl])[1][1][6] == "+2.0 ± 0.6 (±2.5, noise)"
     # unpaired, the deviation of the seeds would drown it
     assert fpl.accuracy["average"].std > 10
 
@@ -111,20 +125,20 @@ def test_the_order_of_runs_does_not_matter_and_unpaired_seeds_are_left_out():
     fpl, base = rows(runs)
     assert (fpl.method, base.method) == ("fpl", "fedavg")  # as they come
     assert fpl.differences["average"] == Spread(2.0, None, 1)
-    assert cells([fpl])[1][0][4] == "+2.0"
+    assert cells([fpl])[1][0][6] == "+2.0"
     assert fpl.accuracy["average"].mean == 56.0
 
 
 def test_a_loss_has_a_minus():
     runs = [result("fedavg", 0, 60.0, 60.0), result("fpl", 0, 55.5, 55.5)]
-    assert cells(rows(runs))[1][1][4] == "-4.5"
+    assert cells(rows(runs))[1][1][6] == "-4.5"
 
 
 def test_without_fedavg_there_is_no_difference():
     table = rows([result("fpl", 0, 50.0, 60.0), result("fedproto", 0, 51.0, 61.0)])
     assert [r.differences for r in table] == [{}, {}]
     header, body = cells(table)
-    assert header == ["method", "scan", "photo", "average", "MB", "s"], "and no empty column of it"
+    assert header == ["method", "scan", "photo", "average", "worst", "spread"], "nor a column of it"
     assert {len(line) for line in body} == {6}
 
 
@@ -155,7 +169,7 @@ def test_markdown_is_a_table_with_its_caption():
     runs = [result(m, s, 50.0 + s, 60.0) for s in (0, 3) for m in ("fedavg", "fpl")]
     text = markdown(runs)
     lines = text.split("\n")
-    assert lines[0] == "| method | scan | photo | average | Δ FedAvg | MB | s |"
+    assert lines[0] == "| method | scan | photo | average | worst | spread | Δ FedAvg |"
     assert lines[1] == "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     assert lines[2].startswith("| fedavg | **51.5 ± 2.1** | **60.0 ± 0.0** | ")  # scan: 50 and 53
     assert [line.count("|") for line in lines[:4]] == [8] * 4
@@ -165,16 +179,17 @@ def test_markdown_is_a_table_with_its_caption():
 
 
 def test_the_caption_says_what_the_numbers_are():
-    runs = [result("fedavg", s, 1.0, 1.0) for s in (4, 2)]
+    runs = [result(m, s, 1.0, 1.0) for m in ("fedavg", "fpl") for s in (4, 2)]
     text = caption(runs)
     for part in (
         "mean of the last 5 rounds", "task glyphs (made up)", "protocol glyphs", "2 rounds",
         "scan 2 × 10", "photo 1 × 10", "seeds 2, 4", "fp32 on cpu", "BatchNorm: averaged",
-        "weights of the average: samples unless", "± standard deviation over seeds",
-        "95% interval", "fewer than 5",
+        "weights of the average: samples unless", "mean ± standard deviation over 2 seeds",
+        "95% interval", "fewer than 5", "hyper-parameters: each method's defaults;",
+        "Worst: the lowest domain", "accuracy of FedAvg on the same seed: until the mean",
     ):  # fmt: skip
         assert part in text, part
-    assert "standard deviation" not in caption(runs[:1])
+    assert "over 2 seeds" not in caption(runs[:1]) and "on the same seed" not in caption(runs[:1])
     assert "\n" not in text
 
 
@@ -214,9 +229,19 @@ def test_missing_runs_are_shown():
         row("b", {}, {}, wanted=3, state="needs method b"),
     ]
     header, body = grid(table, ("scan", "average"))
-    assert header == ["method", "scan", "average", "MB", "s", "seeds"]
-    assert [c.text for c in body[0].cells] == ["a", "50.0", "50.0", "1", "2", "1/3"]
-    assert [c.text for c in body[1].cells] == ["b (needs method b)", "—", "—", "—", "—", "0/3"]
+    assert header == ["method", "scan", "average", "seeds"]
+    assert [c.text for c in body[0].cells] == ["a", "50.0", "50.0", "1/3"]
+    assert [c.text for c in body[1].cells] == ["b (needs method b)", "", "", ""]
+    assert costs(table) == [["method", "MB", "s"], ["a", "1", "2"]]
+
+
+def test_a_row_that_was_not_run_takes_no_line_and_nobody_wins():
+    there = [row(m, {0: measure(0, v)}, {}) for m, v in (("a", 50.0), ("b", 60.0))]
+    _, body = grid([*there, row("c", {}, {})])
+    assert [line.cells[0].text for line in body] == ["a", "b"]
+    assert {c.mark for line in body for c in line.cells} == {""}
+    diverged = grid([*there, row("c", {}, {}, state="diverged")])[1]
+    assert [line.cells[1].mark for line in diverged] == ["second", "best", ""]
 
 
 def test_the_paper_stands_below_with_the_difference():
@@ -228,10 +253,77 @@ def test_the_paper_stands_below_with_the_difference():
     ]
     _, body = grid(table, ("scan", "average"), "FedAvg")
     texts = [[c.text for c in line.cells[:4]] for line in body]
-    assert [line.paper for line in body] == [False, True] * 3
+    assert [(line.paper, line.label) for line in body] == [
+        (False, ""), (True, ""), (True, "FPL"), (False, ""), (True, ""),
+    ]  # fmt: skip
     assert texts[1] == ["paper (ours − paper)", "", "47.50 ± 0.25 (+2.5)", ""]
-    assert texts[3] == ["paper (ours − paper)", "51.25", "49.00", "+1.50"]
-    assert texts[5][2:] == ["NaN", ""]
+    assert texts[2] == ["FPL: paper (not run)", "51.25", "49.00", "+1.50"]
+    assert texts[4][2:] == ["NaN", ""]
+
+
+def test_the_worst_domain_and_the_spread_are_those_of_each_seed():
+    # the worst is another domain in each seed: its mean is below that of every domain
+    runs = [result("fedavg", 0, 40.0, 60.0), result("fedavg", 1, 70.0, 50.0)]
+    (own,) = rows(runs)
+    assert own.derived["worst"].mean == 45.0
+    assert own.derived["spread"].mean == 10.0
+    assert cells([own])[1][0][4:6] == ["45.0 ± 7.1", "10.0 ± 0.0"]
+    assert own.accuracy["average"].values == (50.0, 60.0)
+    # a small spread is no merit by itself: it is never marked
+    table = rows([result("fedavg", 0, 40.0, 60.0), result("fpl", 0, 50.0, 90.0)])
+    marks = [[c.mark for c in line.cells[4:6]] for line in grid(table)[1]]
+    assert marks == [["second", ""], ["best", ""]]
+    # of the paper's numbers, too
+    printed = row("FPL", {}, {}, paper={"scan": 40.0, "photo": 60.0, "average": 50.0})
+    _, (line,) = grid([printed], ("scan", "photo", "average"))
+    assert [c.text for c in line.cells[1:]] == ["40.00", "60.00", "50.00", "40.00", "10.00"]
+
+
+# ---- what an accuracy takes ---------------------------------------------------------------------
+
+
+def over(method, seed, values, megabytes=1):
+    """A run of as many rounds as values, each of which sends so much."""
+    made = result(method, seed, values, values, rounds=len(values))
+    for record in made.rounds:
+        record |= {"bytes_up": megabytes * 400_000, "bytes_down": megabytes * 600_000}
+    return made
+
+
+def test_rounds_and_bytes_to_the_accuracy_of_the_baseline():
+    slow, quick = [10.0] * 5 + [50.0] * 5, [50.0] * 10
+    table = rows([over("fedavg", 0, slow), over("fpl", 0, quick, 3)])
+    # FedAvg's last five rounds are its accuracy: it is there at the end
+    assert [r.target for r in table] == [50.0, 50.0]
+    assert costs(table) == [
+        ["method", "MB", "s", "rounds to 50.0 %", "MB to 50.0 %"],
+        ["fedavg", "3", "3", "10", "10"],
+        ["fpl", "3", "3", "1", "3"],
+    ]
+    assert table[0].reached[0].mean == 10
+    # one lucky round does not reach it: the mean of the last five counts
+    lucky = over("fpl", 0, [10.0, 60.0, *[10.0] * 8])
+    assert costs(rows([over("fedavg", 0, slow), lucky]))[2][3:] == ["not reached", ""]
+
+
+def test_the_target_is_that_of_the_same_seed_and_seeds_that_miss_it_are_counted():
+    runs = [over("fedavg", 0, [50.0] * 3), over("fedavg", 1, [70.0] * 3)]
+    runs += [over("fpl", 0, [40.0, 60.0, 90.0]), over("fpl", 1, [60.0] * 3)]
+    header, _, fpl = costs(rows(runs))
+    assert header[3] == "rounds to 60.0 %"
+    assert fpl[3:] == ["2 (1 of 2 seeds)", "2"]
+    alone = rows(runs[2:])
+    assert (alone[0].target, costs(alone)[0]) == (None, ["method", "MB", "s"])
+
+
+def test_the_caption_names_the_hyper_parameters_that_are_not_defaults():
+    runs = [result("fedavg", 0, 1.0, 1.0), result("fpl", 0, 1.0, 1.0)]
+    changed = METHODS["fpl"].create({"tau": 0.5})
+    runs[1] = replace(runs[1], config=replace(runs[1].config, method=changed))
+    assert "hyper-parameters: each method's defaults (fpl: tau=0.5);" in caption(runs)
+    for label, said in (("FPL, tau=0.5", False), ("FPL, mine", True)):
+        labeled = replace(runs[1], summary={**runs[1].summary, "method": label})
+        assert ("(FPL, mine: tau=0.5)" in caption([runs[0], labeled])) == said
 
 
 def test_few_seeds_are_said():
@@ -288,6 +380,7 @@ def left_out(method, seed, scan, photo, inverse, unseen="inverse"):
     config = make_config(method=method, leave_out=unseen, seed=seed, samples=10, device="cpu")
     line = {"round": 0, "accuracy": values, "average": sum(values.values()) / 3}
     summary = {**made.summary, "tested": {"inverse": 450}, "weights": "samples"}
+    summary["split"] = split_of(config)
     return Result(config, Records([line]), summary)
 
 
@@ -297,7 +390,7 @@ def test_the_unseen_domain_comes_first_and_the_average_is_of_the_others():
     table = rows(runs)
     header, body = cells(table)
     assert header == ["method", "inverse (unseen)", "scan", "photo", "seen average",
-                      "Δ FedAvg, unseen", "MB", "s"]  # fmt: skip
+                      "Δ FedAvg, unseen"]  # fmt: skip
     # seeds 30 and 31; seen averages 80 and 81
     assert body[0][1:6] == ["30.5 ± 0.7", "90.0 ± 0.0", "71.0 ± 1.4", "80.5 ± 0.7", ""]
     # paired by seed on the unseen domain: +4 twice, where the seen ones lose 10.5

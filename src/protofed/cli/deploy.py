@@ -12,13 +12,13 @@ import typer
 from protofed.cli.options import HELP, MethodOption, SetOption, with_settings
 from protofed.cli.output import say
 from protofed.cli.parse import assignments, words
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, unknown
 
 DEPLOYED = (
     "seed", "protocol", "rounds", "epochs", "batch", "lr", "momentum", "weight_decay", "model",
     "width", "norm", "weights", "train", "freeze_bn", "min_class_count", "samples",
-    "participation", "average", "precision", "flip", "augment", "checkpoint_every", "skip_bad",
-    "max_image_pixels", "max_unpacked_gb",
+    "participation", "average", "bounds", "robust", "robust_fraction", "precision", "flip",
+    "augment", "checkpoint_every", "skip_bad", "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
 """The settings that a run across machines takes; the others are for the simulator."""
 
@@ -286,6 +286,20 @@ def start(
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start the run over.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Show the log until the run ends.")] = False,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm", help="Take the numbers of images that sites declare, unconfirmed."
+        ),
+    ] = False,
+    on_poison: Annotated[
+        str,
+        typer.Option(
+            metavar="stop | rollback",
+            help="If sites fail or losses jump after a round: stop, or go back and repeat the "
+            "round without the replies that stood out.",
+        ),
+    ] = "stop",
     settings: dict[str, Any],
 ) -> None:
     """Start a run on the server; sites take part as they are connected."""
@@ -296,6 +310,8 @@ def start(
     from protofed.deploy.setup import server_folder
     from protofed.federation.public_images import describe_digest
 
+    if on_poison not in (known := ("stop", "rollback")):
+        raise unknown("value for --on-poison", on_poison, known)
     home = server_folder(folder)
     members = read_members(home)
     run = operator.plan_run(members, config, method, assignments(set_), settings, public)
@@ -303,7 +319,7 @@ def start(
         say(f"public: {describe_digest(run.facts.public_digest)}")
     out = operator.run_folder(home, run)
     log = log_path(out)
-    number = operator.start(home, run, resume, overwrite)
+    number = operator.start(home, run, resume, overwrite, confirm=confirm, on_poison=on_poison)
     say(f"run {number} is started; results: {out}, log: {log}")
     if wait:
         try:
@@ -357,6 +373,51 @@ def stop(
     from protofed.deploy.setup import server_folder
 
     say(f"run {deploy.stop(server_folder(folder), run)} is stopped")
+
+
+@deploy_app.command(context_settings=HELP)
+def confirm(
+    sites: Annotated[
+        list[str] | None, typer.Argument(metavar="SITE...", help="Default: all that wait.")
+    ] = None,
+    folder: DirOption = Path(),
+) -> None:
+    """Confirm how many images sites have declared: their weight in every round follows from it."""
+    _need_flower()
+    from protofed.deploy.counts import Counts
+    from protofed.deploy.members import read_members
+    from protofed.deploy.setup import server_folder
+
+    home = server_folder(folder)
+    new = Counts(home, {}, read_members(home).max_samples).confirm(sites or ())
+    for name, count in new.items():
+        say(f"site {name}: {count}, confirmed")
+    if not new:
+        say("no site waits for this; sites declare their images when a run first reaches them")
+
+
+@deploy_app.command(context_settings=HELP)
+def rollback(
+    run: Annotated[
+        str | None, typer.Argument(help="The run's folder in runs/; default: the latest.")
+    ] = None,
+    folder: DirOption = Path(),
+    rounds: Annotated[int, typer.Option(min=0, help="How many rounds to take back.")] = 1,
+    without: Annotated[
+        str | None,
+        typer.Option(metavar="SITE,...", help="Sites to leave out from then on; default: none."),
+    ] = None,
+) -> None:
+    """Take back the last rounds of a run that has ended or was stopped."""
+    _need_flower()
+    from protofed.deploy import operator as deploy
+    from protofed.deploy.setup import server_folder
+
+    left_out = words(without)
+    found, now = deploy.roll_back(server_folder(folder), run, rounds, left_out)
+    without_them = f", without {', '.join(left_out)}" if left_out else ""
+    say(f"{found.path.name} is back after round {now}{without_them}")
+    say("deploy start ... --resume continues it")
 
 
 @deploy_app.command(context_settings=HELP)

@@ -11,13 +11,22 @@ from typing import Annotated, Any, get_args
 import typer
 
 from protofed.cli.parse import parse_setting
-from protofed.config import CLIENTS, ENGINE, OUTPUT, PRIVACY, SETTINGS, TRAINING, Setting
+from protofed.config import (
+    CLIENTS,
+    ENGINE,
+    OUTPUT,
+    PRIVACY,
+    ROBUSTNESS,
+    SETTINGS,
+    TRAINING,
+    Setting,
+)
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of every command: ``-h`` works too."""
 
 METHOD = "Method"
-PANELS = ("", TRAINING, CLIENTS, METHOD, PRIVACY, ENGINE, OUTPUT)
+PANELS = ("", TRAINING, CLIENTS, METHOD, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
 """The panels of a command's help, in their order; options without one come first."""
 
 output_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)

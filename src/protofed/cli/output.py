@@ -41,26 +41,32 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(file=console.file, width=400)
 
 
-def print_table(header: Sequence[str], body: Any, caption: str) -> None:
+def print_table(header: Sequence[str], body: Any, caption: str = "") -> None:
     from protofed.studies.render import to_terminal
 
     wide = wide_console()
     for part in to_terminal(header, body, wide):
         console.print()
         wide.print(part)
-    console.print(f"[dim]{escape(caption)}[/dim]")
+    if caption:
+        console.print(f"[dim]{escape(caption)}[/dim]")
 
 
 def print_results(results: Sequence[Result]) -> None:
-    from protofed.studies.tables import caption, grid, rows
+    from protofed.studies.tables import caption, cost_grid, grid, rows
 
-    print_table(*grid(rows(results)), caption(results))
+    found = rows(results)
+    print_table(*grid(found))
+    print_table(*cost_grid(found), caption(results))
 
 
 def print_tables(made: Sequence[TaskTable]) -> None:
     for table in made:
         if len(made) > 1:
             console.print(f"\n[bold]{escape(table.task)}[/bold]")
-        print_table(*table.grid(), table.caption)
+        print_table(*table.grid())
+        if table.runs:
+            print_table(*table.costs())
+        console.print(f"[dim]{escape(table.caption)}[/dim]")
         for note in table.notes:
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)

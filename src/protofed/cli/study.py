@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
     """Show a study: rows, settings, the numbers that the paper prints, and notes."""
     from protofed.studies.definition import load
     from protofed.studies.plan import columns, plan, study_tasks
-    from protofed.studies.tables import TableRow, grid, printed_grid
+    from protofed.studies.tables import TableRow, printed_grid
 
     study = load(name)
     console.print(f"[bold]{escape(study.title)}[/bold]\n{escape(study.paper)}", highlight=False)
@@ -99,7 +100,7 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
         printed = study.printed.get(task.name, {}).items()
         rows = [TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed]
         if rows:
-            shown = printed_grid(*grid(rows, columns(study, task), study.baseline or ""))
+            shown = printed_grid(rows, columns(study, task), study.baseline or "")
             print_table(*shown, "printed by the paper")
         for note in (*task.notes, *study.notes):
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
@@ -179,12 +180,19 @@ def table_(
     ] = "terminal",
     tasks: TasksOption = None,
     pool: PoolOption = Path("runs"),
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Show the rounds and MB that this accuracy takes; default: the baseline's.",
+        ),
+    ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Also write the tables and figures into the folder.")
     ] = False,
     trust_code: TrustOption = False,
 ) -> None:
-    """Print a study's tables from the runs in the pool so far; what is missing is shown as —.
+    """Print a study's tables from the runs in the pool so far.
 
     Of a built-in study, or a TOML file, that has no folder yet, the pool's runs are shown.
     """
@@ -194,6 +202,8 @@ def table_(
 
     require_known("format", [form], ("terminal", *FORMATS))
     found = _find_study(folder, pool)
+    if target is not None:
+        found = replace(found, study=found.study.with_target(target))
     made = found.tables(words(tasks))
     if form == "terminal":
         print_tables(made)

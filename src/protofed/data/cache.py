@@ -115,9 +115,7 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
     """An array to fill: a temporary file in the cache folder, or memory if that cannot be made."""
     path = None
     try:
-        entries_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            entries_folder().chmod(0o700)  # older versions let others read it
+        _make_private_folder()
         handle, made = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
         os.close(handle)
         path = Path(made)
@@ -142,6 +140,7 @@ def recall(*key: object) -> str:
 def remember(text: str, *key: object) -> None:
     """Store a text, such as the name of an entry, under a key of plain values."""
     with contextlib.suppress(OSError):
+        _make_private_folder()
         write_atomic(_stamp(key), text, private=True)
 
 
@@ -200,6 +199,12 @@ def _reserve(path: Path) -> None:
 
 def entries_folder() -> Path:
     return cache_folder() / "decoded"
+
+
+def _make_private_folder() -> None:
+    entries_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):
+        entries_folder().chmod(0o700)  # older versions let others read it
 
 
 def _stamp(key: object) -> Path:

@@ -92,8 +92,8 @@ class Deep(NamedTuple):
         shown = parse_range(pixel_range) if pixel_range else self.window
         if shown is None:
             raise BadImage(
-                "its pixels have more than 8 bits, and nothing says which values are black and "
-                "white; --pixel-range 0:4095 would for a scan of 12 bits"
+                "its pixels have more than 8 bits, and their range is unknown; if it is 12 bits: "
+                "--pixel-range 0:4095"
             )
         low, high = shown
         x = np.clip((self.values.astype(np.float32) - low) / (high - low), 0, 1)

@@ -7,31 +7,25 @@ reply with what those two would send.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from flwr.app import RecordDict
-from torch import Tensor
 
-from protofed import tree
-from protofed.data.task import Images, Task
+from protofed.deploy.counts import Count, expected_work
 from protofed.deploy.messages import Answer, Request, read
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused, read_tree
-from protofed.federation.client_round import Reply, train_client
-from protofed.federation.public_images import ImagePool, PublicSampler
+from protofed.federation.client_round import Reply
+from protofed.federation.dry_run import noise_message
 from protofed.federation.server import Server
-from protofed.federation.setup import ClientData
+from protofed.federation.setup import Setup
 from protofed.federation.simulation import initial_network, make_setup
-from protofed.keys import generator
 from protofed.method import Sizes
 from protofed.tree import Tree
 
-MAX_COUNT = 10**9
-"""Images or steps of a site in a round."""
 MAX_TERMS = 100
 """Loss terms in a reply, and characters in the name of a term or of a state."""
 SLACK_BYTES = 64 << 20
@@ -49,10 +43,15 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class ExpectedReply:
-    """The entries of a reply (slot and name → dtype and shape), and its maximal size in bytes."""
+    """The entries of a reply (slot and name → dtype and shape), and its maximal size in bytes.
+
+    What a site reports of its work follows from how it trains, and on how many ``public`` images.
+    """
 
     entries: Mapping[tuple[str, str], tuple[torch.dtype, Shape]]
     limit: int
+    setup: Setup
+    public: int
     releases: int
     """The most messages of a site under the run's privacy budget; 0 without one."""
 
@@ -63,23 +62,11 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
     total = sum(spec.public.values()) or None
     network = initial_network(config, task)
     setup = make_setup(config, task, network)
-    # only shapes matter: one epoch, with steps too small for noise to make them diverge
-    quiet = dataclasses.replace(setup.training, epochs=1, lr=1e-8, batch=max(2, config.batch))
-    setup = dataclasses.replace(setup, training=quiet)
-    mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
-    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     classes = len(task.classes)
-    numbers = (max(12, classes), 3 * classes + 12)
     few, many = (
-        train_client(
-            dataclasses.replace(setup, public=_noise_public(task, seen)) if total else setup,
-            network,
-            ClientData("template", "none", Images(_noise(task, n), torch.arange(n) % classes)),
-            server.broadcast(),
-            mine,
-            0,
-        ).message
-        for n, seen in zip(numbers, NOISE_PUBLIC, strict=True)
+        # only shapes matter, so with steps too small for noise to make them diverge
+        noise_message(setup, initial_network(config, task), server, n, seen, lr=1e-8)
+        for n, seen in zip((max(12, classes), 3 * classes + 12), NOISE_PUBLIC, strict=True)
     )
     model = {name: tuple(t.shape) for name, t in few.get("model", {}).items()}
     entries: dict[tuple[str, str], tuple[torch.dtype, Shape]] = {}
@@ -95,7 +82,7 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
                 for size, x, y in zip(shape, own, other, strict=True)
             )
     releases = max((b.releases for b in setup.privacy.budgets), default=0)
-    return ExpectedReply(entries, 4 * largest + SLACK_BYTES, releases)
+    return ExpectedReply(entries, 4 * largest + SLACK_BYTES, setup, total or 0, releases)
 
 
 def _shape(
@@ -119,51 +106,45 @@ def _shape(
     return tuple(shape)
 
 
-def _noise_public(task: Task, n: int) -> PublicSampler:
-    return PublicSampler({"noise": ImagePool(_noise(task, n), torch.arange(n), n)}, seed=0)
-
-
-def _noise(task: Task, n: int) -> Tensor:
-    rng, size = generator("template", n), task.image_size
-    return torch.from_numpy(rng.integers(0, 256, (n, 3, size, size), dtype="uint8"))
-
-
 def check_answer(
-    content: RecordDict, request: Request, method: str, expected: ExpectedReply
+    content: RecordDict, request: Request, expected: ExpectedReply, count: Count | None
 ) -> tuple[Answer, Reply | None]:
     """The answer in a message, and the reply it carries if training was requested.
 
-    Raises ``Refused`` for anything that does not fit the request.
+    ``count`` has the site's images; None if it is asked to declare them. Raises ``Refused`` for
+    anything that does not fit the request.
     """
     answer = read(content, Answer)
     for what, got, want in (
         ("site", answer.site, request.site),
         ("run", answer.run, request.run),
-        ("method", answer.method, method),
+        ("method", answer.method, expected.setup.method.name),
         ("round", answer.round, request.round),
         ("training", answer.trained, request.train),
     ):
         if got != want:
             raise Refused(f"the reply is for {what} {got!r}, not {want!r}")
-    if not 0 <= answer.right <= answer.tested <= MAX_COUNT:
+    if not 0 <= answer.right <= answer.tested:
         raise Refused(f"the reply has {answer.right} of {answer.tested} test images right")
-    if request.evaluate and not answer.tested:
-        raise Refused("the reply lacks the requested evaluation")
+    if count is not None and answer.tested != (count.tests if request.evaluate else 0):
+        raise Refused(f"the reply is about {answer.tested} test images, and the site has {count}")
     message = read_tree(content, expected.limit)
     if not request.train:
         if message:
             raise Refused("the reply carries tensors that were not requested")
         return answer, None
-    counts = (answer.samples, answer.steps)
-    if not all(0 < n <= MAX_COUNT for n in counts) or answer.lr < 0:
+    assert count is not None
+    work = expected_work(expected.setup, count.samples, expected.public, request.round)
+    if (answer.samples, answer.steps, answer.lr) != work:
         raise Refused(
-            f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}"
+            f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}; "
+            f"with {count} it must be {work[0]}, {work[1]}, {work[2]}"
         )
     if not min(1, expected.releases) <= answer.releases <= expected.releases:
         raise Refused(
             f"the reply is number {answer.releases} of {expected.releases} under a privacy budget"
         )
-    if not all(map(math.isfinite, (answer.lr, *answer.loss_totals))):
+    if not all(map(math.isfinite, answer.loss_totals)):
         raise Refused("a loss in the reply is not finite")
     names = (answer.state, *answer.loss_terms)
     if len(names) > MAX_TERMS or any(len(name) > MAX_TERMS for name in names):

@@ -8,10 +8,15 @@ message without training closes the run.
 A site that is lost, late or sends an invalid reply is named in the log and in the round's record,
 and the round continues with the others. With fewer than the minimum nothing is averaged: the round
 is tried again.
+
+A lie that is within all bounds shows only afterwards: sites fail, or their losses jump. Then the
+replies of the round before that stood out are named, and the run ends; or it goes back to the
+checkpoint before them and repeats the round without them.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,15 +32,23 @@ from flwr.serverapp import Grid
 from protofed import tree
 from protofed.deploy import wire
 from protofed.deploy.checks import check_answer, expected_reply
+from protofed.deploy.counts import Count, Counts
 from protofed.deploy.ledger import Ledger
 from protofed.deploy.members import Members
-from protofed.deploy.messages import RECORD, SITE_WAITS, Answer, Request, write
+from protofed.deploy.messages import RECORD, SITE_FAILED, SITE_WAITS, Answer, Request, write
 from protofed.deploy.run_log import COMPLETE, log
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
+from protofed.federation.bounds import ROUNDS, OutOfBounds, recorded
 from protofed.federation.server import Server
-from protofed.federation.simulation import initial_network, make_setup, mean_losses, round_to
+from protofed.federation.simulation import (
+    initial_network,
+    make_bounds,
+    make_setup,
+    mean_losses,
+    round_to,
+)
 from protofed.models.mixed import client_models
 from protofed.observers.progress import accuracies
 from protofed.runs.folder import Checkpoint
@@ -44,7 +57,12 @@ from protofed.runs.records import Record
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
 APPROVAL_POLLS = 30
-"""Polls between two attempts at a round for which sites have yet to be approved."""
+"""Polls between two attempts at a round that sites have yet to approve."""
+JUMP = 4.0
+"""A site's loss jumps if it is this many times the largest of its last rounds."""
+OUTLYING = 4.0
+"""A reply stands out if its squared distances to others are this many times the median ones."""
+ON_POISON = ("stop", "rollback")
 MAX_PROBLEM_LENGTH = 500
 """Characters to record of what is wrong with a reply: some of them are the site's own."""
 
@@ -55,10 +73,12 @@ class Exchange:
 
     answers: dict[str, Answer] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    """The sites that could not do what they were asked, or not within the bounds."""
     waiting: list[str] = field(default_factory=list)
     """The sites where a person has yet to approve the run."""
-    up: int = 0
-    """Bytes of tensor data, counted as in every run."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes of tensor data in each accepted reply, counted as in every run."""
     down: int = 0
     wire: dict[str, dict[str, int]] = field(default_factory=dict)
     """Bytes of each site's messages as Flower serializes them."""
@@ -69,12 +89,35 @@ class Coordinator:
     """Runs a federation's rounds over a grid."""
 
     def __init__(
-        self, grid: Grid, members: Members, spec: RunSpec, folder: Path, *, poll: float = 1.0
+        self,
+        grid: Grid,
+        members: Members,
+        spec: RunSpec,
+        folder: Path,
+        *,
+        counts: Counts | None = None,
+        on_poison: str = ON_POISON[0],
+        poll: float = 1.0,
     ) -> None:
-        """``poll`` is the time between two looks for sites or replies, in seconds."""
+        """``poll`` is the time between two looks for sites or replies, in seconds.
+
+        ``counts`` are the sites' images; without any, what a site declares first is taken.
+        """
         config, task = spec.config, spec.task
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
-        self.poll = poll
+        self.poll, self.on_poison = poll, on_poison
+        self.counts = counts or Counts(None, spec.counts, members.max_samples)
+        self.fixed: dict[str, Count] = {}
+        """The images of each site that has taken part; they do not change during a run."""
+        self.asked: dict[str, float] = {}
+        """When each site was asked for its images."""
+        self.excluded: dict[str, int] = {}
+        """The sites that are left out, and up to which round."""
+        self.suspects: list[str] = []
+        """The sites whose replies stood out in the last round."""
+        self.losses: dict[str, list[float]] = {}
+        """Each site's losses in the last rounds."""
+        self.rollbacks = 0
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())), config.weights)
         setup = make_setup(config, task, network)
@@ -88,7 +131,10 @@ class Coordinator:
             seed=config.seed,
             participation=config.participation,
             average=config.average,
+            robust=config.robust,
+            robust_fraction=config.robust_fraction,
         )
+        self.server.bounds = make_bounds(config, task, self.server)
         self.ledger = Ledger(folder, spec, members, network)
         if words := self.privacy.words(config.method):
             self.ledger.policies["privacy"] = words
@@ -99,28 +145,42 @@ class Coordinator:
         self.expected = expected_reply(spec, self.server)
         self.failures = 0
         self.waiting_since: float | None = None
+        self.norms: dict[str, float] = {}
+        self.done = self._done()
+        """The checkpoint of the last complete round."""
 
     def run(self, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
         """Run the remaining rounds and the last evaluation; returns the summary."""
         with self.ledger.opened(resume, overwrite) as found:
             if found is not None:
-                self.server.state, self.server.round = tree.copy(found.state), found.round
-                self.accepted, self.pending = dict(self.ledger.states), found.pending
+                self._continue(found)
                 log.info("resumed after round %d", self.server.round)
             return self._run()
 
+    def _continue(self, found: Checkpoint) -> None:
+        """Continue from a checkpoint."""
+        self.server.state, self.server.round = tree.copy(found.state), found.round
+        extra, self.pending = found.extra, found.pending
+        self.accepted = dict(extra["accepted"])
+        self.fixed = {name: Count(*both) for name, both in extra.get("counts", {}).items()}
+        self.excluded = dict(extra.get("excluded", {}))
+        if self.server.bounds is not None:
+            pending = [found.pending] if found.pending is not None else []
+            self.server.bounds.restore(recorded([*self.ledger.folder.records(), *pending]))
+        self.done = self._done()
+
     def _run(self) -> dict[str, Any]:
-        done = self._done()
         try:
+            if not self.ledger.kept:
+                self.ledger.checkpoint(self.done)  # to go back to
             self._wait(len(self.members.sites), self.members.gather_seconds)
-            while self.server.round < self.config.rounds:
+            while self.server.round < self.config.rounds or not self._last_evaluation():
                 if self._round():
-                    done = self._done()
+                    self.done = self._done()
                     if self.server.round % self.config.checkpoint_every == 0:
-                        self.ledger.checkpoint(done)
-            self._last_evaluation()
+                        self.ledger.checkpoint(self.done)
         except BaseException:
-            self.ledger.checkpoint(done)  # complete rounds, and nothing else
+            self.ledger.checkpoint(self.done)  # complete rounds, and nothing else
             raise
         summary = self.ledger.finish(self._done(), self.server.broadcast())
         for name, count in summary["wire"].items():
@@ -131,7 +191,14 @@ class Coordinator:
 
     def _done(self) -> Checkpoint:
         server = self.server
-        return self.ledger.completed(server.round, server.state, self.accepted, self.pending)
+        return self.ledger.completed(
+            server.round,
+            server.state,
+            self.pending,
+            accepted=dict(self.accepted),
+            counts=dict(self.fixed),
+            excluded=dict(self.excluded),
+        )
 
     # ---- who is connected ----------------------------------------------------------------------
 
@@ -143,6 +210,32 @@ class Coordinator:
         nodes = self.grid.get_nodes()
         found = {self.members.site_with_key(node.public_key): node.node_id for node in nodes}
         return {name: found[name] for name in self.members.sites if name in found}
+
+    def _ready(self) -> dict[str, int]:
+        """The connected sites that take part: they are not left out, and their images are known.
+
+        Those whose images are not known are asked for them, and again if they have not answered.
+        """
+        left_out = {n for n, until in self.excluded.items() if self.server.round < until}
+        nodes = {n: node for n, node in self._connected().items() if n not in left_out}
+        new = [n for n in nodes if n not in self.fixed and self.counts.confirmed(n) is None]
+        long_ago = time.monotonic() - self.poll * APPROVAL_POLLS
+        if unasked := {n: nodes[n] for n in new if self.asked.get(n, -math.inf) < long_ago}:
+            answers = self._exchange(unasked, (), evaluate=False).answers
+            self.asked |= {n: math.inf if n in answers else time.monotonic() for n in unasked}
+            for name, answer in answers.items():
+                self._declare(name, Count(answer.samples, answer.tested))
+        for name in nodes:
+            if name not in self.fixed and (count := self.counts.confirmed(name)) is not None:
+                self.fixed[name] = count
+        return {n: node for n, node in nodes.items() if n in self.fixed}
+
+    def _declare(self, name: str, count: Count) -> None:
+        if problem := self.counts.check(count):
+            log.warning("site %s is not admitted: %s", name, problem)
+        elif not self.counts.declare(name, count):
+            text = "site %s declares %s; it takes part once you confirm: protofed deploy confirm %s"
+            log.warning(text, name, count, name)
 
     def _wait_for_minimum(self) -> dict[str, int]:
         """The connected sites, once there are enough of them; an error after the time limit."""
@@ -159,7 +252,7 @@ class Coordinator:
         """The connected sites, once there are that many of them or the time limit has passed."""
         end, logged = time.monotonic() + limit, ""
         while True:
-            nodes = self._connected()
+            nodes = self._ready()
             left = end - time.monotonic()
             if len(nodes) >= count or left <= 0:
                 return nodes
@@ -177,8 +270,20 @@ class Coordinator:
         server, nodes = self.server, self._wait_for_minimum()
         round, sampled = server.round, server.sample()
         got = self._exchange(nodes, sampled, evaluate=self.pending is not None)
+        for name, why in server.screen().items():
+            self._problem(got, name, why if self.config.bounds == "clip" else f"refused: {why}")
+            got.failed.add(name)
+            if self.config.bounds != "clip":
+                del got.answers[name]
+                self.ledger.artifacts.refused(round + 1, name, why)
         trained = [name for name in sampled if name in got.answers]
+        left_out = [name for name in sampled if self.excluded.get(name, 0) > round]
         got.problems |= {name: "not connected" for name in sampled if name not in nodes}
+        got.problems |= dict.fromkeys(left_out, "left out")
+        if signs := self._signs_of_poison(got, trained):
+            self._go_back(signs)
+            return False
+        sampled = [name for name in sampled if name not in left_out]
         needed = min(self.members.minimum, len(sampled))
         if len(trained) < needed:
             problem = f"only {len(trained)} of {needed} required replies"
@@ -189,6 +294,9 @@ class Coordinator:
         self.failures, self.waiting_since = 0, None
         if self.pending is not None:
             self._measure(got)
+        for name in trained:
+            kept = [*self.losses.get(name, []), _loss(got.answers[name])]
+            self.losses[name] = kept[-ROUNDS:]
         self.accepted |= {name: got.answers[name].state for name in trained}
         self.ledger.samples |= {name: got.answers[name].samples for name in trained}
         self.pending = self._record(round, trained, got)
@@ -206,8 +314,11 @@ class Coordinator:
         """
         server = self.server
         state, round = server.state, server.round
+        bounds = server.bounds
+        history = bounds.history if bounds is not None else []
+        scores = server.outlying()
         try:
-            server.finish()
+            self.norms = server.finish()
         except Exception as error:
             log.exception("round %d: aggregation failed", round + 1)
             return f"the replies could not be aggregated: {error}"
@@ -215,8 +326,48 @@ class Coordinator:
             for name, t in entries.items():
                 if t.is_floating_point() and not bool(torch.isfinite(t).all()):
                     server.state, server.round = state, round
+                    if bounds is not None:
+                        bounds.restore(history)
                     return f"entry '{name}' of slot '{slot}' is no longer finite"
+        worst = max(scores, key=lambda name: scores[name])
+        # of two replies, each is as far from the other
+        self.suspects = [n for n, s in scores.items() if s > OUTLYING] or [worst]
+        self.suspects = self.suspects if len(scores) > 2 else []
         return ""
+
+    def _signs_of_poison(self, got: Exchange, trained: Sequence[str]) -> str:
+        """What happened to most sites after the last round, in words; empty if nothing did."""
+        if not self.losses:
+            return ""
+        failed = [name for name in self.losses if name in got.failed]
+        if 2 * len(failed) > len(self.losses):
+            return f"most sites failed ({', '.join(failed)})"
+        known = [name for name in trained if len(self.losses.get(name, [])) > 1]
+        jumped = [n for n in known if _loss(got.answers[n]) > JUMP * max(self.losses[n])]
+        if 2 * len(jumped) > len(known):
+            return f"the loss of most sites jumped ({', '.join(jumped)})"
+        return ""
+
+    def _go_back(self, signs: str) -> None:
+        """Return to the checkpoint before the last round, and leave out whose replies stood out."""
+        self.server.abandon()
+        self.ledger.artifacts.abandon()
+        last, names = self.server.round, ", ".join(self.suspects) or "none"
+        problem = f"after round {last} {signs}; replies of that round that stood out: {names}"
+        log.error(problem)
+        self.rollbacks += 1
+        if self.on_poison != "rollback" or not self.suspects or self.rollbacks > ATTEMPTS:
+            without = f" --without {','.join(self.suspects)}" if self.suspects else ""
+            raise ProtofedError(
+                problem,
+                f"protofed deploy rollback --rounds 1{without}, then deploy start ... --resume",
+            )
+        # who was left out before is not let in again
+        until = {n: self.config.rounds if n in self.excluded else last for n in self.suspects}
+        self._continue(self.ledger.go_back(last - 1, {**self.excluded, **until}))
+        self.losses, self.suspects = {}, []
+        each = ", ".join(f"{n} up to round {round}" for n, round in until.items())
+        log.warning("went back to the end of round %d; left out: %s", self.server.round, each)
 
     def _failed(self, problem: str, got: Exchange) -> bool:
         self.server.abandon()
@@ -237,24 +388,34 @@ class Coordinator:
 
     def _wait_for_approval(self, sites: Sequence[str]) -> bool:
         """Give the sites' people time; False if there are no such sites, or it is up."""
+        if not sites:
+            return False
         if self.waiting_since is None:
             self.waiting_since = time.monotonic()
         left = self.waiting_since + self.members.wait_seconds - time.monotonic()
-        if not sites or left <= 0:
+        if left <= 0:
             return False
         text = "round %d waits for the run's approval at %s (for at most %.0f s more)"
         log.warning(text, self.server.round + 1, ", ".join(sites), left)
         time.sleep(min(self.poll * APPROVAL_POLLS, left))
         return True
 
-    def _last_evaluation(self) -> None:
-        """Measure the accuracy after the last round, with a message without training."""
+    def _last_evaluation(self) -> bool:
+        """Measure the accuracy after the last round, with a message without training.
+
+        False if the last round turned out to be poisoned, and the run went back.
+        """
+        if self.pending is None:
+            return True
         for _ in range(ATTEMPTS):
             got = self._exchange(self._wait_for_minimum(), (), evaluate=True)
+            if signs := self._signs_of_poison(got, ()):
+                self._go_back(signs)
+                return False
             if got.answers:
                 self._measure(got)
                 self.pending = None
-                return
+                return True
         raise ProtofedError(
             f"no site evaluated the last model{_listed(got)}", "try again with --resume"
         )
@@ -275,9 +436,16 @@ class Coordinator:
         known = [s for d, s in scores.items() if tested[d]]
         self.pending["accuracy"] = {d: round_to(s, 4) for d, s in scores.items()}
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
+        # a site says what it likes of its own images, so each stands for itself
+        each = {n: a for n, a in got.answers.items() if a.tested}
+        for name, a in each.items():
+            own = self.pending["by_client"].setdefault(name, {})
+            own |= {"accuracy": round_to(100 * a.right / a.tested, 4), "tested": a.tested}
         self.ledger.tested = tested
         self.ledger.folder.append_record(self.pending)
-        log.info("after round %d: %s", self.pending["round"], accuracies(self.pending))
+        by_site = ", ".join(f"{n} {a.right}/{a.tested}" for n, a in each.items())
+        text = "after round %d: %s; by site: %s"
+        log.info(text, self.pending["round"], accuracies(self.pending), by_site)
 
     def _record(self, round: int, trained: list[str], got: Exchange) -> Record:
         record: Record = {
@@ -285,7 +453,7 @@ class Coordinator:
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
-            "bytes_up": got.up,
+            "bytes_up": sum(got.sent[name] for name in trained),
             "bytes_down": got.down,
             "clients": len(trained),
             "by_client": {
@@ -300,6 +468,8 @@ class Coordinator:
             record["privacy"] = self.privacy.spent(releases)
         if got.problems:
             record["problems"] = got.problems
+        if self.norms:
+            record["norms"] = self.norms
         return record
 
     # ---- messages ------------------------------------------------------------------------------
@@ -309,7 +479,8 @@ class Coordinator:
     ) -> Exchange:
         """Let the sampled sites train, and all connected ones evaluate if that is asked for.
 
-        Replies are taken as they arrive, until the time limit.
+        If neither is asked for, all of them declare their images. Replies are taken as they arrive,
+        until the time limit.
         """
         began, limit, got = time.monotonic(), self.members.round_seconds, Exchange()
         asked = {
@@ -320,12 +491,10 @@ class Coordinator:
                 train=name in sampled,
                 evaluate=evaluate,
                 accepted=self.accepted.get(name, ""),
-                kept=[
-                    kept[name] for kept in (self.ledger.states, self.ledger.older) if kept.get(name)
-                ],
+                kept=self.ledger.states(name),
             )
             for name in nodes
-            if name in sampled or evaluate
+            if name in sampled or evaluate or not sampled
         }
         waiting = self._send(got, asked, nodes)
         unreadable = Counter[str]()
@@ -359,6 +528,8 @@ class Coordinator:
         """Send each site its message; returns the site of each message's number."""
         received, round = self.server.broadcast(), self.server.round + 1
         what = f"round {round}" if round <= self.config.rounds else "last evaluation"
+        if not any(request.train or request.evaluate for request in asked.values()):
+            received, what = {}, "images to declare"
         log.info("%s: sent to %s", what, ", ".join(asked))
         records, messages = wire.add_tree(RecordDict(), received), {}
         for name, request in asked.items():
@@ -384,6 +555,8 @@ class Coordinator:
         """Check a reply, and accept it if it is valid."""
         if message.has_error():
             error = message.error
+            if error.code == SITE_FAILED:
+                got.failed.add(name)
             if error.code == SITE_WAITS:
                 got.waiting.append(name)
             self._problem(got, name, f"error {error.code}: {error.reason or ''}")
@@ -393,9 +566,11 @@ class Coordinator:
                 raise Refused("the reply came from another node")
             got.wire[name]["up"] = wire.message_bytes(message)
             answer, reply = check_answer(
-                message.content, request, self.config.method.name, self.expected
+                message.content, request, self.expected, self.fixed.get(name)
             )
-        except Refused as error:
+            if reply is not None:
+                self.server.accept(name, reply)
+        except (Refused, OutOfBounds) as error:
             self._problem(got, name, f"refused: {error.message}")
             return
         except Exception as error:
@@ -403,9 +578,8 @@ class Coordinator:
             return
         got.answers[name] = answer
         if reply is not None:
-            self.server.accept(name, reply)
             self.ledger.artifacts.reply(self.server.round + 1, name, reply.message)
-            got.up += tree.nbytes(reply.message)
+            got.sent[name] = tree.nbytes(reply.message)
             log.info("round %d: site %s replied", self.server.round + 1, name)
 
     def _problem(self, got: Exchange, name: str, why: str) -> None:
@@ -414,6 +588,11 @@ class Coordinator:
         why = "".join(c if c.isprintable() else " " for c in why)
         got.problems[name] = why
         log.warning("round %d: site %s: %s", self.server.round + 1, name, why)
+
+
+def _loss(answer: Answer) -> float:
+    """A site's mean loss in a round, all terms together."""
+    return sum(mean_losses([answer.losses]).values())
 
 
 def _listed(got: Exchange) -> str:

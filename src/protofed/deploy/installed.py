@@ -43,7 +43,7 @@ class InstalledMethod:
 
     def verified(self) -> str:
         """The reference, if the file is the one that was pinned."""
-        found = file_digest(self.path) if self.path.is_file() else "missing"
+        found = file_sha256(self.path) if self.path.is_file() else "missing"
         if found != self.sha256:
             raise Refused(
                 f"the file of method '{self.name}' is not the one that was pinned here "
@@ -53,5 +53,5 @@ class InstalledMethod:
         return self.reference
 
 
-def file_digest(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

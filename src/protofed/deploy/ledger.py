@@ -29,12 +29,10 @@ class Ledger:
     """The records, checkpoints and result of a deployed run, and what each site has sent."""
 
     def __init__(self, path: Path, spec: RunSpec, members: Members, network: Network) -> None:
-        self.folder = RunFolder(path)
+        self.folder = RunFolder(path, members.checkpoints)
         self.spec, self.config, self.members = spec, spec.config, members
-        self.states: dict[str, str] = {}
-        """The name of each site's private state as of the last checkpoint."""
-        self.older: dict[str, str] = {}
-        """The same as of the checkpoint before it."""
+        self.kept: list[tuple[int, Mapping[str, str]]] = []
+        """Of each checkpoint its round and the private states it names, the newest first."""
         self.samples: dict[str, int] = {}
         self.tested: dict[str, int] = {}
         self.wire: dict[str, dict[str, int]] = {}
@@ -58,22 +56,38 @@ class Ledger:
             config, hash, facts, resume=resume, overwrite=overwrite, deployed=True
         ) as found:
             if found is not None:
-                self.states, older = dict(found.extra["accepted"]), self.folder.older_checkpoint()
-                self.older = dict(older.extra["accepted"]) if older else {}
+                self._look()
                 self.samples, self.wire = found.extra["samples"], found.extra["wire"]
             yield found
 
     def completed(
-        self, round: int, state: Tree, accepted: Mapping[str, str], pending: Record | None
+        self, round: int, state: Tree, pending: Record | None, **extra: Any
     ) -> Checkpoint:
         """The checkpoint of a completed round; its bytes still grow until it is written."""
-        extra = {"accepted": dict(accepted), "samples": self.samples, "wire": self.wire}
+        extra |= {"samples": self.samples, "wire": self.wire}
         rounds = self.config.rounds
         return Checkpoint(self.spec.hash, round, state, {}, pending, extra, rounds)
 
     def checkpoint(self, done: Checkpoint) -> None:
-        self.folder.save_checkpoint(done)
-        self.older, self.states = self.states, done.extra["accepted"]
+        again = bool(self.kept) and self.kept[0][0] == done.round
+        self.folder.save_checkpoint(done, again)
+        now = (done.round, done.extra["accepted"])
+        self.kept = [now, *self.kept[again:]][: self.members.checkpoints]
+
+    def states(self, site: str) -> list[str]:
+        """The private states of a site that some checkpoint names, the newest first."""
+        found = (accepted.get(site) for _, accepted in self.kept)
+        return list(dict.fromkeys(filter(None, found)))
+
+    def go_back(self, most: int, excluded: Mapping[str, int]) -> Checkpoint:
+        """Return to the newest checkpoint of at most that many rounds, without these sites."""
+        found = self.folder.roll_back(most, excluded=excluded)
+        self._look()
+        return found
+
+    def _look(self) -> None:
+        kept = self.folder.kept_checkpoints().values()
+        self.kept = [(done.round, done.extra["accepted"]) for done in kept]
 
     def count_bytes(self, wire: Mapping[str, Mapping[str, int]]) -> None:
         """Add the bytes of an exchange to each site's total."""

@@ -72,6 +72,10 @@ class Members:
     """How long a round waits for replies before it continues without the missing ones."""
     client_certificates: bool = False
     """Whether a site needs a TLS certificate, beside its key, to reach the server."""
+    max_samples: int = 10**6
+    """The most training or test images that a site may declare."""
+    checkpoints: int = 3
+    """How many checkpoints the server keeps, and so how far a run can be taken back."""
     methods: Mapping[str, InstalledMethod] = field(default_factory=dict)
     """Methods that are not the package's, as this machine has installed them."""
     revoked: tuple[str, ...] = ()
@@ -95,6 +99,10 @@ class Members:
             raise ProtofedError(
                 f"minimum must be between 1 and the number of sites, got {self.minimum!r}"
             )
+        for name, least in (("max_samples", 1), ("checkpoints", 2)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= 10**9:
+                raise ProtofedError(f"{name} must be a whole number from {least}, got {value!r}")
         if type(self.client_certificates) is not bool:
             raise ProtofedError(
                 f"client_certificates must be true or false, got {self.client_certificates!r}"

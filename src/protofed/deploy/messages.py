@@ -29,7 +29,7 @@ class Request:
     accepted: str
     """The private state to continue from: that of the site's last accepted reply ("" = none)."""
     kept: list[str] = field(default_factory=list)
-    """The same as of the server's two checkpoints: the site must be able to return to them."""
+    """The same as of the server's checkpoints: the site must be able to return to them."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 from protofed.config import merged_config, task_settings
 from protofed.data import load_task
 from protofed.data.info import FOLDER
-from protofed.deploy.members import FEDERATION_FILE, Members
+from protofed.deploy.members import FEDERATION_FILE, Members, read_members
 from protofed.deploy.programs import CONNECTION, NODES_FILE, flwr
 from protofed.deploy.run_log import says_run_is_over
 from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import file_digest
 from protofed.files import read_json, write_atomic
+from protofed.runs.folder import RunFolder, find_runs
 
 
 def plan_run(
@@ -47,6 +48,8 @@ def plan_run(
             "validate works only in the simulator: sites report only their test accuracy",
             "choose settings there (protofed sweep --validate 0.1), then start the run without it",
         )
+    if config.attack is not None:
+        raise ProtofedError("attack works only in the simulator", "leave it out")
     wanted = config.method.public_images
     if public is not None:
         if wanted is None:
@@ -85,8 +88,19 @@ def run_folder(folder: Path, spec: RunSpec) -> Path:
     return folder / "runs" / spec.name
 
 
-def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
-    """Submit a run to Flower and return its number there."""
+def start(
+    folder: Path,
+    spec: RunSpec,
+    resume: bool,
+    overwrite: bool,
+    *,
+    confirm: bool = False,
+    on_poison: str = "stop",
+) -> int:
+    """Submit a run to Flower and return its number there.
+
+    ``confirm``: take what sites declare. ``on_poison``: what to do about a poisoned round.
+    """
     out = run_folder(folder, spec)
     if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
         raise ProtofedError(
@@ -100,7 +114,8 @@ def start(folder: Path, spec: RunSpec, resume: bool, overwrite: bool) -> int:
         write_atomic(_weights_file(folder, spec), Path(spec.config.weights).read_bytes())
     app, own = folder / "apps" / "protofed", folder / "apps" / f"{spec.name}.toml"
     write_atomic(app / "pyproject.toml", render("app.toml"))
-    write_atomic(own, render("run.toml", spec=pack(spec), resume=resume, overwrite=overwrite))
+    how = {"resume": resume, "overwrite": overwrite, "confirm": confirm, "on_poison": on_poison}
+    write_atomic(own, render("run.toml", spec=pack(spec), **how))
     answer = flwr(folder, "run", str(app), CONNECTION, "--run-config", str(own))
     if "run-id" not in answer:
         raise ProtofedError(f"Flower did not start the run: {answer}")
@@ -163,6 +178,32 @@ def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = p
             known = {int(r["run-id"]): str(r["status"]) for r in runs(folder)}
             status, last_asked = known.get(number, "finished:unknown"), time.monotonic()
         time.sleep(0.5)
+
+
+def roll_back(
+    folder: Path, name: str | None, rounds: int, without: Sequence[str]
+) -> tuple[RunFolder, int]:
+    """Take back the last rounds of a run, by default the latest; returns it and its round now.
+
+    When it is resumed, the sites ``without`` stay left out, and no others.
+    """
+    members = read_members(folder)
+    for site in without:
+        if site not in members.sites:
+            raise unknown("site", site, members.sites)
+    found = {run.path.name: run for run in find_runs(folder / "runs")}
+    if name is not None and name not in found:
+        raise unknown(f"run in '{folder / 'runs'}':", name, found)
+    if not found:
+        raise ProtofedError(f"'{folder / 'runs'}' has no run")
+    path = found[name or max(found, key=lambda n: found[n].rounds_written())].path
+    run = RunFolder(path, members.checkpoints)
+    with run.locked():
+        last = run.checkpoint()
+        if last is None:
+            raise ProtofedError(f"'{path}' has no checkpoint")
+        until = dict.fromkeys(without, last.rounds)
+        return run, run.roll_back(last.round - rounds, excluded=until).round
 
 
 def stop(folder: Path, number: int | None) -> int:

@@ -17,7 +17,8 @@ from types import FrameType
 from flwr.app import Context
 from flwr.serverapp import Grid
 
-from protofed.deploy.coordinator import Coordinator
+from protofed.deploy.coordinator import ON_POISON, Coordinator
+from protofed.deploy.counts import Counts
 from protofed.deploy.members import read_members
 from protofed.deploy.operator import run_folder, with_weights
 from protofed.deploy.programs import FOLDER_VARIABLE
@@ -43,7 +44,12 @@ def main(grid: Grid, context: Context) -> None:
     with one_thread(), tf32(config.precision == "tf32"), logging_to(log_path(out)), log_signals():
         log.info("%s on %s: %s", config.method.name, config.task, out)
         try:
-            coordinator = Coordinator(grid, members, with_weights(folder, spec), out)
+            home = None if asked.get("confirm") else folder
+            counts = Counts(home, spec.counts, members.max_samples)
+            on_poison = str(asked.get("on-poison", ON_POISON[0]))
+            coordinator = Coordinator(
+                grid, members, with_weights(folder, spec), out, counts=counts, on_poison=on_poison
+            )
             coordinator.run(bool(asked.get("resume")), bool(asked.get("overwrite")))
         except ProtofedError as error:
             log.error("%s: %s", ENDED, error)

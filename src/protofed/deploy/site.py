@@ -26,7 +26,7 @@ from protofed.data.load import site_images
 from protofed.data.sources.folder import folder_path
 from protofed.data.task import Reading
 from protofed.deploy.audit import AuditLog, contents
-from protofed.deploy.members import Members, read_members, read_toml
+from protofed.deploy.members import FEDERATION_FILE, Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read, write
 from protofed.deploy.policy import Approvals, Policy, read_policy
 from protofed.deploy.spec import RunSpec, asked_settings, unpack
@@ -199,6 +199,7 @@ def _advice_for_sites() -> Iterator[None]:
 def _for_site(text: str) -> str:
     text = text.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
     text = text.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
+    text = re.sub(r"--pixel-range ([-\d.:]+)", rf'pixel_range = "\1" in {FEDERATION_FILE}', text)
     return re.sub(r"--max-(\w+)-(\w+) (\d[\d.]*)", rf"max_\1_\2 = \3 in {SITE_FILE}", text)
 
 
@@ -292,6 +293,9 @@ def _answer(
     least = max(config.min_class_count, policy.min_class_count)
     privacy = dataclasses.replace(setup.privacy, normal=system_normal)
     setup = dataclasses.replace(setup, public=public, privacy=privacy, min_class_count=least)
+    about = (site.name, run.hash, method.name, request.round, request.train)
+    if not (request.train or request.evaluate):  # only to declare how many images there are
+        return Answer(*about, samples=len(train), tested=len(test), version=__version__), {}
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
@@ -303,7 +307,7 @@ def _answer(
     network = network.to(  # type: ignore[call-overload]
         torch.device(site.device), memory_format=torch.channels_last
     )
-    past = 2 * config.checkpoint_every  # rounds back to the server's older checkpoint
+    past = site.members.checkpoints * config.checkpoint_every  # how far the server may go back
     spending = Spending(site.folder / "privacy" / run.hash, privacy, past)
     report: dict[str, Any] = {}
     if request.evaluate:
@@ -341,7 +345,6 @@ def _answer(
             message, trained = train_here()
         report |= trained
     states.keep_only(request.accepted, *request.kept, report.get("state", ""))
-    about = (site.name, run.hash, method.name, request.round, request.train)
     return Answer(*about, version=__version__, **report), message
 
 

@@ -22,7 +22,8 @@ import torch
 from protofed.config import SETTINGS, Config, make_config, without_paths
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
-from protofed.deploy.installed import InstalledMethod, file_digest
+from protofed.deploy.counts import Count
+from protofed.deploy.installed import InstalledMethod, file_sha256
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts, discover
@@ -55,6 +56,8 @@ class RunSpec:
     """Of the machine that started the run; the digests are of the images that sites must have."""
     public: Mapping[str, int]
     """How many public images a round has, by where they come from; empty if it needs none."""
+    counts: Mapping[str, Count]
+    """The images of each site, where a built-in task decides them."""
 
     @property
     def hash(self) -> str:
@@ -97,7 +100,9 @@ def make_spec(
     make_setup(config, task, network)  # here rather than at every site
     if config.weights is not None:
         _require_sent(config.method, network)
-    return RunSpec(config, task, facts, public)
+    shares = make_shares(config, task) if task.has_images else []
+    counts = {s.name: Count(len(s.rows), len(task.domains[s.domain].test)) for s in shares}
+    return RunSpec(config, task, facts, public, counts)
 
 
 def _require_sent(method: Method, network: Network) -> None:
@@ -152,6 +157,7 @@ def pack(spec: RunSpec) -> str:
         },
         "facts": spec.facts.to_dict(),
         "public": dict(spec.public),
+        "counts": dict(spec.counts),
     }
     return json.dumps(parts, sort_keys=True)
 
@@ -161,7 +167,7 @@ def _named(method: Method) -> dict[str, str]:
     found = reference(method)
     if found in METHODS:
         return {"name": found}
-    return {"name": method.name, "sha256": file_digest(Path(found.rpartition(":")[0]))}
+    return {"name": method.name, "sha256": file_sha256(Path(found.rpartition(":")[0]))}
 
 
 def _find(name: str, digest: str | None, methods: Mapping[str, InstalledMethod]) -> str:
@@ -198,7 +204,8 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
         task = replace(task, pixel_range=settings.get("pixel_range"))
         config = make_config(task, found, method["options"], **settings)
         public = {str(name): int(n) for name, n in parts["public"].items()}
-        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public)
+        counts = {str(name): Count(*map(int, both)) for name, both in parts["counts"].items()}
+        spec = RunSpec(config, task, Facts.from_dict(parts["facts"]), public, counts)
         claimed = parts["hash"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtofedError(f"the run's configuration cannot be read: {error!r}") from None

@@ -57,7 +57,7 @@ class ClientStore:
         """Keep a client's state after its round, until the round is accepted."""
         if not any(state.values()) and not any(self.get(name).values()):
             return  # the client has no private state, and had none
-        self._used -= _in_memory(self._staged.pop(name, ""))  # if it was staged before
+        self.discard(name)
         size = tree.nbytes(state)
         if self.folder is not None and self._used + size > self.limit:
             # the name that a checkpoint after this round would give: no older state has it
@@ -65,6 +65,10 @@ class ClientStore:
         else:
             self._staged[name] = state
             self._used += size
+
+    def discard(self, name: str) -> None:
+        """Drop a client's staged state, if there is one: its round does not count."""
+        self._used -= _in_memory(self._staged.pop(name, ""))
 
     def accept(self) -> Index:
         """Make the staged states, if any, current; returns the index of all current states.

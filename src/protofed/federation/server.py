@@ -9,9 +9,11 @@ import torch
 
 from protofed import tree
 from protofed.errors import ProtofedError
+from protofed.federation.bounds import Bounds, shortened
 from protofed.federation.client_round import Reply
 from protofed.federation.model_state import travel
 from protofed.federation.participants import participants
+from protofed.federation.robust import outlyingness, robust_updates
 from protofed.federation.spool import MEMORY_LIMIT, Spool
 from protofed.method import Method, ServerView, Sizes, Update, weighted_mean
 from protofed.models import Network
@@ -32,13 +34,18 @@ class Server:
         seed: int,
         participation: float = 1.0,
         average: str = "samples",
+        robust: str = "none",
+        robust_fraction: float = 0.2,
         memory_limit: int = MEMORY_LIMIT,
         device: torch.device | str = "cpu",
     ) -> None:
         self.method, self.sizes, self.clients = method, sizes, tuple(clients)
         self.rounds, self.seed = rounds, seed
         self.participation, self.average = participation, average
+        self.robust, self.robust_fraction = robust, robust_fraction
         self.memory_limit, self.device = memory_limit, device
+        self.bounds: Bounds | None = None
+        """What replies are checked against; None: nothing."""
         state = network.state_dict()
         self.travels = travel(method, network)
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
@@ -47,6 +54,7 @@ class Server:
         """The next round to run."""
         self._spool = Spool(memory_limit, device)
         self._updates: dict[str, Update] = {}
+        self._slots: set[str] = set()
 
     def view(self) -> ServerView:
         return ServerView(self.state, self.round, self.rounds, self.clients, self.sizes, self.seed)
@@ -71,27 +79,66 @@ class Server:
         return tree.copy({**slots, "model": private})
 
     def accept(self, name: str, reply: Reply) -> None:
-        """Accept a client's reply; its message stays in the spool until the round ends."""
+        """Accept a client's reply; its message stays in the spool until the round ends.
+
+        ``OutOfBounds``, and nothing has changed, if it has numbers that no client can have.
+        """
+        if self.bounds is not None:
+            self.bounds.admit(name, reply, self.state.get("model", {}))
         self._spool.put(name, reply.message)
+        self._slots |= reply.message.keys()
         self._updates[name] = Update(name, reply.samples, reply.steps, reply.lr, self._spool)
 
-    def finish(self) -> None:
+    def screen(self) -> dict[str, str]:
+        """Once all replies are in: refuse, or clip, those out of bounds; returns whose, and why."""
+        found: dict[str, str] = {}
+        bounds, start = self.bounds, self.state.get("model", {})
+        for name, slots in (bounds.outside() if bounds is not None else {}).items():
+            assert bounds is not None
+            found[name] = next(iter(slots.values()))[1]
+            if not bounds.clip:
+                del self._updates[name]
+                bounds.settle(name, None)
+                continue
+            found[name] += "; clipped"
+            message = {slot: self._spool.get(name, slot) for slot in self._slots}
+            for slot, (limit, _) in slots.items():
+                message[slot] = shortened(slot, message[slot], start, limit)
+            self._spool.put(name, message)
+            bounds.settle(name, {slot: limit for slot, (limit, _) in slots.items()})
+        return found
+
+    def outlying(self) -> dict[str, float]:
+        """How far each accepted reply of the round is from the others; about 1 is usual."""
+        updates = self.updates()
+        return outlyingness(updates, self._slots, (len(updates) - 1) // 2)
+
+    def finish(self) -> dict[str, float]:
         """End the round with the replies received; without any, the state does not change.
 
-        Updates are taken in the federation's order: the order of arrival cannot change a bit.
+        Returns the median size of each slot, if there are bounds. Updates are taken in the
+        federation's order: the order of arrival cannot change a bit.
         """
-        updates = [self._updates[name] for name in self.clients if name in self._updates]
+        updates = self.updates()
         if updates:
+            start = self.state.get("model", {})
+            updates = robust_updates(self.robust, self.robust_fraction, updates, self._slots, start)
             with self._inputs_unchanged():
                 weights = self.method.weights(self.view(), updates)
                 if weights is None:
                     weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
                 # entries that only go down are the server's own: the mean leaves them as they are
-                averaged = self.state.get("model", {}) | weighted_mean(updates, "model", weights)
+                averaged = start | weighted_mean(updates, "model", weights)
                 state = self.method.aggregate(self.view(), averaged, updates)
             self.state = tree.copy(state, self.device)
+        medians = self.bounds.close() if self.bounds is not None else {}
         self.abandon()
         self.round += 1
+        return medians
+
+    def updates(self) -> list[Update]:
+        """The accepted replies of the round, in the federation's order."""
+        return [self._updates[name] for name in self.clients if name in self._updates]
 
     @contextmanager
     def _inputs_unchanged(self) -> Iterator[None]:
@@ -120,4 +167,6 @@ class Server:
         """Discard the replies of an unfinished round."""
         self._spool.close()
         self._spool = Spool(self.memory_limit, self.device)
-        self._updates = {}
+        self._updates, self._slots = {}, set()
+        if self.bounds is not None:
+            self.bounds.abandon()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from protofed import keys, tree
 from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
 from protofed.data.split import UNUSED, hold_out, validation_rows, validation_source
-from protofed.errors import ProtofedError, unknown
+from protofed.errors import Diverged, ProtofedError, unknown
+from protofed.federation.attacks import attacked, choose_attackers, flipped
+from protofed.federation.bounds import Bounds, OutOfBounds
 from protofed.federation.client_state import ClientStore
+from protofed.federation.dry_run import dry_run
 from protofed.federation.engine import engine_factory
 from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.facts import DTYPES, Facts, discover
@@ -64,6 +67,9 @@ class Observer:
     def reply(self, round: int, name: str, message: Tree) -> None:
         """Called with the message that a client of the round sent."""
 
+    def refused(self, round: int, name: str, why: str) -> None:
+        """Called when the message that a client sent does not count."""
+
     def client(self, round: int, done: int, total: int) -> None:
         """Called when a client of the round has finished."""
 
@@ -87,9 +93,16 @@ class Clients(Mapping[str, ClientData]):
     """
 
     def __init__(
-        self, task: Task, shares: Sequence[Share], device: torch.device, models: Mapping[str, str]
+        self,
+        task: Task,
+        shares: Sequence[Share],
+        device: torch.device,
+        models: Mapping[str, str],
+        mislabeled: Collection[str] = (),
     ) -> None:
+        """The labels of the ``mislabeled`` clients are wrong."""
         self._task, self._device, self._models = task, device, models
+        self._mislabeled = mislabeled
         self._shares = {share.name: share for share in shares}
         self._kept: dict[str, ClientData] = {}
 
@@ -98,6 +111,8 @@ class Clients(Mapping[str, ClientData]):
             return self._kept[name]
         share, device = self._shares[name], self._device
         own = _taken(self._task.domains[share.domain].train, share.rows, device)
+        if name in self._mislabeled:
+            own = flipped(own, len(self._task.classes))
         client = ClientData(name, share.domain, own, self._models[name])
         if device.type != "cpu":
             self._kept[name] = client
@@ -154,7 +169,12 @@ class Federation:
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
-        self.clients = Clients(self.task, self.shares, device, self.models)
+        names = [share.name for share in self.shares]
+        self.attackers = (
+            choose_attackers(names, config.attackers, config.seed) if config.attack else frozenset()
+        )
+        mislabeled = self.attackers if config.attack == "flip" else ()
+        self.clients = Clients(self.task, self.shares, device, self.models, mislabeled)
         self.tests = {
             name: tested_images(self.task, name, config.leave_out, device)
             for name in self.task.domains
@@ -173,8 +193,11 @@ class Federation:
             seed=config.seed,
             participation=config.participation,
             average=config.average,
+            robust=config.robust,
+            robust_fraction=config.robust_fraction,
             device=device if config.engine == "lanes" else "cpu",
         )
+        self.server.bounds = make_bounds(config, self.task, self.server)
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
@@ -210,19 +233,43 @@ class Federation:
         down = tree.nbytes(received) * len(names)
         up = 0
         losses: dict[str, dict[str, tuple[float, int]]] = {}
+        problems: dict[str, str] = {}
         steps = 0
         clients = [self.clients[n] for n in names]
         replies = self.engine.train(clients, received, self.store.get, round)
         for done, (name, reply) in enumerate(replies, start=1):
-            server.accept(name, reply)
-            self.store.stage(name, reply.mine, round)
+            if self.config.attack and name in self.attackers:
+                key = (self.config.seed, round, name)
+                reply.message = attacked(self.config.attack, reply.message, self.model, key)
             up += tree.nbytes(reply.message)
             steps += reply.steps
             losses[name] = reply.losses
+            try:
+                server.accept(name, reply)
+            except OutOfBounds as error:
+                problems[name] = error.message
+            else:
+                self.store.stage(name, reply.mine, round)
             for observer in observers:
-                observer.reply(round + 1, name, reply.message)
+                if name in problems:
+                    observer.refused(round + 1, name, problems[name])
+                else:
+                    observer.reply(round + 1, name, reply.message)
                 observer.client(round + 1, done, len(names))
-        self._aggregate()
+        for name, why in server.screen().items():
+            problems[name] = why
+            if self.config.bounds != "clip":
+                self.store.discard(name)
+                for observer in observers:
+                    observer.refused(round + 1, name, why)
+        if not server.updates():
+            raise Diverged(
+                f"round {round + 1}: every reply was refused; {names[0]}: {problems[names[0]]}",
+                "try a smaller --lr, or check the method's hyper-parameters; --bounds off turns "
+                "the check off",
+            )
+        counted = len(server.updates())
+        norms = self._aggregate()
         require_finite_model(
             server.state.get("model", {}), f"round {round + 1}: the averaged model"
         )
@@ -243,9 +290,11 @@ class Federation:
             "loss": mean_losses([losses[name] for name in names]),
             "bytes_up": up,
             "bytes_down": down,
-            "clients": len(names),
+            "clients": counted,
             "by_client": by_client,
             "steps": steps,
+            **({"problems": problems} if problems else {}),
+            **({"norms": norms} if norms else {}),
             **({"privacy": privacy.spent(releases)} if privacy.budgets else {}),
             "seconds": {
                 "train": round_to(trained - began, 3),
@@ -266,15 +315,14 @@ class Federation:
         self._counted = self.server.round + 1
         return max(self._trained.values())
 
-    def _aggregate(self) -> None:
+    def _aggregate(self) -> dict[str, float]:
         """Close the round; if out of GPU memory, with what the engine can free."""
         try:
-            self.server.finish()
-            return
+            return self.server.finish()
         except torch.cuda.OutOfMemoryError:
             pass  # until here the error's traceback keeps alive what was being computed
         self.engine.free_memory()
-        self.server.finish()
+        return self.server.finish()
 
     def evaluate(self, observers: Sequence[Observer] = ()) -> Scores:
         """Accuracy per domain: of the global model, or of the clients' own models.
@@ -440,6 +488,19 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
         min_class_count=config.min_class_count,
         privacy=make_privacy(config, network, sizes),
     )
+
+
+def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
+    """The bounds of a run's replies, as its config asks for."""
+    if config.bounds == "off":
+        return None
+
+    def sizes() -> dict[str, float]:
+        network = initial_network(config, task)
+        return dry_run(make_setup(config, task, network), network, server)
+
+    clip, noised = config.bounds == "clip", config.proto_epsilon is not None
+    return Bounds(sizes, len(server.clients), clip, noised)
 
 
 def initial_network(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from protofed.data import Images
-from protofed.data.split import UNUSED
+from protofed.data.split import UNUSED, VAL_FOLDERS, validation_source
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import make_shares, rows_to_validate
 from protofed.inference.metrics import fit_temperature, measure
@@ -32,7 +32,7 @@ def calibrate(
 ) -> Calibration:
     """Fit the temperature of a run's model, and write it into the model's file.
 
-    It is fitted on the run's validation images, or else on training images that no client holds;
+    It is fitted on the run's validation images, or else on images in val/ or that no client holds;
     test images have no part in it. A client's own model takes those of its domain.
     """
     path = Path(folder)
@@ -61,16 +61,21 @@ def calibrate(
 
 
 def held_out_images(result: Result) -> dict[str, Images]:
-    """By domain, training images that were not trained on."""
+    """By domain, images that were neither trained on nor are for testing."""
     task = result.task()
     config = result.found_config.for_task(task.info)
-    asked = replace(config, validate=config.validate or UNUSED)
-    try:
-        rows = rows_to_validate(asked, task, make_shares(asked, task))
-    except ProtofedError as error:
-        raise ProtofedError(
-            f"the run has no images to calibrate on: {error.message}",
-            "train with --validate 0.1, which holds some out",
-        ) from None
-    images = {name: task.domains[name].train for name in rows}
-    return {name: Images(images[name].x[r], images[name].y[r]) for name, r in rows.items()}
+    error = None
+    for part in [config.validate] if config.validate is not None else [VAL_FOLDERS, UNUSED]:
+        asked = replace(config, validate=part)
+        try:
+            rows = rows_to_validate(asked, task, make_shares(asked, task))
+        except ProtofedError as found:
+            error = found
+            continue
+        images = {name: validation_source(task, name, part) for name in rows}
+        return {name: Images(images[name].x[r], images[name].y[r]) for name, r in rows.items()}
+    assert error is not None
+    raise ProtofedError(
+        f"the run has no images to calibrate on: {error.message}",
+        "train with --validate 0.1, which holds some out",
+    )

@@ -196,7 +196,7 @@ def load_model(path: str | Path, client: str | None = None, device: str = "cpu")
         return TrainedModel(read_model(path), client, device)
     result = load_run(path)
     rounds = RunFolder(path).artifact_rounds("prototypes")
-    kept = prototypes(result) if rounds and rounds[-1] == result.config.rounds else None
+    kept = prototypes(result) if rounds and rounds[-1] == len(result.rounds) else None
     return TrainedModel(result.need_model(), client, device, kept)
 
 

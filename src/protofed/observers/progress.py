@@ -14,13 +14,20 @@ from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
 
+BAR, NARROW_BAR, NARROW = 24, 10, 100
+"""The width of the bar; a terminal with fewer characters than the last has the narrow one."""
 
-def accuracies(record: Record, unseen: str | None = None) -> str:
+
+def accuracies(record: Record, unseen: str | None = None, brief: bool = False) -> str:
     """A round in one line: ``scan 84.0  print 41.5 ... average 44.5``.
 
-    An ``unseen`` domain comes first. Further accuracies of the method, if any, come last.
+    An ``unseen`` domain comes first. Further accuracies of the method, if any, come last. In
+    ``brief``, there is only what counts: the average, or the unseen domain.
     """
     of_method = shown({**record["accuracy"], "average": record["average"]}, unseen)
+    if brief:
+        main = "average" if "average" in of_method else next(iter(of_method))
+        return f"{main} {of_method[main]:.1f}"
     return "  ".join(f"{name} {a:.1f}" for name, a in {**of_method, **beside(record)}.items())
 
 
@@ -103,7 +110,7 @@ class RunProgress(Observer):
             print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=NARROW_BAR if self.console.width < NARROW else BAR),
             TextColumn("{task.fields[state]}"),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
@@ -115,7 +122,7 @@ class RunProgress(Observer):
         self.bar_task = self.bar.add_task(
             "", total=config.rounds, completed=done, round=done, state="", left=""
         )
-        self.latest = accuracies(records[-1], self.unseen) if records else ""
+        self.latest, self.left = records[-1] if records else None, ""
         self.bar.start()
 
     def client(self, round: int, done: int, total: int) -> None:
@@ -123,28 +130,45 @@ class RunProgress(Observer):
             self.bar_task,
             completed=round - 1 + done / (total + 1),
             round=round,
-            state=f"client {done}/{total}  {self.latest}",
+            state=self._state(f"client {done}/{total}"),
         )
 
     def tested(self, round: int, done: int, total: int) -> None:
         """Show how many models have been tested, if there are several."""
         if total > 1:
-            self.bar.update(self.bar_task, state=f"tested {done}/{total}  {self.latest}")
+            self.bar.update(self.bar_task, state=self._state(f"tested {done}/{total}"))
 
     def round(self, record: Record) -> None:
         done = record["round"]
         spent = time.perf_counter() - self.started
         left = f"{duration(spent / (done - self.earlier_rounds) * (self.rounds - done))} left"
-        self.latest = accuracies(record, self.unseen)
-        self.bar.update(self.bar_task, completed=done, left=left, state=self.latest)
+        self.latest, self.left = record, left
+        self.bar.update(self.bar_task, completed=done, left=left, state=self._state())
         if not self.live:
-            text = f"round {done}/{self.rounds}  {self.latest}  {left}"
+            text = f"round {done}/{self.rounds}  {accuracies(record, self.unseen)}  {left}"
             print_plain(self.console, text)
         if done == self.rounds:
             self.bar.stop()
 
+    def _state(self, work: str = "") -> str:
+        """What is under way and the latest accuracies, as far as the terminal has room for them.
+
+        Round and time are worth more.
+        """
+        width = self.console.width
+        rest = f"round {self.rounds}/{self.rounds}   0:00:00 {self.left}"
+        room = width - len(rest) - 1 - (NARROW_BAR if width < NARROW else BAR)
+        said = [work]
+        if self.latest is not None:
+            brief = accuracies(self.latest, self.unseen, brief=True)
+            said = [f"{work}  {accuracies(self.latest, self.unseen)}", f"{work}  {brief}", brief]
+        return next((text.strip() for text in said if len(text.strip()) <= room), "")
+
     def end(self, result: Result) -> None:
         self.bar.stop()
+        if (done := len(result.rounds)) < self.rounds:
+            better = f"no better validation accuracy in {result.config.patience} rounds"
+            print_plain(self.console, f"stopped early after round {done}: {better}")
 
     def stopped(self) -> None:
         self.bar.stop()  # or the terminal's cursor stays hidden

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from protofed.analysis import Clusters, Distances, Floats, Ints
 from protofed.config import EACH
 from protofed.report.palette import CLASS_COLORS, COLORS, Look, looks_of
-from protofed.report.plot import INK, Key, Panel, Plot, faint, ink, linestyle
+from protofed.report.plot import INK, LINE, Key, Panel, Plot, faint, ink, linestyle, scaled
 from protofed.runs.records import VALIDATION, over_rounds
 from protofed.studies.definition import TUNE, Study, point_label, show
 from protofed.studies.history import RunHistory
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 MARKERS = ("o", "s", "^", "v", "P", "X")
 MOST_LINES = 16
 """The most lines that a reader can tell apart in one panel."""
+LABELED_LINES, LABEL_LENGTH = 9, 16
+"""So many lines, with names so short, have their names at their ends, and no legend."""
+BAND = 0.15
+"""The opacity of a band around a line."""
 SHOWN_CLASSES = 20
 """With more classes than this their names are left out: they would not be readable."""
 WRITTEN_CELLS = 12
@@ -54,22 +58,27 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
         for column in accuracies[0]
         if all(column in a for a in accuracies)  # only some rows of a study may be validated
     }
-    limits = _limits(v for own in values.values() for v in own.values())
+    labeled = len(keys) <= LABELED_LINES and all(len(k.label) <= LABEL_LENGTH for k in keys)
 
     def panel(column: str) -> Panel:
         def draw(axis: Axes) -> None:
+            own = values[column]
             for key in keys:
-                v = values[column][key.label]
+                v = own[key.label]
                 rounds = np.arange(1, v.shape[1] + 1)
                 marker = "o" if v.shape[1] == 1 else ""
                 _draw_line(axis, key, rounds, v.mean(0), marker=marker)
                 if len(v) > 1:
-                    _draw_band(axis, key.color, rounds, v.min(0), v.max(0))
-            _accuracy_axis(axis, limits)
+                    alpha = BAND if len(keys) < 5 else BAND / 2  # many cover the lines
+                    _draw_band(axis, key.color, rounds, v.min(0), v.max(0), alpha)
+            _accuracy_axis(axis, _limits(own.values()))
             if column == VALIDATION:
                 axis.set_ylabel("validation accuracy, %")
             axis.set_xlabel("round")
             axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            if labeled and len(keys) > 1:
+                axis.set_xlim(right=max(v.shape[1] for v in own.values()))
+                _label_ends(axis, {key: own[key.label][:, -1].mean() for key in keys})
 
         title = panel_title(column, runs[0].unseen)
         ends = ", ".join(
@@ -79,10 +88,12 @@ def curves(runs: Sequence[RunHistory], looks: Looks | None = None, heading: str 
 
     return Plot(
         "curves",
-        "Test accuracy in % after each round: mean over seeds; the band spans the seeds."
-        + " The last panel is of the validation images." * (VALIDATION in values),
+        "Test accuracy in % after each round: mean over seeds; the band spans the seeds. Each "
+        "panel has a range of its own, which may leave out the first rounds."
+        + " The last panel is of the validation images."
+        * (VALIDATION in values),
         tuple(map(panel, values)),
-        keys,
+        () if labeled and len(keys) > 1 else keys,
         heading=heading,
     )
 
@@ -102,7 +113,7 @@ def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
         for key in keys:
             sent, reached = megabytes[key.label], accuracy[key.label]
             _draw_line(axis, key, sent, reached)
-            axis.plot(sent[-1], reached[-1], "o", color=key.color, markersize=5)
+            axis.plot(sent[-1], reached[-1], "o", color=key.color, markersize=scaled(5))
         _accuracy_axis(axis, _limits(accuracy.values()))
         axis.set_xlabel("MB sent so far, up and down")
         axis.set_xlim(left=0)
@@ -153,9 +164,9 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
 
         def draw(axis: Axes) -> None:
             means = {label: s.mean for label, s in found.items()}
-            errors = [s.std or 0.0 for s in found.values()]
             colors = [looks[label].color for label in found]
-            _draw_bars(axis, means, colors, "{:.1f}", 1.5, errors)
+            seeds = [s.values if s.seeds > 1 else () for s in found.values()]
+            _draw_bars(axis, means, colors, "{:.1f}", 1.5, seeds)
             axis.set(xlim=(0, 118), xticks=[0, 25, 50, 75, 100], xlabel="test accuracy, %")
 
         said = ", ".join(f"{label} {s.mean:.1f} %" for label, s in found.items())
@@ -164,7 +175,7 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
 
     return Plot(
         "domains",
-        "Test accuracy in %, mean over seeds; the line is the standard deviation over seeds.",
+        "Test accuracy in %: mean over seeds, and a dot for each seed.",
         tuple(map(panel, columns)),
         heading=heading,
     )
@@ -259,17 +270,24 @@ def _sweep_lines(
             x, mean = list(found), np.array([s.mean for s in found.values()])
             if kind == "main":
                 std = np.array([s.std or 0 for s in found.values()])
-                _draw_line(axis, key, x, mean, marker="o", markersize=4)
+                _draw_line(axis, key, x, mean, marker="o", markersize=scaled(4))
                 _draw_band(axis, key.color, x, mean - std, mean + std)
             elif kind == "other":
-                axis.plot(x, mean, color=key.color, linewidth=0.9, marker=".", markersize=3)
+                axis.plot(
+                    x,
+                    mean,
+                    color=key.color,
+                    linewidth=scaled(0.9),
+                    marker=".",
+                    markersize=scaled(3),
+                )
             elif kind == "validation":
-                _draw_line(axis, key, x, mean, marker="o", markersize=4)
+                _draw_line(axis, key, x, mean, marker="o", markersize=scaled(4))
             elif kind == "paper":
-                axis.plot(x, mean, "D", color=key.color, fillstyle="none")
+                axis.plot(x, mean, "D", color=key.color, fillstyle="none", markersize=scaled(6))
             else:
                 style = linestyle(key.shape)
-                axis.axhline(mean[0], linestyle=style, color=key.color, linewidth=1.2)
+                axis.axhline(mean[0], linestyle=style, color=key.color, linewidth=scaled(1.2))
         axis.set_xticks(range(len(values)), [show(v) for v in values])
         validated = any(kind == "validation" for kind, *_ in series)
         ylabel = "accuracy, %" if validated else "test accuracy, %"
@@ -341,7 +359,7 @@ def confusions(label: str, counts: Mapping[str, Ints], classes: Sequence[str]) -
         alt = f"Confusion matrix of {label} on {domain}: {right:.1f} % right; most often {worst}."
         return Panel(f"{domain}: {right:.1f} % right", alt, draw, 3.4, 3.2)
 
-    return Plot(f"confusion-{slug(label)}", "", tuple(map(panel, counts)), columns=4)
+    return Plot(f"confusion-{slug(label)}", "", tuple(map(panel, counts)), columns=2)
 
 
 @dataclass(frozen=True)
@@ -372,7 +390,7 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
                     continue
                 shape = MARKERS[(g // len(colors)) % len(MARKERS)] if shapes else "o"
                 axis.scatter(
-                    at[own, 0], at[own, 1], s=size, alpha=alpha,
+                    at[own, 0], at[own, 1], s=scaled(scaled(size)), alpha=alpha,
                     marker={"image": shape, "sent": "D", "made": "*"}[kind],
                     color=colors[g % len(colors)] if g >= 0 else ink(),
                     edgecolors="none" if kind == "image" else ink(),
@@ -425,7 +443,7 @@ def clusters(label: str, found: Sequence[Clusters], distances: Distances) -> Plo
                 for client in (last.members[k][j : j + 1] or ((),))[0]
             ]
             axis.scatter(
-                [x for x, _ in dots], [y for _, y in dots], s=44, linewidths=0,
+                [x for x, _ in dots], [y for _, y in dots], s=scaled(scaled(44)), linewidths=0,
                 marker=MARKERS[j % len(MARKERS)], color=COLORS[j % len(COLORS)],
             )  # fmt: skip
         _client_ticks(axis, order)
@@ -514,21 +532,54 @@ def _by_label(runs: Sequence[RunHistory], series: Sequence[Sequence[float]]) -> 
 
 
 def _limits(values: Iterable[Floats]) -> tuple[float, float]:
-    """The range of the accuracy axis, in steps of ten."""
-    every = np.concatenate([v[np.isfinite(v)] for v in values])
+    """The range of the accuracy axis, in steps of five.
+
+    The first tenth of the rounds does not count: where all rise from chance, the rest would be
+    squeezed into a corner.
+    """
+    late = [v[..., v.shape[-1] // 10 :] for v in values]
+    every = np.concatenate([v[np.isfinite(v)] for v in late])
     low, high = (float(every.min()), float(every.max())) if every.size else (0.0, 100.0)
-    return max(0.0, 10 * np.floor((low - 2) / 10)), min(102.0, 10 * np.ceil((high + 2) / 10) + 0.5)
+    return max(0.0, 5 * np.floor((low - 1) / 5)), min(101.0, 5 * np.ceil((high + 1) / 5))
 
 
 # ---- drawing ------------------------------------------------------------------------------------
 
 
 def _draw_line(axis: Axes, key: Key, x: Any, y: Any, **style: Any) -> None:
-    axis.plot(x, y, color=key.color, linestyle=linestyle(key.shape), linewidth=1.7, **style)
+    width = scaled(LINE)
+    axis.plot(x, y, color=key.color, linestyle=linestyle(key.shape), linewidth=width, **style)
 
 
-def _draw_band(axis: Axes, color: str, x: Any, low: Any, high: Any) -> None:
-    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+def _label_ends(axis: Axes, ends: Mapping[Key, float]) -> None:
+    """Write the names of lines at their right ends, apart from each other, in their colors."""
+    from sklearn.isotonic import isotonic_regression  # slow to import
+
+    keys = sorted((key for key in ends if np.isfinite(ends[key])), key=lambda key: ends[key])
+    if not keys:
+        return
+    size = scaled(7.5)
+    inches = axis.figure.get_figheight() / axis.get_gridspec().nrows - scaled(0.75)
+    low, high = axis.get_ylim()
+    step = (high - low) * 1.1 * size / 72 / inches
+    steps = step * np.arange(len(keys))
+    # the places nearest to the ends that are a step apart
+    places = isotonic_regression(np.array([ends[key] for key in keys]) - steps) + steps
+    places += min(0.0, high - places[-1])
+    places += max(0.0, low - places[0])
+    for key, place in zip(keys, places, strict=True):
+        at, color = axis.get_yaxis_transform(), key.color
+        axis.plot(
+            (1, 1.03), (ends[key], place), transform=at, color=color, clip_on=False,
+            linewidth=scaled(0.7),
+        )  # fmt: skip
+        axis.text(
+            1.04, place, key.label, transform=at, color=color, fontsize=size, va="center_baseline"
+        )
+
+
+def _draw_band(axis: Axes, color: str, x: Any, low: Any, high: Any, alpha: float = BAND) -> None:
+    axis.fill_between(x, low, high, color=color, alpha=alpha, linewidth=0)
 
 
 def _draw_bars(
@@ -537,15 +588,21 @@ def _draw_bars(
     colors: Sequence[str],
     form: str,
     gap: float,
-    errors: Sequence[float] = (),
+    points: Sequence[Sequence[float]] = (),
 ) -> None:
-    """Horizontal bars with their values beside them; ``gap``: between a bar and its value."""
+    """Horizontal bars with their values beside them; ``gap``: between a bar and its value.
+
+    ``points`` are drawn on each bar: what it is the mean of.
+    """
     y, values = list(range(len(bars))), list(bars.values())
     axis.barh(y, values, color=colors, height=0.66, alpha=0.88)
-    if errors:
-        axis.errorbar(values, y, xerr=errors, fmt="none", ecolor=ink(), elinewidth=0.9)
-    for at, value, error in zip(y, values, errors or [0.0] * len(y), strict=True):
-        _draw_text(axis, value + error + gap, at, form.format(value), va="center", fontsize=8)
+    for at, value, own in zip(y, values, points or [()] * len(y), strict=True):
+        axis.plot(
+            own, [at] * len(own), "o", color=ink(), markersize=scaled(3.2), markeredgewidth=0,
+            alpha=0.65,
+        )  # fmt: skip
+        end = max((value, *own)) + gap
+        _draw_text(axis, end, at, form.format(value), va="center", fontsize=scaled(8))
     axis.set_yticks(y, list(bars))
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
@@ -582,13 +639,13 @@ def _heat_map(
         *edges, shown, cmap=shades, vmin=low, vmax=low + span, rasterized=many, linewidth=0
     )
     axis.invert_yaxis()
-    axis.tick_params(length=0, labelsize=7)
+    axis.tick_params(length=0, labelsize=scaled(7))
     _faint_frame(axis)
     for (row, column), value in np.ndenumerate(values):
         text = absent if np.isnan(value) else form.format(value)
         if text and len(values) <= most_rows:
             color = "#ffffff" if opacity[row, column] > 0.58 else ink()
-            style = {"ha": "center", "va": "center", "fontsize": size, "color": color}
+            style = {"ha": "center", "va": "center", "fontsize": scaled(size), "color": color}
             _draw_text(axis, column, row, text, **style)
 
 
@@ -600,12 +657,12 @@ def _draw_text(axis: Axes, x: float, y: float, text: str, **style: Any) -> None:
 def _accuracy_axis(axis: Axes, limits: tuple[float, float]) -> None:
     axis.set(ylim=limits, ylabel="test accuracy, %")
     axis.grid(axis="y")
-    axis.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
 
 
 def _client_ticks(axis: Axes, clients: Sequence[str]) -> None:
     axis.set_xticks(range(len(clients)), clients, rotation=90)
-    axis.tick_params(length=0, labelsize=7)
+    axis.tick_params(length=0, labelsize=scaled(7))
 
 
 def _faint_frame(axis: Axes) -> None:

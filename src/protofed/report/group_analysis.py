@@ -128,7 +128,7 @@ def _images(
 ) -> None:
     """Confusions, domain gap, and t-SNE of the domains and rounds that the study asks for."""
     asked = study.tsne if study is not None else {}
-    rounds, last = asked.get("rounds", ()), run.config.rounds
+    rounds, last = asked.get("rounds", ()), len(run.rounds)
     first: dict[str, Outputs] = {}
     confusion: dict[str, Ints] = {}
     for domain in task.domains:

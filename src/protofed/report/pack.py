@@ -25,8 +25,9 @@ from protofed.report.study_figures import write_figures
 from protofed.runs.pool import PACKED, write_packed
 from protofed.studies.definition import Study
 from protofed.studies.folder import StudyFolder, to_text
+from protofed.studies.tables import DIVERGED
 
-DPI = 100
+DPI = 160
 """Of the figures: for a screen; ``protofed report`` makes them for a paper."""
 
 
@@ -53,6 +54,11 @@ def pack(
     stored = {run.hash: run for run in folder.runs.values() if run is not None}
     if not stored:
         raise ProtofedError(f"'{source}' has no finished run to pack", "protofed study run NAME")
+    rows = [(table.task, row) for table in folder.tables() for row in table.rows]
+    diverged: dict[str, list[str]] = {}
+    for task, row in rows:
+        if row.state == DIVERGED:
+            diverged.setdefault(task, []).append(row.label)
     analyses = _analyses(source, images, progress)
     lines = []
     for run in stored.values():
@@ -62,7 +68,7 @@ def pack(
     write_packed(to / PACKED, lines)
     for path in to.glob("*.png"):
         path.unlink()
-    write_atomic(to / "study.toml", _anywhere(folder.study).toml())
+    write_atomic(to / "study.toml", _anywhere(folder.study, diverged).toml())
     packed = StudyFolder.open(to)
     tables = packed.tables()
     write_atomic(to / "table.md", to_text(packed.study, tables, "markdown"))
@@ -81,9 +87,14 @@ def _analyses(source: Path, images: int, progress: Progress) -> dict[str, dict[s
     return found
 
 
-def _anywhere(study: Study) -> Study:
-    """The study without the folders its images and runs lay in: they cannot change a number."""
-    raw = {k: v for k, v in study.raw.items() if k != "pool"}
+def _anywhere(study: Study, diverged: Mapping[str, list[str]]) -> Study:
+    """The study without the folders its images and runs lay in: they cannot change a number.
+
+    Runs that diverged are not packed; the study says which lines have some.
+    """
+    raw = {k: v for k, v in study.raw.items() if k not in ("pool", "diverged")}
+    if diverged:
+        raw["diverged"] = diverged
     if "settings" in raw:
         raw["settings"] = _without_data(raw["settings"])
     if "override" in raw:

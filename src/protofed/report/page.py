@@ -20,7 +20,7 @@ from protofed.files import write_atomic
 from protofed.report import figures, plot, run_details
 from protofed.report.collect import Group, Progress, ReportInput
 from protofed.report.group_analysis import analyze
-from protofed.report.page_table import PageTable, cells, result_table
+from protofed.report.page_table import PageTable, cells, cost_table, result_table
 from protofed.report.palette import STYLES, TONES
 from protofed.report.plot import Plot
 from protofed.report.stored_analysis import PARTS, GroupAnalysis
@@ -180,7 +180,9 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "title": group.title,
         "headline": headline(rows, seeds, baseline),
         "ranks": _ranks(rows, looks),
+        "ranked": all(row.was_run for row in rows),
         "table": result_table(rows, looks, table.columns if table is not None else (), baseline),
+        "costs": cost_table(rows, looks, baseline) if runs else None,
         "seeds": seeds,
         "baseline": tables.baseline_name(baseline),
         "printed": any(row.paper for row in rows),  # the table has the paper's numbers
@@ -229,7 +231,10 @@ def _details(group: Group, found: GroupAnalysis, painter: Painter) -> dict[str, 
 def headline(
     rows: Sequence[TableRow], seeds: int, baseline: str = BASELINE
 ) -> dict[str, Any] | None:
-    """The main result, and what it is worth; None as long as no row is complete."""
+    """The main result, and what it is worth; None as long as no row is complete.
+
+    As long as rows have not been run, no row is said to be the best.
+    """
     there = [r for r in rows if r.accuracy]
     if not there:
         return None
@@ -248,6 +253,8 @@ def headline(
         "mean": best.accuracy[main].mean,
         "scope": scope,
         "alone": len(there) == 1,
+        "some": "" if all(r.was_run for r in rows) else f"{len(there)} of {len(rows)} rows",
+        "values": [(r.label, r.accuracy[main].mean) for r in there],
         "is_baseline": best.label == baseline,
         "baseline": tables.baseline_name(baseline),
         "difference": best.differences.get(main),

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protofed.report.palette import Look
-from protofed.studies.tables import BASELINE, TableRow, grid
+from protofed.studies.tables import (
+    BASELINE,
+    NOT_RUN,
+    TableRow,
+    column_title,
+    cost_grid,
+    grid,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,8 @@ class PageTable:
     left: Sequence[int] = (0,)
     kind: str = ""
     """A CSS class."""
+    main: int | None = None
+    """The column that stays in view when a narrow screen scrolls, like the first."""
 
 
 def cells(rows: Iterable[Iterable[str]]) -> list[list[PageCell]]:
@@ -53,21 +62,40 @@ def result_table(
     """
     header, lines = grid(rows, columns, baseline)
     made: list[list[PageCell]] = []
-    labels = iter(row.label for row in rows)
+    labels = iter(row.label for row in rows if row.accuracy or row.state)
     for line in lines:
-        if line.paper:
-            below = ["paper", *(cell.text for cell in line.cells[1:])]
-            for i, name in enumerate(header):
-                if name.startswith("Δ") and below[i]:
-                    below[i] = f"paper {below[i]}"
-            made[-1] = [
-                replace(cell, small=" · ".join(filter(None, (cell.small, more))))
-                for cell, more in zip(made[-1], below, strict=True)
-            ]
-        else:
+        if not line.paper:
             first, *others = (_with_interval_below(cell.text, cell.mark) for cell in line.cells)
             made.append([replace(first, look=looks.get(next(labels))), *others])
-    return PageTable(header, made, kind="result")
+            continue
+        if line.label:
+            made.append([PageCell(line.label, small=NOT_RUN), *[PageCell("")] * (len(header) - 1)])
+        below = ["paper", *(cell.text for cell in line.cells[1:])]
+        for i, name in enumerate(header):
+            if name.startswith("Δ") and below[i]:
+                below[i] = f"paper {below[i]}"
+        made[-1] = [
+            replace(cell, small=" · ".join(filter(None, (cell.small, more))))
+            for cell, more in zip(made[-1], below, strict=True)
+        ]
+    there = [row for row in rows if row.accuracy]
+    main = column_title(there[0].main, there[0].unseen) if there else ""
+    return PageTable(
+        header, made, kind="result", main=header.index(main) if main in header else None
+    )
+
+
+def cost_table(
+    rows: Sequence[TableRow], looks: Mapping[str, Look], baseline: str = BASELINE
+) -> PageTable:
+    """Traffic and time of each row, and what the target accuracy takes of both."""
+    header, lines = cost_grid(rows, baseline)
+    labels = (row.label for row in rows if row.accuracy)
+    made = [
+        [PageCell(label, look=looks.get(label)), *(PageCell(cell.text) for cell in line.cells[1:])]
+        for label, line in zip(labels, lines, strict=True)
+    ]
+    return PageTable(header, made, kind="narrow")
 
 
 def _with_interval_below(text: str, mark: str) -> PageCell:

@@ -64,19 +64,19 @@ class Look(NamedTuple):
 
 
 _CHOSEN = {
-    BASELINE: Look(GRAY, "solid"),
+    BASELINE: Look(GRAY, "dashed"),
     "fpl": Look(VERMILION, "solid"),
-    "i2pfl": Look(BLUE, "solid"),
-    "fedseproto": Look(GREEN, "solid"),
-    "fedproto": Look(ORANGE, "solid"),
-    "fedprox": Look(SKY, "solid"),
+    "i2pfl": Look(BLUE, "long"),
+    "fedseproto": Look(GREEN, "dashdot"),
+    "fedproto": Look(ORANGE, "dotted"),
+    "fedprox": Look(SKY, "dashdotdot"),
     "moon": Look(PURPLE, "solid"),
-    "feddyn": Look(OLIVE, "solid"),
+    "feddyn": Look(OLIVE, "dotted"),
     "fedproc": Look(BLUE, "dashed"),
-    "fedopt": Look(GREEN, "dashed"),
+    "fedopt": Look(GREEN, "long"),
     "fedplvm": Look(PURPLE, "dashed"),
 }
-"""Looks of methods that share the papers' tables: their colors differ as far as possible."""
+"""Looks of methods that share the papers' tables: as different as possible, also in gray."""
 
 
 @cache

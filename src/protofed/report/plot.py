@@ -31,10 +31,14 @@ INK, FAINT = "#010101", "#020202"
 A file has black and gray in their place.
 """
 
+POINTS, FILE_POINTS = 9, 7
+"""The size of text on a page and in a file. Panels and all that is in them are measured for a page;
+in a file they shrink with the text (``scaled``): a paper includes it as it is."""
+
 _SHARED: dict[str, Any] = {
-    "font.size": 9,
+    "font.size": POINTS,
     "font.family": "DejaVu Sans",
-    "axes.titlesize": 9,
+    "axes.titlesize": "medium",
     "axes.linewidth": 0.7,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -48,12 +52,13 @@ _SHARED: dict[str, Any] = {
     "ytick.major.size": 3,
     "text.parse_math": False,  # a name with two dollar signs is not a formula
     "legend.frameon": False,
+    "legend.handlelength": 3,
     "pdf.fonttype": 42,
     "svg.fonttype": "none",
     "svg.hashsalt": "protofed",
     "svg.image_inline": True,
 }
-_FILE = {**_SHARED, "grid.color": "#d5d5d5"}
+_FILE = {**_SHARED, "font.size": FILE_POINTS, "grid.color": "#d5d5d5"}
 _PAGE = {
     **_SHARED,
     **dict.fromkeys(
@@ -64,6 +69,10 @@ _PAGE = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
+
+
+LINE = 1.7
+"""The width of a line that stands for a method."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,11 @@ class Plot:
 def linestyle(style: str) -> Any:
     """A line style of the palette as matplotlib takes it."""
     return (0, STYLES[style]) if STYLES[style] else "-"
+
+
+def scaled(size: float) -> float:
+    """A size of text, lines or marks for a page, as it is where the plot is being drawn."""
+    return size * float(matplotlib.rcParams["font.size"]) / POINTS
 
 
 def ink() -> str:
@@ -172,7 +186,9 @@ def themed(style: str) -> str:
 # ---- in a file ----------------------------------------------------------------------------------
 
 KINDS = ("png", "pdf")
-DPI = 200
+DPI = 300
+TEXT_WIDTH = 7.16
+"""In inches: no file is wider than the two columns of a paper."""
 
 
 def save(
@@ -192,14 +208,14 @@ def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str
     rows = math.ceil(len(plot.panels) / columns)
     panel_width = max(p.width for p in plot.panels)
     panel_height = max(p.height for p in plot.panels)
-    width = panel_width * columns  # in inches, as all sizes here
-    longest = max((len(key.label) for key in plot.legend), default=0)
-    entry_width = max(1.3, 0.6 + 0.075 * longest)
-    legend_columns = max(1, min(len(plot.legend), int(width / entry_width)))
-    legend_height = 0.18 * math.ceil(len(plot.legend) / legend_columns)
-    heading_height = 0.25 * bool(plot.heading)
-    height = panel_height * rows + 0.1 + legend_height + heading_height
     with _style(_FILE):
+        width = min(scaled(panel_width) * columns, TEXT_WIDTH)  # in inches, as all sizes here
+        longest = max((len(key.label) for key in plot.legend), default=0)
+        entry_width = scaled(max(1.3, 0.75 + 0.075 * longest))
+        legend_columns = max(1, min(len(plot.legend), int(width / entry_width)))
+        legend_height = 0.2 * math.ceil(len(plot.legend) / legend_columns)
+        heading_height = 0.25 * bool(plot.heading)
+        height = scaled(panel_height * rows + 0.1 + legend_height + heading_height)
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False).ravel()
         for axis, panel in zip(axes, plot.panels, strict=False):
@@ -213,7 +229,7 @@ def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str
             handles = [_handle(key) for key in plot.legend]
             figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns)
         if plot.heading:
-            figure.suptitle(plot.heading, fontsize=9)
+            figure.suptitle(plot.heading, fontsize="medium")
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laying out once is enough: it is the slow part
         # no date and no version: the same plot gives the same bytes
@@ -227,15 +243,15 @@ def render(plot: Plot, kinds: Sequence[str] = KINDS, dpi: int = DPI) -> dict[str
 
 
 def _panel_legend(axis: Axes, panel: Panel) -> None:
-    columns = max(1, min(len(panel.legend), int(panel.width / 0.8)))
+    columns = max(1, min(len(panel.legend), int(scaled(panel.width) / 0.7)))
     axis.legend(
         handles=[_handle(key) for key in panel.legend], loc="upper center", ncols=columns,
-        bbox_to_anchor=(0.5, 0), fontsize=8, handletextpad=0.1, columnspacing=0.9,
+        bbox_to_anchor=(0.5, 0), fontsize=scaled(8), handletextpad=0.1, columnspacing=0.9,
     )  # fmt: skip
 
 
 def _handle(key: Key) -> Line2D:
-    shape: dict[str, Any] = {"marker": key.shape, "linestyle": ""}
+    shape: dict[str, Any] = {"marker": key.shape, "linestyle": "", "markersize": scaled(6)}
     if key.is_line:
-        shape = {"linestyle": linestyle(key.shape), "linewidth": 1.7}
+        shape = {"linestyle": linestyle(key.shape), "linewidth": scaled(LINE)}
     return Line2D([], [], color=ink() if key.color == INK else key.color, label=key.label, **shape)

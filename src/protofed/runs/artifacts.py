@@ -45,24 +45,36 @@ class ArtifactWriter(Observer):
         self.folder, self.config, self.hash = folder, config, hash
         self.classes, self.domains = classes, domains
         self.rounds = rounds_to_keep(config) if folder is not None else frozenset()
+        named = config.keep_rounds is None or "last" in config.keep_rounds
+        self._any_may_be_last = folder is not None and config.patience is not None and named
         self._sent: dict[str, Slot] = {}
 
     def reply(self, round: int, name: str, message: Tree) -> None:
         """Take the prototypes out of a client's message."""
-        if round in self.rounds and (found := prototype_entries(message, len(self.classes))):
+        if not (round in self.rounds or self._any_may_be_last):
+            return
+        if found := prototype_entries(message, len(self.classes)):
             self._sent[name] = found
+
+    def refused(self, round: int, name: str, why: str) -> None:
+        """Forget a client's message, which does not count."""
+        self._sent.pop(name, None)
 
     def abandon(self) -> None:
         """Forget the messages of a round that will be repeated."""
         self._sent = {}
 
-    def write(self, server: Server) -> None:
-        """Write what is kept of the round that the server has just finished."""
+    def write(self, server: Server, last: bool = False) -> None:
+        """Write what is kept of the round that the server has just finished.
+
+        ``last``: the run stops early with it.
+        """
         round = server.round  # counts from 1 here: the server has moved on to the next round
         # in the federation's order, whatever the order of arrival
         sent = {name: self._sent[name] for name in self.domains if name in self._sent}
         self._sent = {}
-        if self.folder is None or round not in self.rounds:
+        last = (last and self._any_may_be_last) or round == self.config.rounds
+        if self.folder is None or not (round in self.rounds or (last and self._any_may_be_last)):
             return
         explicit = self.config.keep_rounds is not None
         if explicit:
@@ -73,7 +85,7 @@ class ArtifactWriter(Observer):
         down = prototype_entries(server.broadcast(), len(self.classes))
         # numbered as in the metadata's list: a client's name may not be valid as a slot's name
         kept = {"down": down, **{f"up{i}": slot for i, slot in enumerate(sent.values())}}
-        if not explicit and round != self.config.rounds and tree.nbytes(kept) > DEFAULT_MAX_BYTES:
+        if not explicit and not last and tree.nbytes(kept) > DEFAULT_MAX_BYTES:
             return
         clients = [{"client": name, "domain": self.domains[name]} for name in sent]
         metadata = {"hash": self.hash, "clients": clients, "classes": list(self.classes)}

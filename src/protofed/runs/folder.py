@@ -5,7 +5,8 @@
     clients.json             who holds what
     rounds.jsonl             one record per round
     checkpoint.safetensors   the state after a complete round; checkpoint.previous.safetensors is
-                             the one before, from which a run resumes if the last is damaged
+                             the one before, from which a run resumes if the last is damaged; a
+                             deployment, which can return to them, keeps more (.previous.2, ...)
     clients/                 the clients' private states that the two checkpoints name
     prototypes/, snapshots/  messages and models of single rounds (``runs.artifacts``)
     model.safetensors        the trained model
@@ -25,7 +26,8 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +125,11 @@ class Checkpoint:
 class RunFolder:
     """Reads, writes and locks the folder of one run."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, checkpoints: int = 2) -> None:
+        """``checkpoints`` is how many of them are kept: the last one, and those before it."""
         self.path = Path(path)
+        older = [f"checkpoint.previous.{i}.safetensors" for i in range(2, checkpoints)]
+        self._checkpoints = (CHECKPOINT, PREVIOUS, *older)
         self.config_file = self.path / CONFIG
         self.rounds_file = self.path / ROUNDS
         self.client_states = self.path / "clients"
@@ -350,6 +355,7 @@ class RunFolder:
         Last written, first removed: killed in between, the folder neither says that it is finished
         nor has a checkpoint without its records.
         """
+        self._remove(*(path.name for path in self.path.glob("checkpoint.previous.*.safetensors")))
         for name in reversed(FILES):
             if name != CONFIG:
                 self._remove(name)
@@ -379,10 +385,10 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
 
-    def save_checkpoint(self, checkpoint: Checkpoint) -> None:
+    def save_checkpoint(self, checkpoint: Checkpoint, again: bool = False) -> None:
         """Write a checkpoint: with this one write the clients' states that it names count.
 
-        The last one becomes the one before.
+        The last one becomes the one before, unless this is ``again`` of the same round.
         """
         metadata = {
             "round": checkpoint.round,
@@ -395,7 +401,10 @@ class RunFolder:
         }
         last, link = self.path / CHECKPOINT, temporary_file(self.path / PREVIOUS)
         with writing(self.path / PREVIOUS):
-            if last.is_file():
+            for newer, older in reversed([*pairwise(self._checkpoints[1:])]):
+                if not again and (self.path / newer).is_file():
+                    (self.path / newer).replace(self.path / older)
+            if not again and last.is_file():
                 try:  # a second name, so that at no moment there is no checkpoint
                     os.link(last, link)
                 except OSError:  # a file system that has no links
@@ -404,6 +413,38 @@ class RunFolder:
                     link.replace(self.path / PREVIOUS)
                     link.unlink(missing_ok=True)  # if it was there by that name already
         tree.save(checkpoint.state, last, metadata)
+
+    def roll_back(self, most: int, **extra: Any) -> Checkpoint:
+        """Return to the newest checkpoint of at most that many rounds; what came after it goes.
+
+        ``extra`` is what a deployment has to remember from now on.
+        """
+        kept = self.kept_checkpoints()
+        found = next(((file, c) for file, c in kept.items() if c.round <= most), None)
+        if found is None:
+            rounds = ", ".join(str(c.round) for c in kept.values()) or "none"
+            raise ProtofedError(
+                f"'{self.path}' has no checkpoint of round {most} or before; it has: {rounds}",
+                "go back by fewer rounds; checkpoints in federation.toml says how many are kept",
+            )
+        file, checkpoint = found
+        checkpoint = replace(checkpoint, extra={**checkpoint.extra, **extra})
+        records = read_records(self.rounds_file, checkpoint.records)
+        self.save_checkpoint(checkpoint, again=True)
+        at = self._checkpoints.index(file)
+        self._remove(*self._checkpoints[1 : at + 1])
+        for newer, older in zip(self._checkpoints[1:], self._checkpoints[at + 1 :], strict=False):
+            if (self.path / older).is_file():
+                (self.path / older).replace(self.path / newer)
+        write_atomic(self.rounds_file, "".join(map(to_line, records)))
+        self._remove(SUMMARY, MODEL)
+        return checkpoint
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder while something in it changes; ``Busy`` if a run is under way."""
+        with self._locked():
+            yield
 
     def copy_progress(self, other: RunFolder) -> None:
         """Make this folder a copy of another run's as if that had not been finished.
@@ -554,6 +595,15 @@ class RunFolder:
         if not right or not all(isinstance(f, str) and Path(f).name == f for f in clients.values()):
             raise Damaged(path, "its metadata is not that of a checkpoint")
         return Checkpoint(hash, round, state, clients, pending, extra, rounds, records)
+
+    def kept_checkpoints(self) -> dict[str, Checkpoint]:
+        """All whole checkpoints by file, the newest first."""
+        found = {}
+        for file in self._checkpoints:
+            with suppress(Damaged):
+                if (checkpoint := self._generation(file)) is not None:
+                    found[file] = checkpoint
+        return found
 
     def older_checkpoint(self) -> Checkpoint | None:
         """The checkpoint before the last one, if it is there and whole."""

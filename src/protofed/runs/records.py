@@ -46,6 +46,8 @@ RECORD = {
     "bytes_down?": int,
     "privacy?": {str: {"level": str, "epsilon": float, "delta": float}},
     "seconds?": {str: float},
+    "norms?": {str: float},
+    "problems?": {str: str},
 }
 """The shape of a record. Rounds count from 1; ``by_client`` has the losses of those that trained,
 and the accuracy on its own domain of each that is tested with a model of its own."""
@@ -113,6 +115,14 @@ def shown(accuracy: Mapping[str, float], unseen: str | None) -> dict[str, float]
         return dict(accuracy)
     seen = {d: a for d, a in accuracy.items() if d not in (unseen, "average")}
     return {f"{unseen} (unseen)": accuracy[unseen], **seen, SEEN: _mean(list(seen.values()))}
+
+
+def stops_early(records: Sequence[Mapping[str, Any]], patience: int | None) -> bool:
+    """Whether the validation average has not improved for ``patience`` rounds."""
+    if patience is None:
+        return False
+    averages = [beside(record)[VALIDATION] for record in records]
+    return bool(averages) and len(averages) - 1 - averages.index(max(averages)) >= patience
 
 
 def over_rounds(

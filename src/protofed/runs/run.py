@@ -15,6 +15,7 @@ from protofed import tree
 from protofed.config import Config, merged_config, task_settings
 from protofed.data import Task, load_task
 from protofed.errors import Diverged, ProtofedError
+from protofed.federation.bounds import recorded
 from protofed.federation.client_state import Index
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import discover
@@ -23,7 +24,7 @@ from protofed.method import Method
 from protofed.runs.artifacts import ArtifactWriter
 from protofed.runs.folder import Checkpoint, RunFolder
 from protofed.runs.model_file import ModelCard, StoredModel
-from protofed.runs.records import Records
+from protofed.runs.records import Records, stops_early
 from protofed.runs.result import Result
 from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
@@ -91,6 +92,8 @@ def _rounds(
             server.state = tree.copy(checkpoint.state, server.device)
             server.round = checkpoint.round
             records = folder.records()
+            if server.bounds is not None:
+                server.bounds.restore(recorded(records))
             older = folder.older_checkpoint()
             federation.store.restore(checkpoint.clients, older.clients if older else {})
             saved = checkpoint.round if checkpoint.hash == federation.hash else 0
@@ -106,10 +109,10 @@ def _rounds(
             saved = done[0]
 
     try:
-        while server.round < config.rounds:
+        while server.round < config.rounds and not stops_early(records, config.patience):
             record = federation.run_round((artifacts, *observers))
-            artifacts.write(server)
             records.append(record)
+            artifacts.write(server, last=stops_early(records, config.patience))
             if folder is not None:
                 folder.append_record(record)
             done = (server.round, server.state, federation.store.accept())
@@ -146,7 +149,7 @@ def _trained(federation: Federation, summary: Mapping[str, Any]) -> StoredModel:
         holds = "each client's own entries (client/NAME/...), and what all share (model/...)"
         if not clients:
             holds = "what all clients share (model/...); their own entries are in clients/"
-    config, task = federation.config, federation.task
+    config, task = replace(federation.config, rounds=summary["rounds"]), federation.task
     table, accuracy = summary["clients"], summary["accuracy"]
     card = ModelCard.of(config, task, federation.hash, table, accuracy, holds)
     return StoredModel.of(card, federation.server.broadcast(), federation.method, clients)

@@ -16,7 +16,7 @@ from protofed.config import (
     paper_differences,
     short_task,
 )
-from protofed.data.split import UNUSED
+from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import make_shares, rows_to_validate
 from protofed.method import Method
@@ -29,7 +29,7 @@ from protofed.studies.search import Values, search_points
 Rows = Mapping[str, tuple[str, Mapping[str, Any]]]
 """Label → (method, hyper-parameters)."""
 
-HELD_OUT = (UNUSED, 0.1, 0.2)
+HELD_OUT = (VAL_FOLDERS, UNUSED, 0.1, 0.2)
 """The images that ``tune`` chooses by: the first of these that gives every domain enough."""
 
 
@@ -111,20 +111,23 @@ def tuning(
 def held_out(config: Config) -> tuple[str | float, str]:
     """What of the config's images can be chosen by, as the setting ``validate`` and in words."""
     task = loaded_task(config)
-    asked, why = config.for_task(task.info), list[ProtofedError]()
+    asked, errors = config.for_task(task.info), dict[str | float, ProtofedError]()
     make_shares(asked, task)  # an error of the split itself is said as it is
     for part in HELD_OUT:
         tried = replace(asked, validate=part)
         try:
             rows_to_validate(tried, task, make_shares(tried, task))
         except ProtofedError as error:
-            why.append(error)
+            errors[part] = error
             continue
-        if part == UNUSED:
-            return part, "validated on training images that no client holds (validate = unused)"
-        share = f"{100 * float(part):g} % of each client's images, held out of its training"
-        return part, f"validated on {share} (validate = {part}), since {why[0].message}"
-    raise ProtofedError(f"there are too few images to choose by: {why[0].message}", why[0].hint)
+        named = {VAL_FOLDERS: "images in val/", UNUSED: "training images that no client holds"}
+        words = named.get(str(part))
+        if words is None:
+            words = f"{100 * float(part):g} % of each client's images, held out of its training"
+        since = "" if part in named else f", since {errors[UNUSED].message}"
+        return part, f"validated on {words} (validate = {part}){since}"
+    why = errors[UNUSED]
+    raise ProtofedError(f"there are too few images to choose by: {why.message}", why.hint)
 
 
 def method_rows(methods: Iterable[str | Method] | Mapping[str, str | Method]) -> Rows:

@@ -185,12 +185,16 @@ class Study:
     printed: Mapping[str, Mapping[str, Printed]]
     columns: Mapping[str, tuple[str, ...]]
     baseline: str | None
+    target: float | None
+    """An accuracy in %: what it takes to reach it is part of the costs."""
     tsne: Mapping[str, Any]
     override: Mapping[str, Any]
     images: Mapping[str, FolderImages]
     """By task, for those that are folders and have been run."""
     methods: Mapping[str, MethodFile]
     """By reference, for those that are in files and have been run."""
+    diverged: Mapping[str, Sequence[str]]
+    """Of a packed study: by task, the lines with runs that diverged."""
     raw: Mapping[str, Any]
 
     @cached_property
@@ -250,6 +254,9 @@ class Study:
     def with_seeds(self, seeds: Sequence[int]) -> Study:
         return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
 
+    def with_target(self, target: float) -> Study:
+        return parse({**self.raw, "target": target}, self.name)
+
     def with_note(self, note: str) -> Study:
         """The study with a further note, if there is one."""
         notes = (*self.notes, *filter(None, [note]))
@@ -285,8 +292,7 @@ class Study:
     @property
     def hash(self) -> str:
         """Stands for what the study asks for, its seeds aside: they may become more."""
-        aside = ("seeds", "title", "notes", "paper", "name", "pool", "images", "methods")
-        asked = {k: v for k, v in self.raw.items() if k not in aside}
+        asked = {k: v for k, v in self.raw.items() if k not in _ASIDE}
         asked["settings"] = _hashed(asked.get("settings", {}))
         override = dict(asked.pop("override", {}))
         override["settings"] = _hashed(override.get("settings", {}))
@@ -311,8 +317,13 @@ def show(value: Any) -> str:
 
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
-    "sweep", "printed", "baseline", "tsne", "override", "pool", "images", "methods", "like",
+    "sweep", "printed", "baseline", "target", "tsne", "override", "pool", "images", "methods",
+    "diverged", "like",
 )  # fmt: skip
+_ASIDE = (
+    "seeds", "title", "notes", "paper", "target", "name", "pool", "images", "methods", "diverged",
+)  # fmt: skip
+"""What does not change which runs the study is made of, its seeds aside."""
 
 
 def builtin() -> tuple[str, ...]:
@@ -409,6 +420,10 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     baseline = raw.get("baseline", next(plain, None))
     if baseline is not None and (not isinstance(baseline, str) or baseline not in rows):
         raise unknown("row as baseline", baseline, rows)
+    target = raw.get("target")
+    if target is not None and not (type(target) in (int, float) and 0 < target <= 100):
+        raise ProtofedError(f"target must be an accuracy in %, got {target!r:.100}")
+    diverged = _table(raw, "diverged")
     override = _table(raw, "override")
     require_known("key in [override]", override, ("on", "settings", "options"))
     if "on" in override:
@@ -439,10 +454,12 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         printed={},
         columns={},
         baseline=baseline,
+        target=target,
         tsne=tsne,
         override=override,
         images={task: _images(task, found) for task, found in _table(raw, "images").items()},
         methods=methods,
+        diverged={task: _list(diverged, task, str) for task in diverged},
         raw=raw,
     )
     _check_kind(study)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -65,6 +65,8 @@ class Job:
     overwrite: bool = False
     """Run it again although it is finished: it has not kept what is asked for."""
     gpu: bool = False
+    at_once: int = 1
+    """How many runs share the cores with it, itself included."""
     memory: Memory | None = None
     """What it takes with one worker, if it is to be done."""
 
@@ -72,8 +74,11 @@ class Job:
         """Whether the run is finished and has kept the models of all rounds asked for."""
         if not self.folder.is_finished(self.hash):
             return False
+        if not self.config.keep_rounds:
+            return True
+        done = self.folder.summary().get("rounds", self.config.rounds)  # it may have stopped early
         kept = self.folder.artifact_rounds("snapshots")
-        return not self.config.keep_rounds or rounds_to_keep(self.config) <= set(kept)
+        return rounds_to_keep(replace(self.config, rounds=done)) <= set(kept)
 
     def refresh(self) -> None:
         with contextlib.suppress(ProtofedError, OSError):
@@ -166,6 +171,8 @@ def _settle(job: Job) -> None:
 def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Console) -> None:
     began = time.perf_counter()
     left = list(todo)
+    for i, job in enumerate(left):  # the last ones, if they are fewer, share all cores
+        job.at_once = min(at_once, len(left) - i // at_once * at_once)
     live = Live(console=console, transient=True, refresh_per_second=4)
     with (
         _stopped_by_sigterm(),
@@ -227,17 +234,17 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Conso
             job.stale, job.records = job.folder.rounds_written(), Records()
             text = "starts over, there is no checkpoint in its folder to resume from"
             print_plain(console, f"{job.name}: {text}")
-        _start(job, scratch, at_once)
+        _start(job, scratch)
         free -= 1
 
 
-def _start(job: Job, scratch: Path, at_once: int) -> None:
+def _start(job: Job, scratch: Path) -> None:
     config = scratch / f"{job.folder.path.name}.toml"
     config.write_text(job.config.toml(), encoding="utf-8")
     command = [sys.executable, "-m", "protofed", "run", "--quiet"]
     command += ["--overwrite" if job.overwrite else "--resume"]
     if job.config.workers is None:  # runs side by side share the cores
-        command += ["--workers", str(max(1, (os.cpu_count() or 1) // at_once))]
+        command += ["--workers", str(max(1, (os.cpu_count() or 1) // job.at_once))]
     command += ["--tensorboard"] * job.tensorboard
     command += ["--trust-code"]  # whose config this process has made: it has loaded the method
     job.refresh()

@@ -23,7 +23,7 @@ from protofed.config import EACH
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 from protofed.runs.pool import PACKED, Pool, StoredRun
-from protofed.runs.records import VALIDATION
+from protofed.runs.records import VALIDATION, Records, joined
 from protofed.runs.result import Result
 from protofed.studies import render, tables
 from protofed.studies.definition import TUNE, Line, Study, StudyTask, load
@@ -35,6 +35,12 @@ FORMATS = {"markdown": "md", "csv": "csv", "latex": "tex"}
 """The formats of the tables that are written, and the endings of their files."""
 
 
+UNCHOSEN = (
+    "The sweep shows test accuracies and chooses no value: a choice by them would have seen the "
+    "test images (--validate sets others aside)."
+)
+
+
 @dataclass(frozen=True)
 class TaskTable:
     """The table of one task."""
@@ -43,11 +49,21 @@ class TaskTable:
     columns: tuple[str, ...]
     rows: list[TableRow]
     baseline: str
-    caption: str
+    head: str
+    """The caption: what the numbers are, in two lines."""
+    details: str
+    """All the rest that a reader of the numbers may ask, in one paragraph."""
     notes: tuple[str, ...]
 
     def grid(self) -> tuple[list[str], list[TableLine]]:
         return tables.grid(self.rows, self.columns, self.baseline)
+
+    def costs(self) -> tuple[list[str], list[TableLine]]:
+        return tables.cost_grid(self.rows, self.baseline)
+
+    @property
+    def caption(self) -> str:
+        return f"{self.head} {self.details}".strip()
 
     @property
     def runs(self) -> int:
@@ -175,6 +191,9 @@ class StudyFolder:
                 for label, runs in found.items()
             }
         base = study.baseline or ""
+        aims = tables.targets_of(found.get(base, {})) if len(found) > 1 else {}
+        if study.target is not None:
+            aims = dict.fromkeys(study.seeds, study.target)
         printed = {} if "on" in study.override else study.printed.get(task.name, {})
         rows = []
         for line in lines:
@@ -185,6 +204,7 @@ class StudyFolder:
                     found[line.label],
                     found.get(base, {}) if line.label != base else {},
                     len(study.seeds),
+                    aims,
                     paper=paper.values if paper else {},
                     paper_std=paper.std if paper else None,
                     state=line.row.missing or self._diverged(task.name, line.label),
@@ -199,13 +219,19 @@ class StudyFolder:
             for label, runs in found.items()
             for m in runs.values()
         ]
-        what = "Validation accuracy" if validated else "Test accuracy"
-        caption = tables.describe(every, what) if every else "No run is there yet."
+        head, details = "No run is there yet.", ""
+        if every:
+            what = "Validation accuracy" if validated else "Test accuracy"
+            head, details = tables.describe(every, what, base, study.target)
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
-        left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
+        absent = [r.label for r in rows if not r.was_run] if every else []
+        if absent:
+            text = f"{len(absent)} of {len(rows)} rows were not run: {'; '.join(absent)}."
+            notes = (*notes, text)
         choices = self._choices(rows) if study.kind != TUNE else self._choice(task.name)
+        left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
         notes = (*notes, *self._mixed(task.name), *choices, *left_out)
-        return TaskTable(task.name, shown, rows, base or "FedAvg", caption, notes)
+        return TaskTable(task.name, shown, rows, base or "FedAvg", head, details, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
         """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
@@ -215,12 +241,15 @@ class StudyFolder:
         found = {}
         for seed, parts in by_seed.items():
             done = {
-                run.unseen or "": Measure.of(stored.summary, stored.settings)
+                run.unseen or "": Measure.of(stored.summary, stored.settings, stored.records)
                 for run, stored in parts.items()
                 if stored is not None
             }
             if len(done) == len(parts):
-                found[seed] = _joined(done) if len(parts) > 1 else next(iter(done.values()))
+                found[seed] = next(iter(done.values()))
+                if len(parts) > 1:
+                    rounds = {run.unseen or "": s.records for run, s in parts.items() if s}
+                    found[seed] = _joined(done, joined(rounds))
         return found
 
     def _diverged(self, task: str, label: str) -> str:
@@ -230,7 +259,8 @@ class StudyFolder:
             if stored is None
             for found in self.pool.candidates(run.config, self.study.digests(run.config.task))
         )
-        return "diverged" if any(found.diverged for found in stopped) else ""
+        known = label in self.study.diverged.get(task, ())
+        return tables.DIVERGED if known or any(found.diverged for found in stopped) else ""
 
     def _mixed(self, task: str) -> list[str]:
         """What of the runs' facts differs, though they stand in one table."""
@@ -252,6 +282,8 @@ class StudyFolder:
         if self.study.sweeps:
             groups.pop((None, ""), None)  # rows that are not swept are there to compare with
         found = [tables.chosen(own) for own in groups.values() if len(own) > 1]
+        if self.study.sweeps and not any(VALIDATION in row.beside for row in rows):
+            return [UNCHOSEN]
         return [f"Chosen by validation accuracy: {row.label}." for row in found if row is not None]
 
     def _choice(self, task: str) -> list[str]:
@@ -310,7 +342,7 @@ FACTS_IN_WORDS = {
 }
 
 
-def _joined(runs: Mapping[str, Measure]) -> Measure:
+def _joined(runs: Mapping[str, Measure], rounds: Records) -> Measure:
     """One column from each run: the domain that it did not train on."""
     first = next(iter(runs.values()))
     accuracy = {domain: run.accuracy[domain] for domain, run in runs.items()}
@@ -329,6 +361,10 @@ def _joined(runs: Mapping[str, Measure]) -> Measure:
         sum(run.seconds for run in runs.values()),
         {**first.summary, "tested": tested, "validated": validated, "beside": beside},
         {**first.settings, "leave_out": EACH, "clients": every},
+        tuple(
+            (mean, sum(run.progress[i][1] for run in runs.values()))
+            for i, (mean, _) in enumerate(tables.progress(rounds, EACH))
+        ),
     )
 
 
@@ -336,16 +372,25 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
     if form == "csv":
         return render.to_csv({t.task: t.rows for t in made}, {t.task: t.columns for t in made})
     if form == "latex":
-        parts = [render.to_latex(*t.grid(), f"{study.title}: {t.task}. {t.caption}") for t in made]
+        parts = []
+        for t in made:
+            note = " ".join((t.details, *t.notes))
+            parts.append(render.to_latex(*t.grid(), f"{study.title}: {t.task}. {t.head}", note))
+            parts.append(render.to_latex(*t.costs(), f"{study.title}: {t.task}, costs."))
         return "\n".join(parts)
     if form == "html":
         heads = (f"<h4>{escape(t.task)}</h4>" for t in made)
-        texts = (render.to_html(*t.grid(), " ".join((t.caption, *t.notes))) for t in made)
+        texts = (
+            render.to_html(*t.grid()) + render.to_html(*t.costs(), " ".join((t.caption, *t.notes)))
+            for t in made
+        )
         return "\n".join(head + text for head, text in zip(heads, texts, strict=True))
     parts = []
     for t in made:
         head = f"## {t.task}\n\n" if len(made) > 1 else ""
         notes = "".join(f"- {note}\n" for note in t.notes)
-        parts.append(head + render.to_markdown(*t.grid(), t.caption) + ("\n" + notes) * bool(notes))
+        text = render.to_markdown(*t.grid(), t.head)
+        text += f"\n{render.to_markdown(*t.costs(), t.details)}" if t.runs else ""
+        parts.append(head + text + ("\n" + notes) * bool(notes))
     head = f"# {study.title}\n\n" + f"{study.paper}\n\n" * bool(study.paper)
     return head + "\n".join(parts)

@@ -52,13 +52,18 @@ class RunHistory:
         return cls.of(str(result.summary["method"]), settings, result.rounds)
 
 
-def is_variant(settings: Mapping[str, Any]) -> bool:
-    """Whether a run's hyper-parameters differ from its method's defaults on its task."""
+def changed_options(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's hyper-parameters that differ from its method's defaults on its task."""
     method = METHODS.get(settings["method"])
     if method is None:  # a user's own method: its defaults are not known here
-        return False
+        return {}
     defaults = method.defaults(settings.get("task", ""))
-    return any(defaults.get(k) != v for k, v in settings.get("options", {}).items())
+    return {k: v for k, v in settings.get("options", {}).items() if defaults.get(k) != v}
+
+
+def is_variant(settings: Mapping[str, Any]) -> bool:
+    """Whether a run's hyper-parameters differ from its method's defaults on its task."""
+    return bool(changed_options(settings))
 
 
 def join_left_out(runs: Iterable[RunHistory]) -> list[RunHistory]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, task_settings
+from protofed.config import Config, require_rounds_to_keep, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
@@ -99,6 +99,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     try:
         facts = discover(asked, task)
         sizes = (len(task.classes), task.image_size, config.width, config.norm)
+        require_rounds_to_keep(config)
         require_fit(config.method, asked.models, *sizes)
         if config.validate is not None:
             rows_to_validate(asked, task, make_shares(asked, task))

@@ -150,8 +150,7 @@ def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedR
     if "on" in study.override:
         own = _moved(study, own, next(iter(study.tasks.values())).task, task.task)
     settings = {**_settings(study, task), **own, **study.override.get("settings", {})}
-    if rounds := study.tsne.get("rounds"):
-        settings.setdefault("keep_rounds", [*rounds, "last"])
+    drawn = study.tsne.get("rounds", []) if "keep_rounds" not in settings else []
     left_out = settings.get("leave_out")
     unseen = _domains(study, task.task, settings) if left_out == EACH else (left_out,)
     found = []
@@ -163,6 +162,9 @@ def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedR
         except ProtofedError as error:
             name = f"{task.name}  {line.label}  seed {seed}"
             raise type(error)(f"{name}: {error.message}", error.hint) from None
+        if drawn:
+            there = [r for r in drawn if r <= config.rounds]
+            config = replace(config, keep_rounds=(*there, "last"))
         found.append(PlannedRun(task.name, line, seed, domain, config))
     return found
 

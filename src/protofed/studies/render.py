@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.studies.tables import AVERAGE, TableCell, TableLine, TableRow
+from protofed.studies.tables import AVERAGE, SPREAD, WORST, TableCell, TableLine, TableRow
 
 
 def to_terminal(header: Sequence[str], lines: Sequence[TableLine], console: Console) -> list[Table]:
@@ -78,8 +78,13 @@ def to_html(header: Sequence[str], lines: Sequence[TableLine], caption: str = ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
 
 
-def to_latex(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:
-    r"""A ``table*`` for a paper, as wide as the page; needs ``\usepackage{booktabs}``."""
+def to_latex(
+    header: Sequence[str], lines: Sequence[TableLine], caption: str = "", note: str = ""
+) -> str:
+    r"""A ``table*`` for a paper, as wide as the page; needs ``\usepackage{booktabs}``.
+
+    The ``note`` stands below the table in small print: a caption should stay short.
+    """
 
     def cell(c: TableCell) -> str:
         text = latex_escape(c.text)
@@ -87,6 +92,10 @@ def to_latex(header: Sequence[str], lines: Sequence[TableLine], caption: str = "
 
     body = [
         r"\quad " * line.paper + " & ".join(cell(c) for c in line.cells) + r" \\" for line in lines
+    ]
+    below = [
+        r"\par\vspace{2pt}",
+        rf"\begin{{minipage}}{{\textwidth}}\scriptsize {latex_escape(note)}\end{{minipage}}",
     ]
     return "\n".join(
         [
@@ -101,6 +110,7 @@ def to_latex(header: Sequence[str], lines: Sequence[TableLine], caption: str = "
             *body,
             r"\bottomrule",
             r"\end{tabular}",
+            *(below if note else ()),
             r"\end{table*}",
             "",
         ]
@@ -127,7 +137,8 @@ def latex_escape(text: str) -> str:
 
 CSV_HEADER = (
     "task", "method", "column", "mean", "std", "seeds", "wanted", "difference", "low", "high",
-    "paper", "paper_std", "ours_minus_paper", "megabytes", "seconds", "state",
+    "paper", "paper_std", "ours_minus_paper", "megabytes", "seconds", "target", "rounds_to_target",
+    "megabytes_to_target", "state", "values",
 )  # fmt: skip
 
 
@@ -135,14 +146,20 @@ def to_csv(tables: Mapping[str, Sequence[TableRow]], columns: Mapping[str, Seque
     """A line for each task, row and column; empty where a number is missing.
 
     ``difference`` is to the baseline, paired by seed; ``low`` and ``high`` are its 95 % interval.
+    What the target takes is a mean over the seeds that reach it. ``values`` has one for each seed.
     """
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, CSV_HEADER, restval="", lineterminator="\n")
     writer.writeheader()
     for task, row in ((task, row) for task, rows in tables.items() for row in rows):
-        for column in (*columns[task], *row.beside):
+        derived = [c for c in (WORST, SPREAD) if c in row.derived]
+        for column in (*columns[task], *derived, *row.beside):
             own, delta, paper = row.at(column), row.differences.get(column), row.paper.get(column)
             numbers = {"paper": paper, "megabytes": row.megabytes, "seconds": row.seconds}
+            numbers["target"] = row.target
+            if row.reached is not None:
+                rounds, megabytes = row.reached
+                numbers |= {"rounds_to_target": rounds.mean, "megabytes_to_target": megabytes.mean}
             if own:
                 numbers |= {"mean": own.mean, "std": own.std}
             if own and paper is not None:
@@ -154,6 +171,7 @@ def to_csv(tables: Mapping[str, Sequence[TableRow]], columns: Mapping[str, Seque
             if column == AVERAGE:
                 numbers["paper_std"] = row.paper_std
             texts = {"task": task, "method": row.label, "column": column, "state": row.state}
+            texts["values"] = " ".join(f"{v:.4f}" for v in own.values) if own else ""
             counts = {"seeds": own.seeds if own else 0, "wanted": row.wanted}
             given = {k: f"{v:.4f}" for k, v in numbers.items() if v is not None}
             writer.writerow({**texts, **counts, **given})

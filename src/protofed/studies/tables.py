@@ -1,16 +1,18 @@
 """Tables of runs: accuracy per domain and on average, against FedAvg and against the paper.
 
-``Measure`` is a run, ``TableRow`` all seeds of a method, ``grid`` the text of the cells, which
-``protofed.studies.render`` writes in any format.
+``Measure`` is a run, ``TableRow`` all seeds of a method. ``grid`` makes the text of the cells of
+the accuracies, ``cost_grid`` those of the costs, and ``protofed.studies.render`` writes both in any
+format.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from statistics import fmean, stdev
+from itertools import accumulate
+from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
 from protofed.config import EACH
@@ -18,18 +20,22 @@ from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
 from protofed.runs.folder import plain_settings
-from protofed.runs.records import BESIDE, SEEN, SELECTION, VALIDATION
-from protofed.studies.history import is_variant
+from protofed.runs.records import BESIDE, LAST, SEEN, SELECTION, VALIDATION, over_rounds
+from protofed.studies.history import changed_options, is_variant
 
 if TYPE_CHECKING:
     from protofed.runs.result import Result
 
+Rounds = Sequence[Mapping[str, Any]]
 BASELINE = "fedavg"
 AVERAGE = "average"
+WORST, SPREAD = "worst", "spread"
+"""Columns beside the average: the lowest domain, and the standard deviation over the domains."""
 CONFIDENCE = 0.95
 FEW_SEEDS = 5
 """With fewer seeds than this, a table warns."""
 NO_VALUE = "—"
+NOT_RUN, DIVERGED = "not run", "diverged"
 TESTED = {
     "global": "the global model",
     "clients": "each domain's clients' own models",
@@ -48,10 +54,13 @@ class Spread:
     mean: float
     std: float | None
     seeds: int
+    values: tuple[float, ...] = field(default=(), compare=False)
+    """The value of each seed."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(fmean(values), stdev(values) if len(values) > 1 else None, len(values))
+        std = stdev(values) if len(values) > 1 else None
+        return cls(fmean(values), std, len(values), tuple(values))
 
     @property
     def error(self) -> float | None:
@@ -82,9 +91,11 @@ class Measure:
     seconds: float
     summary: Mapping[str, Any]
     settings: Mapping[str, Any]
+    progress: tuple[tuple[float, float], ...] = ()
+    """For each round: the accuracy that counts, as a mean of the last rounds, and the MB so far."""
 
     @classmethod
-    def of(cls, summary: Mapping[str, Any], settings: Mapping[str, Any]) -> Measure:
+    def of(cls, summary: Mapping[str, Any], settings: Mapping[str, Any], rounds: Rounds) -> Measure:
         return cls(
             settings["seed"],
             summary["accuracy"],
@@ -92,14 +103,17 @@ class Measure:
             summary["seconds"],
             summary,
             settings,
+            progress(rounds, settings.get("leave_out")),
         )
 
     @classmethod
     def of_result(cls, result: Result) -> Measure:
         method = result.config.method
         asked = {**asdict(result.config), "method": method.name, "options": method.options()}
-        settings = plain_settings(asked, result.summary)
-        return cls.of({**result.summary, "accuracy": result.accuracy}, settings)
+        # the summary's may be the label of a row
+        settings = plain_settings(asked, {**result.summary, "method": method.name})
+        summary = {**result.summary, "accuracy": result.accuracy}
+        return cls.of(summary, settings, result.rounds)
 
     @property
     def label(self) -> str:
@@ -113,17 +127,33 @@ class Measure:
         return left_out
 
     @property
+    def main(self) -> str:
+        """The column that counts: the unseen domain, or else the average."""
+        return self.unseen if self.unseen and self.unseen in self.accuracy else AVERAGE
+
+    @property
     def values(self) -> dict[str, float]:
-        """Accuracy per column; with an unseen domain also the average of the others."""
-        if self.unseen not in self.accuracy:
-            return dict(self.accuracy)
-        seen = [a for d, a in self.accuracy.items() if d not in (self.unseen, AVERAGE)]
+        """Accuracy per column, and what is made of those that belong together.
+
+        That is the worst domain and the spread of them; with an unseen domain, the average of the
+        others.
+        """
+        if self.main == AVERAGE:
+            return {**self.accuracy, **over_domains(self.accuracy)}
+        seen = [a for d, a in self.accuracy.items() if d not in (self.main, AVERAGE)]
         return {**self.accuracy, SEEN: fmean(seen)}
+
+    def reaches(self, target: float) -> tuple[int, float] | None:
+        """The first round, from 1, that has reached an accuracy, and the MB until then."""
+        rounds = enumerate(self.progress, start=1)
+        # a run reaches its own last value, whatever the last digits
+        return next(((r, sent) for r, (a, sent) in rounds if a >= target - 1e-9), None)
 
     def on_validation(self) -> Measure:
         """The run with its validation accuracy in place of all accuracies on test images."""
         accuracy = self.summary["beside"]["validation"]
-        return replace(self, accuracy=accuracy, summary={**self.summary, "beside": {}})
+        summary = {**self.summary, "beside": {}}
+        return replace(self, accuracy=accuracy, summary=summary, progress=())
 
     @property
     def beside(self) -> dict[str, float]:
@@ -132,13 +162,29 @@ class Measure:
         return {BESIDE.get(name, name): each[AVERAGE] for name, each in found}
 
 
+def over_domains(accuracy: Mapping[str, float]) -> dict[str, float]:
+    """The worst domain and the standard deviation over the domains, if there are several."""
+    found = [a for d, a in accuracy.items() if d != AVERAGE and not math.isnan(a)]
+    return {WORST: min(found), SPREAD: pstdev(found)} if len(found) > 1 else {}
+
+
+def progress(rounds: Rounds, unseen: str | None) -> tuple[tuple[float, float], ...]:
+    """A run's way to its accuracy; see ``Measure``."""
+    if not rounds:
+        return ()
+    main = next(iter(over_rounds(rounds, unseen).values()))
+    means = [fmean(main[max(0, r - LAST) : r]) for r in range(1, len(main) + 1)]
+    sent = accumulate(r.get("bytes_up", 0) + r.get("bytes_down", 0) for r in rounds)
+    return tuple(zip(means, (n / 1e6 for n in sent), strict=True))
+
+
 @dataclass(frozen=True)
 class TableRow:
     """The runs of one label: accuracy per domain and average, the difference to FedAvg, costs.
 
     ``accuracy`` is empty where there is no run; ``state`` then says why, if that is known.
-    ``paper`` is what the paper prints. With one ``unseen`` domain, ``seen`` is the average of the
-    others, and the unseen domain is what counts; with ``each`` it is the average of all of them.
+    ``paper`` is what the paper prints. With one ``unseen`` domain, that is what counts; with
+    ``each`` it is the average of all of them.
     """
 
     label: str
@@ -153,12 +199,21 @@ class TableRow:
     paper_std: float | None = None
     state: str = ""
     unseen: str | None = None
-    seen: Spread | None = None
+    derived: Mapping[str, Spread] = field(default_factory=dict)
+    """What is made of the domains' accuracies: worst, spread, the average of the seen ones."""
     beside: Mapping[str, Spread] = field(default_factory=dict)
     method: str = ""
     """The name of the method; empty if unknown."""
     variant: bool = False
     """Whether its hyper-parameters differ from the method's defaults."""
+    target: float | None = None
+    """The accuracy whose price is asked for, as a mean over seeds; None if there is none."""
+    reached: tuple[Spread, Spread] | None = None
+    """Rounds and MB until the target, over the seeds that reach it; None if none does."""
+
+    @property
+    def was_run(self) -> bool:
+        return bool(self.accuracy) or self.state == DIVERGED
 
     @property
     def seeds(self) -> int:
@@ -177,7 +232,7 @@ class TableRow:
         return (self.main, *seen, SEEN)
 
     def at(self, column: str) -> Spread | None:
-        return self.seen if column == SEEN else {**self.beside, **self.accuracy}.get(column)
+        return {**self.derived, **self.beside, **self.accuracy}.get(column)
 
 
 @dataclass(frozen=True)
@@ -190,10 +245,14 @@ class TableCell:
 
 @dataclass(frozen=True)
 class TableLine:
-    """A line of a table: ours, or what the paper prints for the line above."""
+    """A line of a table: ours, or what the paper prints for the line above.
+
+    Where the row has no runs, there is no line above: the ``label`` says whose the line is.
+    """
 
     cells: tuple[TableCell, ...]
     paper: bool = False
+    label: str = ""
 
 
 def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[TableRow]:
@@ -201,8 +260,17 @@ def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[TableRow]:
     for result in results:
         measure = Measure.of_result(result)
         runs.setdefault(measure.label, {})[measure.seed] = measure
-    base = runs.get(baseline, {})
-    return [row(label, own, base if label != baseline else {}) for label, own in runs.items()]
+    base = runs.get(baseline, {}) if len(runs) > 1 else {}
+    targets = targets_of(base)
+    return [
+        row(label, own, base if label != baseline else {}, targets=targets)
+        for label, own in runs.items()
+    ]
+
+
+def targets_of(base: Mapping[int, Measure]) -> dict[int, float]:
+    """The accuracy that the baseline ends with, by seed."""
+    return {seed: m.values[m.main] for seed, m in base.items()}
 
 
 def row(
@@ -210,12 +278,14 @@ def row(
     runs: Mapping[int, Measure],
     base: Mapping[int, Measure],
     wanted: int = 0,
+    targets: Mapping[int, float] | None = None,
     method: str = "",
     variant: bool = False,
     **more: Any,
 ) -> TableRow:
     """The row of a label's runs, by seed; ``base``: the runs it is compared with.
 
+    ``targets``: by seed, the accuracy whose price in rounds and bytes is asked for.
     ``method`` and ``variant`` are for a label without runs; otherwise the runs know them.
     """
     if not runs:
@@ -230,7 +300,9 @@ def row(
         if paired and all(c in base[s].values for s in paired)
     }
     spreads = {c: Spread.of([m.values[c] for m in measures]) for c in first.values}
-    seen = spreads.pop(SEEN, None)
+    derived = {c: spreads.pop(c) for c in (WORST, SPREAD, SEEN) if c in spreads}
+    aimed = [(m, targets[s]) for s, m in runs.items() if targets and s in targets and m.progress]
+    reached = [found for m, target in aimed if (found := m.reaches(target))]
     return TableRow(
         label,
         spreads,
@@ -239,7 +311,11 @@ def row(
         wanted or len(measures),
         differences,
         unseen=first.unseen,
-        seen=seen,
+        derived=derived,
+        target=fmean(target for _, target in aimed) if aimed else None,
+        reached=(Spread.of([r for r, _ in reached]), Spread.of([mb for _, mb in reached]))
+        if reached
+        else None,
         beside={n: Spread.of([m.beside[n] for m in measures]) for n in first.beside},
         method=first.settings["method"],
         variant=is_variant(first.settings),
@@ -267,65 +343,112 @@ def baseline_name(baseline: str) -> str:
 def grid(
     table: Sequence[TableRow], columns: Sequence[str] = (), baseline: str = BASELINE
 ) -> tuple[list[str], list[TableLine]]:
-    """Header and lines: one for each row and, where the paper prints numbers, one for those.
+    """Header and lines of the accuracies: a row's own and, where the paper prints numbers, those.
 
-    Where there is a validation accuracy, the best by it are marked, not the best on test images.
+    A row without runs has no line of its own, unless it is known why. Best and second are marked
+    once all rows have been run; where there is a validation accuracy, by that alone.
     """
-    columns = columns or next((r.columns for r in table if r.accuracy), [AVERAGE])
     there = [r for r in table if r.accuracy]
+    columns = _with_derived(table, columns or next((r.columns for r in there), [AVERAGE]))
     unseen = {r.unseen for r in there}
     shared = next(iter(unseen)) if len(unseen) == 1 else None
     beside = list(dict.fromkeys(n for r in table for n in r.beside))
     base = next((r for r in table if r.label == baseline), None)
     compared = any(r.differences or _printed_difference(r, base) for r in table)
-    partial = any(r.seeds < r.wanted for r in table)
+    partial = any(r.seeds < r.wanted for r in there)
     delta = f"Δ {baseline_name(baseline)}{', unseen' if any(unseen) else ''}"
     header = ["method", *(column_title(c, shared) for c in columns)]
-    header += [delta] * compared + beside + ["MB", "s"] * bool(there) + ["seeds"] * partial
-    marks = {c: _marks(table, c) for c in ([VALIDATION] if VALIDATION in beside else columns)}
+    header += [delta] * compared + beside + ["seeds"] * partial
+    marked = [VALIDATION] if VALIDATION in beside else [c for c in columns if c != SPREAD]
+    marks = {c: _marks(table, c) for c in marked if all(r.was_run for r in table)}
 
     def cell(r: TableRow, column: str, absent: str = "") -> TableCell:
         return TableCell(_spread(r.at(column)) or absent, marks.get(column, {}).get(r.label, ""))
 
+    def line(cells: Sequence[TableCell], **kind: Any) -> TableLine:
+        return TableLine((*cells, *[TableCell("")] * (len(header) - len(cells))), **kind)
+
     lines = []
     for r in table:
-        cells = [TableCell(r.label + (f" ({r.state})" if r.state else ""))]
-        cells += [cell(r, c, NO_VALUE) for c in columns]
-        if compared:
-            cells.append(TableCell(_signed(r.differences.get(r.main))))
-        cells += [cell(r, n) for n in beside]
-        if there:
-            costs = (r.megabytes, r.seconds)
-            cells += [TableCell(NO_VALUE if v is None else f"{v:.0f}") for v in costs]
-        if partial:
-            cells.append(TableCell(f"{r.seeds}/{r.wanted}"))
-        lines.append(TableLine(tuple(cells)))
+        own = [TableCell(r.label + (f" ({r.state})" if r.state else ""))]
+        if r.accuracy:
+            own += [cell(r, c, NO_VALUE * (c not in (WORST, SPREAD))) for c in columns]
+            own += [TableCell(_signed(r.differences.get(r.main)))] * compared
+            own += [cell(r, n) for n in beside]
+            own += [TableCell(f"{r.seeds}/{r.wanted}")] * partial
+        empty = not (r.accuracy or r.state)
+        if not empty:
+            lines.append(line(own))
         if r.paper:
-            printed = ["paper (ours − paper)", *(_printed(r, c) for c in columns)]
+            name = f"{r.label}: paper ({NOT_RUN})" if empty else "paper (ours − paper)"
+            printed = [name, *(_printed(r, c) for c in columns)]
             printed += [_printed_difference(r, base)] * compared
-            printed += [""] * (len(header) - len(printed))
-            lines.append(TableLine(tuple(map(TableCell, printed)), paper=True))
+            label = r.label if empty else ""
+            lines.append(line([*map(TableCell, printed)], paper=True, label=label))
     return header, lines
 
 
 def printed_grid(
-    header: list[str], lines: Sequence[TableLine]
+    table: Sequence[TableRow], columns: Sequence[str], baseline: str
 ) -> tuple[list[str], list[TableLine]]:
-    """Of a grid in which every row has a line of the paper: only the paper's numbers."""
-    pairs = zip(lines[::2], lines[1::2], strict=True)
-    return header, [TableLine((own.cells[0], *paper.cells[1:])) for own, paper in pairs]
+    """A grid of what the paper prints, of rows without runs."""
+    header, lines = grid(table, columns, baseline)
+    return header, [TableLine((TableCell(p.label), *p.cells[1:])) for p in lines]
+
+
+def cost_grid(
+    table: Sequence[TableRow], baseline: str = BASELINE
+) -> tuple[list[str], list[TableLine]]:
+    """Header and lines of the costs: traffic, time, and what the target accuracy takes of both."""
+    there = [r for r in table if r.accuracy]
+    aimed = [r for r in there if r.target is not None]
+    header = ["method", "MB", "s"]
+    if aimed:
+        named = next((r for r in aimed if r.label == baseline), aimed[0])
+        header += [f"{what} to {named.target:.1f} %" for what in ("rounds", "MB")]
+    lines = []
+    for r in there:
+        texts = [r.label, f"{r.megabytes:.0f}", f"{r.seconds:.0f}"]
+        if aimed:
+            texts += _price(r)
+        lines.append(TableLine(tuple(map(TableCell, texts))))
+    return header, lines
+
+
+def _price(r: TableRow) -> tuple[str, str]:
+    """Rounds and MB until the target; in brackets the seeds that reach it, if not all do."""
+    if r.target is None:
+        return "", ""
+    if r.reached is None:
+        return "not reached", ""
+    rounds, megabytes = r.reached
+    some = f" ({rounds.seeds} of {r.seeds} seeds)" if rounds.seeds < r.seeds else ""
+    std = f" ± {rounds.std:.0f}" if rounds.std is not None else ""
+    return f"{rounds.mean:.0f}{std}{some}", f"{megabytes.mean:.0f}"
+
+
+def _with_derived(table: Sequence[TableRow], columns: Sequence[str]) -> list[str]:
+    """The columns with the worst domain and the spread beside the average."""
+    found = [c for c in (WORST, SPREAD) if any(c in r.derived or _paper(r, c) for r in table)]
+    at = list(columns).index(AVERAGE) + 1 if AVERAGE in columns else len(columns)
+    return [*columns[:at], *found, *columns[at:]]
+
+
+def _paper(r: TableRow, column: str) -> float | None:
+    """What the paper prints in a column, or what its domains give."""
+    return {**over_domains(r.paper), **r.paper}.get(column)
 
 
 def _printed(r: TableRow, column: str) -> str:
     """What the paper prints in a column, and ours minus that."""
-    if column not in r.paper:
+    value, own = _paper(r, column), r.at(column)
+    if value is None:
         return ""
-    value = r.paper[column]
     text = "NaN" if math.isnan(value) else f"{value:.2f}"
     if column == AVERAGE and r.paper_std is not None:
         text += f" ± {r.paper_std:.2f}"
-    if column in r.accuracy and not math.isnan(value):
-        text += f" ({_sign(r.accuracy[column].mean - value)})"
+    if own is not None and not math.isnan(value):
+        text += f" ({_sign(own.mean - value)})"
     return text
 
 
@@ -366,15 +489,26 @@ def _sign(value: float, digits: int = 1) -> str:
 # ---- captions -----------------------------------------------------------------------------------
 
 
-def caption(results: Sequence[Result]) -> str:
+def caption(results: Sequence[Result], baseline: str = BASELINE) -> str:
     """What the numbers are, in one paragraph: data, clients, seeds, precision, BatchNorm."""
-    return describe([Measure.of_result(r) for r in results])
+    measures = [Measure.of_result(r) for r in results]
+    return " ".join(describe(measures, baseline=baseline))
 
 
-def describe(measures: Sequence[Measure], what: str = "Test accuracy") -> str:
-    """The caption of a table of these measures; rows that differ from most are named."""
+def describe(
+    measures: Sequence[Measure],
+    what: str = "Test accuracy",
+    baseline: str = BASELINE,
+    target: float | None = None,
+) -> tuple[str, str]:
+    """The caption of a table of these measures, and the note below it with all the rest.
+
+    Rows that differ from most are named. ``target``: the accuracy that was asked for; else it is
+    the baseline's.
+    """
     first, summary = measures[0].settings, measures[0].summary
     seeds = sorted({m.seed for m in measures})
+    labels = {m.label for m in measures}
     fewest = min(Counter(label for label, _ in {(m.label, m.seed) for m in measures}).values())
     clients = client_sizes(first["clients"], first["samples"])
     if any(m.settings["clients"] != first["clients"] for m in measures):
@@ -384,22 +518,56 @@ def describe(measures: Sequence[Measure], what: str = "Test accuracy") -> str:
         found = list(dict.fromkeys(str(m.settings[name]) for m in measures))
         return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
+    many = f"; mean ± standard deviation over {len(seeds)} seeds" * (len(seeds) > 1)
+    head = f"{what} in %{_on_unseen(measures)}, {SELECTION}{many}."
+    parts = []
+    if any(WORST in m.values for m in measures):
+        parts.append("worst: the lowest domain; spread: standard deviation over the domains")
+    if len(labels) > 1:
+        parts.append("bold: best, underlined: second, once all rows have been run")
+    if len(seeds) > 1 and len(labels) > 1:
+        parts.append(
+            f"Δ: paired by seed, ± standard error (± half the {CONFIDENCE:.0%} interval; noise: "
+            "the interval contains 0)"
+        )
+    parts += [
+        f"task {first['task']} ({summary.get('data', '?').rstrip('.')})",
+        f"protocol {one('protocol')}, {one('rounds')} rounds, clients × samples: {clients}"
+        + _special(first, summary),
+        f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}",
+        f"{one('precision')} on {one('device')}",
+        _hyper_parameters(measures),
+        *filter(None, [_tested(measures)]),
+        f"BatchNorm: {_common(measures, 'batchnorm')}",
+        _averaged(measures),
+    ]
+    note = "; ".join(parts)
     runs = "for all runs of a row" if first.get("leave_out") == EACH else "per run"
-    many = (
-        f"± standard deviation over seeds; Δ: paired by seed, ± standard error (± half the "
-        f"{CONFIDENCE:.0%} interval; noise: the interval contains 0); "
-    ) * (len(seeds) > 1)
-    data = summary.get("data", "?").rstrip(".")
-    return (
-        f"{what} in %{_on_unseen(measures)}, {SELECTION}; {many}"
-        f"task {first['task']} ({data}), protocol {one('protocol')}, "
-        f"{one('rounds')} rounds, clients × samples: {clients}{_special(first, summary)}; "
-        f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}; "
-        f"{one('precision')} on {one('device')}; {_tested(measures)}"
-        f"BatchNorm: {_common(measures, 'batchnorm')}; {_averaged(measures)}. "
-        f"MB: total traffic, up and down; s: seconds {runs} (concurrent runs slow each other "
-        "down)."
+    return head, (
+        f"{note[0].upper()}{note[1:]}. MB: total traffic, up and down; s: seconds {runs} "
+        f"(concurrent runs slow each other down){_aim(labels, baseline, target)}."
     )
+
+
+def _aim(labels: Collection[str], baseline: str, target: float | None) -> str:
+    """What the accuracy is whose price the costs give, and when it counts as reached."""
+    aim = f"the accuracy of {baseline_name(baseline)} on the same seed"
+    if target is not None:
+        aim = f"{target:g} %"
+    elif baseline not in labels or len(labels) < 2:
+        return ""
+    return f"; rounds and MB to {aim}: until the mean of the last {LAST} rounds reaches it"
+
+
+def _hyper_parameters(measures: Sequence[Measure]) -> str:
+    """Which methods have other hyper-parameters than their defaults, unless their label says it."""
+    found: dict[str, str] = {}
+    for m in measures:
+        words = [f"{k}={v}" for k, v in changed_options(m.settings).items()]
+        if words := [word for word in words if word not in m.label]:
+            found[m.label] = f"{m.label}: {', '.join(words)}"
+    given = f" ({'; '.join(found.values())})" if found else ""
+    return f"hyper-parameters: each method's defaults{given}"
 
 
 def _on_unseen(measures: Sequence[Measure]) -> str:
@@ -422,7 +590,7 @@ def _averaged(measures: Sequence[Measure]) -> str:
 def _tested(measures: Sequence[Measure]) -> str:
     if all(m.summary.get("evaluated", "global") == "global" for m in measures):
         return ""
-    return f"tested: {_common(measures, 'evaluated', TESTED)}; "
+    return f"tested: {_common(measures, 'evaluated', TESTED)}"
 
 
 def _common(measures: Sequence[Measure], key: str, words: Mapping[str, str] | None = None) -> str:
@@ -468,6 +636,8 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
         words.append(f"sizes Dirichlet({beta:g})")
     if settings.get("repair"):
         words.append("missing classes repaired")
+    if (patience := settings.get("patience")) is not None:
+        words.append(f"stopped early after {patience} rounds without a better validation average")
     if (validate := settings.get("validate")) is not None:
         counts = ", ".join(f"{d} {n}" for d, n in summary["validated"].items())
         given = {UNUSED: "training images that no client holds", VAL_FOLDERS: "images in val/"}

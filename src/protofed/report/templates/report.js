@@ -25,5 +25,19 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
+// A table that is wider than its place says so until its last column is in view. On a narrow screen
+// its main column stays in view: to the right, then beside the first column.
+const places = [...document.querySelectorAll(".scroll")];
+const cue = (place) => {
+  const hidden = place.scrollWidth - place.clientWidth;
+  place.style.setProperty("--first", `${place.querySelector("th").offsetWidth}px`);
+  place.classList.toggle("wide", hidden > 1);
+  place.classList.toggle("more", hidden - place.scrollLeft > 1);
+};
+const resized = new ResizeObserver((seen) => seen.forEach((entry) => cue(entry.target)));
+for (const place of places) {
+  place.addEventListener("scroll", () => cue(place), { passive: true });
+  resized.observe(place);
+}
 // Print what is folded, too.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((d) => { d.open = true; }));

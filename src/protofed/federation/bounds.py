@@ -1,0 +1,181 @@
+"""Bounds on what a client sends: what is outside of them is refused by name, or clipped on request.
+
+A slot has a *size*: of the model the norm of its change, of prototypes the norm of the longest, of
+anything else its norm. It may be ``FACTOR`` times the median over the clients of the last
+``ROUNDS`` rounds, or of this one: where most move, nobody stands out. The first round has none
+before it, so its reference is what the server itself sends in a dry run on noise; and so it is in
+every round, with a wider factor, where there are fewer than ``FEW`` clients, of whom one could
+choose the median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median_low
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from protofed.errors import ProtofedError
+from protofed.federation.client_round import Reply
+from protofed.tree import Slot, Tree
+
+FACTOR, ROUNDS = 10.0, 5
+FEW, WIDER = 4, 100.0
+
+
+class OutOfBounds(ProtofedError):
+    """A reply that does not count, because of a number in it."""
+
+
+def prototypes_of(entries: Slot) -> tuple[Tensor, Tensor] | None:
+    """The prototypes [..., d] in a slot, and which there are; None if it holds something else."""
+    there = entries.get("mask", entries.get("count"))
+    mean = entries.get("mean")
+    if mean is None or there is None or mean.shape[:-1] != there.shape:
+        return None
+    return mean, there > 0
+
+
+def size(slot: str, entries: Slot, start: Slot) -> float | None:
+    """How large a slot of a message is; ``start`` is the model that was sent. None: no numbers."""
+    if (table := prototypes_of(entries)) is not None:
+        mean, there = table
+        return float(mean[there].double().norm(dim=-1).max()) if bool(there.any()) else None
+    floats = {n: t for n, t in entries.items() if t.is_floating_point()}
+    if not floats:
+        return None
+    change = slot == "model"
+    parts = [t.double() - start[n] if change and n in start else t for n, t in floats.items()]
+    return float(torch.stack([part.double().norm() for part in parts]).norm())
+
+
+def sizes(message: Tree, start: Slot) -> dict[str, float]:
+    found = {slot: size(slot, entries, start) for slot, entries in message.items()}
+    return {slot: value for slot, value in found.items() if value is not None}
+
+
+def shortened(slot: str, entries: Slot, start: Slot, limit: float) -> Slot:
+    """A slot with its size brought down to ``limit``, if it is larger."""
+    if (table := prototypes_of(entries)) is not None:
+        mean, there = table
+        norm = mean.double().norm(dim=-1, keepdim=True)
+        factor = torch.where(there[..., None] & (norm > limit), limit / norm, 1.0)
+        return {**entries, "mean": (mean * factor).to(mean.dtype)}
+    now = size(slot, entries, start)
+    if now is None or now <= limit:
+        return entries
+    origin = start if slot == "model" else {}
+    return {
+        n: torch.lerp(origin.get(n, torch.zeros_like(t)).to(t), t, limit / now)
+        if t.is_floating_point()
+        else t
+        for n, t in entries.items()
+    }
+
+
+class Bounds:
+    """The bounds of a run's replies; ``dry_run`` gives the sizes of a reply of the server's own."""
+
+    def __init__(
+        self,
+        dry_run: Callable[[], Mapping[str, float]],
+        clients: int,
+        clip: bool = False,
+        noised_counts: bool = False,
+    ) -> None:
+        self._dry_run = dry_run
+        self._dry: Mapping[str, float] | None = None
+        self.few, self.clip, self.noised_counts = clients < FEW, clip, noised_counts
+        self.history: list[Mapping[str, float]] = []
+        """The median size of each slot in the last rounds."""
+        self._round: dict[str, dict[str, float]] = {}
+
+    def admit(self, name: str, reply: Reply, start: Slot) -> None:
+        """Take a reply into the round; ``OutOfBounds`` if it has numbers that nobody can have."""
+        _check_numbers(reply, start, self.noised_counts)
+        self._round[name] = sizes(reply.message, start)
+
+    def outside(self) -> dict[str, dict[str, tuple[float, str]]]:
+        """For each client that sent too much: its slots, each with the limit and why, in words."""
+        slots = {slot for own in self._round.values() for slot in own}
+        limits = {slot: self._limit(slot) for slot in slots}
+        found: dict[str, dict[str, tuple[float, str]]] = {}
+        for name, own in self._round.items():
+            for slot, value in own.items():
+                limit, reference = limits[slot]
+                if value > limit:
+                    what = {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
+                    why = f"{what} {value:.4g}, more than {limit:.4g}: {reference}"
+                    found.setdefault(name, {})[slot] = limit, f"out of bounds: {why}"
+        return found
+
+    def _limit(self, slot: str) -> tuple[float, str]:
+        past = [found[slot] for found in self.history if found.get(slot)]
+        now = [own[slot] for own in self._round.values() if slot in own]
+        enough = (past, now) if len(now) >= FEW else (past,)
+        medians = [median_low(values) for values in enough if values]
+        if past and not self.few:
+            return FACTOR * max(medians), f"{FACTOR:g} times the median of the last rounds"
+        if self._dry is None:
+            self._dry = self._dry_run()
+        dry = self._dry.get(slot, 0.0)
+        factor, size = (WIDER, dry) if self.few else (FACTOR, max([dry, *medians]))
+        words = f"{factor:g} times that of the server's own dry run"
+        return factor * size or float("inf"), words
+
+    def settle(self, name: str, slots: Mapping[str, float] | None) -> None:
+        """Let a reply count with these slots clipped to these sizes, or (None) not at all."""
+        own = self._round.pop(name)
+        if slots is not None:
+            self._round[name] = own | dict(slots)
+
+    def close(self) -> dict[str, float]:
+        """End a round; returns the median size of each slot, for the round's record."""
+        each: dict[str, list[float]] = {}
+        for found in self._round.values():
+            for slot, value in found.items():
+                each.setdefault(slot, []).append(value)
+        # rounded as it is recorded: a resumed run, which reads the records, decides the same
+        medians = {slot: float(f"{median_low(values):.6g}") for slot, values in each.items()}
+        self.restore([*self.history, medians])
+        self.abandon()
+        return medians
+
+    def abandon(self) -> None:
+        self._round = {}
+
+    def restore(self, history: Iterable[Mapping[str, float]]) -> None:
+        """Continue after rounds with these medians."""
+        self.history = list(history)[-ROUNDS:]
+
+
+def recorded(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, float]]:
+    """The medians in the records of earlier rounds, for ``Bounds.restore``."""
+    return [record["norms"] for record in records if "norms" in record]
+
+
+def _check_numbers(reply: Reply, start: Slot, noised_counts: bool) -> None:
+    """Refuse numbers that no honest client can send, whatever the others send."""
+    for slot, entries in reply.message.items():
+        if prototypes_of(entries) is not None and not noised_counts:
+            kind = "mask" if "mask" in entries else "count"
+            count = entries[kind].double()
+            most = 1 if kind == "mask" else reply.samples
+            fits = (count >= 0) & (count <= most) & (count == count.round())
+            if not bool(fits.all()) or float(count.sum()) > reply.samples:
+                raise OutOfBounds(
+                    f"out of bounds: '{kind}' of slot '{slot}' must be whole numbers from 0 to "
+                    f"{most} that sum to at most {reply.samples} samples"
+                )
+    for name, t in reply.message.get("model", {}).items():
+        if name.endswith("running_var") and bool((t < 0).any()):
+            raise OutOfBounds(f"out of bounds: '{name}' is a variance and has negative entries")
+        if not t.is_floating_point() and t.dtype != torch.bool and name in start:
+            counted = t - start[name]
+            if bool(((counted < 0) | (counted > FACTOR * reply.steps)).any()):
+                raise OutOfBounds(
+                    f"out of bounds: counter '{name}' moved by {int(counted.max())} in "
+                    f"{reply.steps} steps"
+                )

@@ -1,0 +1,56 @@
+"""What a client would send, found by training one on noise: no method has to declare it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from protofed import tree
+from protofed.data.task import Images
+from protofed.errors import Diverged
+from protofed.federation.bounds import sizes
+from protofed.federation.client_round import train_client
+from protofed.federation.public_images import ImagePool, PublicSampler
+from protofed.federation.server import Server
+from protofed.federation.setup import ClientData, Setup
+from protofed.keys import generator
+from protofed.models import Network
+from protofed.tree import Tree
+
+
+def dry_run(setup: Setup, network: Network, server: Server) -> dict[str, float]:
+    """The size of each slot of a reply to the first message, the model's own included."""
+    try:
+        message = noise_message(setup, network, server, max(12, setup.training.batch), 12)
+    except Diverged:  # so will the clients, who say it better
+        return {}
+    return sizes(message, {})
+
+
+def noise_message(
+    setup: Setup, network: Network, server: Server, images: int, public: int, lr: float = 0.0
+) -> Tree:
+    """What a client sends after an epoch on noise, which also stands in for public images."""
+    training = dataclasses.replace(setup.training, epochs=1, batch=max(2, setup.training.batch))
+    if lr:
+        training = dataclasses.replace(training, lr=lr)
+    pool = ImagePool(_noise(setup, public), torch.arange(public), public)
+    sampler = PublicSampler({"noise": pool}, seed=0) if setup.method.public_images else None
+    quiet = dataclasses.replace(setup, training=training, public=sampler, bf16=False)
+    labels = torch.arange(images) % setup.sizes.classes
+    client = ClientData("template", "none", Images(_noise(setup, images), labels))
+    for module in network.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = 1.0  # statistics of the noise at once, as after many steps
+    mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
+    network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    received = tree.to(server.broadcast(), "cpu")
+    return train_client(quiet, network, client, received, mine, 0).message
+
+
+def _noise(setup: Setup, n: int) -> Tensor:
+    rng, side = generator("template", n), setup.sizes.image
+    return torch.from_numpy(rng.integers(0, 256, (n, 3, side, side), dtype="uint8"))

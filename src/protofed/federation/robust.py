@@ -1,0 +1,171 @@
+"""Robust aggregation: the replies of a round, changed so that a few of them cannot decide it.
+
+It works on what the clients sent, before the method sees it: weights, prototypes and every other
+slot alike. So it is a setting of any method.
+
+    clip      a model's change, a prototype and any other slot is shortened to the median norm
+    trimmed   coordinate by coordinate, the largest and smallest are left out of the mean
+    median    coordinate by coordinate, the median
+    krum      only the replies nearest to one another are kept (Multi-Krum, Blanchard et al. 2017)
+
+``trimmed`` and ``median`` (Yin et al. 2018) give every client the same tensors, each client of a
+class the same prototype, so the average that follows is theirs, whatever its weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import median_low
+
+import torch
+from torch import Tensor
+
+from protofed.errors import ProtofedError
+from protofed.federation.bounds import prototypes_of, shortened, size
+from protofed.method import Update
+from protofed.tree import Slot
+
+
+def robust_updates(
+    kind: str, fraction: float, updates: Sequence[Update], slots: Iterable[str], start: Slot
+) -> list[Update]:
+    """The updates that a method gets to see; ``fraction`` of them may be wrong.
+
+    ``slots`` are those that the messages have, ``start`` is the model that was sent.
+    """
+    if kind == "none" or len(updates) < 2:
+        return list(updates)
+    if kind == "krum":
+        wrong = min(math.ceil(fraction * len(updates)), len(updates) - 1)
+        scores = outlyingness(updates, slots, wrong)
+        kept = sorted(scores, key=lambda name: scores[name])[: len(updates) - wrong]
+        return [u for u in updates if u.name in kept]
+    if kind == "clip":
+        joined = _Joined(updates, partial(_clipped, start=start))
+    else:
+        joined = _Joined(updates, partial(_middle, fraction=1.0 if kind == "median" else fraction))
+    return [replace(u, messages=joined) for u in updates]
+
+
+class _Joined:
+    """Messages that depend on those of all clients, computed when a slot is first read."""
+
+    def __init__(
+        self, updates: Sequence[Update], join: Callable[[str, list[Slot]], list[Slot]]
+    ) -> None:
+        self._updates, self._join = updates, join
+        self._done: dict[str, dict[str, Slot]] = {}
+
+    def get(self, name: str, slot: str) -> Slot:
+        if slot not in self._done:
+            joined = self._join(slot, [u[slot] for u in self._updates])
+            self._done[slot] = dict(zip((u.name for u in self._updates), joined, strict=True))
+        return self._done[slot][name]
+
+
+def _clipped(slot: str, sent: list[Slot], start: Slot) -> list[Slot]:
+    """Each client's slot, no larger than the median one."""
+    found = [s for entries in sent if (s := size(slot, entries, start)) is not None]
+    if not found:
+        return sent
+    return [shortened(slot, entries, start, median_low(found)) for entries in sent]
+
+
+def _middle(slot: str, sent: list[Slot], fraction: float) -> list[Slot]:
+    """For each client the same: the mean of each coordinate without its extremes."""
+    tables = [prototypes_of(entries) for entries in sent]
+    if all(table is not None for table in tables):
+        return _middle_prototypes(sent, fraction)
+    joined: Slot = {}
+    for name, t in sent[0].items():
+        if not t.is_floating_point():
+            continue
+        if any(entries[name].shape != t.shape for entries in sent):
+            raise ProtofedError(
+                f"entry '{name}' of slot '{slot}' has another shape at every client, so it has "
+                "no coordinates to compare",
+                "use --robust clip or krum",
+            )
+        joined[name] = trimmed_mean(torch.stack([entries[name] for entries in sent]), fraction)
+    return [{**entries, **joined} for entries in sent]
+
+
+def _middle_prototypes(sent: list[Slot], fraction: float) -> list[Slot]:
+    """The same of each class's prototypes; who has none of a class still has none."""
+    means = [entries["mean"].clone() for entries in sent]
+    there = [table[1] for entries in sent if (table := prototypes_of(entries)) is not None]
+    for k in range(len(means[0])):
+        of_class = [(mean[k], own[k]) for mean, own in zip(means, there, strict=True)]
+        rows = torch.cat([mean[own].reshape(-1, mean.shape[-1]) for mean, own in of_class])
+        if len(rows):
+            middle = trimmed_mean(rows, fraction)
+            for mean, own in of_class:
+                mean[own] = middle
+    return [{**entries, "mean": mean} for entries, mean in zip(sent, means, strict=True)]
+
+
+def trimmed_mean(stack_M: Tensor, fraction: float) -> Tensor:
+    """The mean over the first dimension without its ``fraction`` largest and smallest values.
+
+    At least one value, or two of an even number, remains: that is the median.
+    """
+    count = len(stack_M)
+    cut = min(math.ceil(fraction * count), (count - 1) // 2)
+    kept = stack_M.double().sort(0).values[cut : count - cut]
+    return kept.mean(0).to(stack_M.dtype)
+
+
+def outlyingness(updates: Sequence[Update], slots: Iterable[str], wrong: int) -> dict[str, float]:
+    """Krum's score of each update, relative to the median one, in the slot where it is largest.
+
+    An update's score is the sum of the squared distances to its ``M - wrong - 2`` nearest others.
+    """
+    near = max(1, len(updates) - wrong - 2)
+    worst = torch.zeros(len(updates), dtype=torch.float64)
+    for slot in sorted(slots):
+        distance = _distances([u[slot] for u in updates])
+        if distance is None:
+            continue
+        distance.fill_diagonal_(math.inf)
+        score = distance.sort(1).values[:, :near].sum(1)
+        middle = float(score.sort().values[(len(updates) - 1) // 2])
+        worst = torch.maximum(worst, score / (middle or 1.0))
+    return {u.name: float(w) for u, w in zip(updates, worst, strict=True)}
+
+
+def _distances(sent: list[Slot]) -> Tensor | None:
+    """Squared distances [M, M] between the clients' slots; of prototypes, the mean of a class's.
+
+    Clients that have no class in common are as far from each other as clients usually are.
+    """
+    tables = [table for entries in sent if (table := prototypes_of(entries)) is not None]
+    if len(tables) < len(sent):
+        floats = [n for n, t in sent[0].items() if t.is_floating_point()]
+        if not floats or any(s[n].shape != sent[0][n].shape for s in sent for n in floats):
+            return None
+        flat = torch.stack([torch.cat([s[n].double().flatten() for n in floats]) for s in sent])
+        return _squared(flat.cpu())
+    means = torch.stack([_class_means(*table) for table in tables], 1).cpu()  # [K, M, d]
+    owner = torch.stack(
+        [there.reshape(len(there), -1).any(1) for _, there in tables], 1
+    ).cpu()  # [K, M]
+    both = (owner[:, :, None] & owner[:, None]).double()
+    common = both.sum(0)
+    total = (torch.stack([_squared(m) for m in means]) * both).sum(0)
+    mean = total / common.clamp(min=1)
+    known = mean[(common > 0) & ~torch.eye(len(mean), dtype=torch.bool)]
+    return torch.where(common > 0, mean, known.median() if len(known) else 0.0)
+
+
+def _class_means(mean: Tensor, there: Tensor) -> Tensor:
+    """One prototype [K, d] for each class, of one or of several."""
+    weight = there.reshape(len(mean), -1, 1).double()
+    rows = mean.reshape(len(mean), -1, mean.shape[-1]).double()
+    return (rows.where(weight > 0, 0.0)).sum(1) / weight.sum(1).clamp(min=1)
+
+
+def _squared(points_Md: Tensor) -> Tensor:
+    return torch.cdist(points_Md, points_Md, compute_mode="donot_use_mm_for_euclid_dist").square()

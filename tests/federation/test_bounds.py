@@ -1,0 +1,226 @@
+"""What a client sends is bounded by what the others send, and by what a client can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from protofed import engines as engines
+from protofed.config import make_config
+from protofed.errors import Diverged
+from protofed.federation.bounds import (
+    FACTOR,
+    WIDER,
+    Bounds,
+    OutOfBounds,
+    shortened,
+    size,
+    sizes,
+)
+from protofed.federation.client_round import Reply
+from protofed.federation.simulation import Federation
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
+from protofed.tree import Tree
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+def reply(message: Tree, samples: int = 10, steps: int = 3) -> Reply:
+    return Reply(message, {}, samples, steps, 0.1)
+
+
+def prototypes(*rows: float, count: Any = None) -> Tree:
+    mean = torch.tensor(rows)[:, None] * torch.tensor([[0.6, 0.8]])
+    count = torch.ones(len(rows)) if count is None else torch.tensor(count)
+    return {"prototypes": {"mean": mean, "count": count}}
+
+
+def test_the_size_of_a_slot() -> None:
+    start = {"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(3)}
+    model = {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(9)}
+    assert size("model", model, start) == pytest.approx(5)  # of the change, and of floats
+    assert size("change", model, start) == pytest.approx(41**0.5)
+    # of prototypes the longest; where there is none, the mean has no meaning
+    assert sizes(prototypes(2.0, 7.0, 1e9, count=[1.0, 2.0, 0.0]), {})["prototypes"] == (
+        pytest.approx(7)
+    )
+    assert sizes(prototypes(5.0, count=[0.0]), {}) == {}
+    table = {"mean": torch.ones(2, 3, 4), "mask": torch.tensor([[1.0, 0, 0], [0, 0, 0]])}
+    assert size("prototypes", table, {}) == pytest.approx(2)
+
+
+def test_shortened_slots_have_the_size_of_the_limit() -> None:
+    start = {"w": torch.tensor([1.0, 1.0]), "v": torch.tensor([2.0])}
+    model = {"w": torch.tensor([4.0, 5.0]), "v": torch.tensor([2.0]), "n": torch.tensor(9)}
+    short = shortened("model", model, start, 1.0)
+    assert size("model", short, start) == pytest.approx(1)
+    assert torch.allclose(short["w"], torch.tensor([1.6, 1.8])) and short["n"] == 9
+    (slot,) = prototypes(2.0, 7.0).values()
+    assert torch.allclose(
+        shortened("prototypes", slot, {}, 3.0)["mean"].norm(dim=1), torch.tensor([2.0, 3.0])
+    )
+    assert shortened("model", model, start, 99.0) is model
+
+
+def rounds(bounds: Bounds, *each: dict[str, float]) -> list[set[str]]:
+    """Whose prototypes of these lengths are out of bounds, round by round."""
+    found = []
+    for lengths in each:
+        for name, length in lengths.items():
+            bounds.admit(name, reply(prototypes(length)), {})
+        outside = bounds.outside()
+        found.append(set(outside))
+        for name in outside:
+            bounds.settle(name, None)
+        bounds.close()
+    return found
+
+
+def four(a: float, b: float = 1.0, c: float = 1.0, d: float = 1.0) -> dict[str, float]:
+    return dict(zip("abcd", (a, b, c, d), strict=True))
+
+
+def test_the_bound_is_ten_times_the_median() -> None:
+    bounds = Bounds(lambda: {"prototypes": 1.0}, clients=4)
+    found = rounds(
+        bounds,
+        four(FACTOR - 0.1),
+        four(FACTOR + 0.1),
+        {"a": 9.0, "b": 11.0},  # two replies: the median of the rounds before counts
+        four(50, 50, 50, 50),  # all of them: nobody stands out
+        four(600, 50, 50, 50),
+    )
+    assert found == [set(), {"a"}, {"b"}, set(), {"a"}]
+
+
+def test_the_first_round_is_held_against_the_dry_run() -> None:
+    asked = []
+
+    def dry() -> dict[str, float]:
+        asked.append(1)
+        return {"prototypes": 2.0}
+
+    assert rounds(Bounds(dry, clients=9), {"a": 21.0, "b": 19.0}, {"a": 12.0}) == [{"a"}, set()]
+    assert asked == [1]
+
+
+def test_few_clients_have_an_absolute_bound() -> None:
+    """Of three, two can make a median: one that grows tenfold a round would follow itself."""
+    bounds = Bounds(lambda: {"prototypes": 1.0}, clients=3)
+    lie = {"a": 9.0, "b": 9.0, "c": 1.0}
+    found = rounds(bounds, lie, {**lie, "a": 90.0, "b": 90.0}, {**lie, "a": WIDER + 1})
+    assert found == [set(), set(), {"a"}]
+
+
+def test_a_slot_that_was_empty_so_far_has_no_bound() -> None:
+    assert rounds(Bounds(dict, clients=4), four(0, 0, 0, 0), four(7)) == [set(), set()]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (prototypes(1.0, 1.0, count=[5.0, 6.0]), "sum to at most 10 samples"),
+        (prototypes(1.0, 1.0, count=[0.5, 6.0]), "whole numbers from 0 to 10"),
+        (prototypes(1.0, 1.0, count=[-1.0, 6.0]), "whole numbers"),
+        ({"p": {"mean": torch.ones(1, 2, 3), "mask": torch.tensor([[1.0, 2.0]])}}, "from 0 to 1"),
+        ({"model": {"bn.running_var": torch.tensor([1.0, -0.1])}}, "is a variance"),
+        ({"model": {"bn.num_batches_tracked": torch.tensor(2**62)}}, "in 3 steps"),
+        ({"model": {"bn.num_batches_tracked": torch.tensor(3)}}, "moved by -1"),
+    ],
+)
+def test_numbers_that_no_client_can_have(message: Tree, words: str) -> None:
+    start = {"bn.num_batches_tracked": torch.tensor(4)}
+    with pytest.raises(OutOfBounds, match=words):
+        Bounds(dict, clients=4).admit("a", reply(message), start)
+
+
+def test_numbers_that_a_client_can_have() -> None:
+    start = {"bn.num_batches_tracked": torch.tensor(4)}
+    fine: Tree = {
+        **prototypes(1.0, 1.0, count=[4.0, 6.0]),
+        "model": {
+            "bn.num_batches_tracked": torch.tensor(7),
+            "bn.running_var": torch.tensor([1.0, 0.0]),  # a channel that is dead long enough
+        },
+    }
+    Bounds(dict, clients=4).admit("a", reply(fine), start)
+    noised = prototypes(1.0, 1.0, count=[-0.5, 60.3])
+    Bounds(dict, clients=4, noised_counts=True).admit("a", reply(noised), start)
+
+
+# ---- in a run ------------------------------------------------------------------------------------
+
+
+def lying(monkeypatch: pytest.MonkeyPatch, change: Callable[[int, str, Tree], Tree]) -> None:
+    """Let clients of the simulator send something else than they computed."""
+    from protofed.federation import simulation
+
+    attacked = simulation.attacked
+
+    def lie(kind: str, message: Tree, start: Any, key: Any) -> Tree:
+        _, round, name = key
+        assert attacked
+        return change(round, name, message)
+
+    monkeypatch.setattr(simulation, "attacked", lie)
+
+
+def config(**settings: Any) -> Any:
+    values = {**TINY, "rounds": 3, "attack": "noise", "attackers": 0.25, **settings}
+    return make_config(tiny_task(), "fpl", **values)
+
+
+def huge(round: int, name: str, message: Tree) -> Tree:
+    if round != 1:
+        return message
+    slot = message["prototypes"]
+    return {**message, "prototypes": {**slot, "mean": torch.full_like(slot["mean"], 1e5)}}
+
+
+def test_a_lie_is_refused_by_name_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """1e5 in every prototype, once: it used to end a run for good."""
+    lying(monkeypatch, huge)
+    found = run(tiny_task(), config=config(), out=tmp_path / "run")
+    (liar,) = Federation(config(), tiny_task()).attackers
+    problems = [record.get("problems") for record in found.rounds]
+    assert problems[0] is None and problems[2] is None
+    assert list(problems[1]) == [liar]
+    assert "'prototypes' has the norm" in problems[1][liar]
+    assert [r["clients"] for r in found.rounds] == [4, 3, 4]
+    assert all(r["norms"]["prototypes"] < 1e3 for r in found.rounds)
+
+
+def test_clipping_and_letting_it_count_are_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    lying(monkeypatch, huge)
+    clipped = run(tiny_task(), config=config(bounds="clip"))
+    (why,) = clipped.rounds[1]["problems"].values()
+    assert why.endswith("; clipped") and clipped.rounds[1]["clients"] == 4
+    open_ = run(tiny_task(), config=config(bounds="off", rounds=2))
+    assert "problems" not in open_.rounds[1] and open_.rounds[1]["clients"] == 4
+
+
+def test_a_run_whose_replies_are_all_refused_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def negative(round: int, name: str, message: Tree) -> Tree:
+        slot = message["prototypes"]
+        return {**message, "prototypes": {**slot, "count": -slot["count"] - 1}}
+
+    lying(monkeypatch, negative)
+    with pytest.raises(Diverged, match=r"round 1: every reply was refused; .*whole numbers"):
+        run(tiny_task(), config=config(attackers=0.99))
+
+
+def test_a_resumed_run_refuses_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The medians of the rounds before are in the records."""
+    lying(monkeypatch, lambda round, *rest: huge(1 if round == 2 else 0, *rest))
+    whole = run(tiny_task(), config=config(), out=tmp_path / "whole")
+    run(tiny_task(), config=config(rounds=2), out=tmp_path / "parts")
+    parts = run(tiny_task(), config=config(), out=tmp_path / "parts", resume=True)
+    assert parts.rounds[2]["problems"] == whole.rounds[2]["problems"]
+    assert parts.rounds["norms.model"] == whole.rounds["norms.model"]
