@@ -111,10 +111,12 @@ def test_accuracy_is_shown_by_site_and_its_count(world: Callable[..., Any]) -> N
     v.grid.spoil = perfect
     v.coordinator().run()
     (lied,) = read_records(v.out / "rounds.jsonl")
-    tests = {name: count.tests for name, count in w.run.counts.items() if name in w.members.sites}
-    assert {name: n for name, (_, n) in lied["sites"].items()} == tests
-    assert lied["sites"].pop(BAD)[0] == tests[BAD] and honest["sites"].pop(BAD)
-    assert lied["sites"] == honest["sites"]
+    for record in (honest, lied):
+        tests = {name: own["tested"] for name, own in record["by_client"].items()}
+        assert tests == {name: w.run.counts[name].tests for name in w.members.sites}
+    assert lied["by_client"].pop(BAD)["accuracy"] == 100
+    assert honest["by_client"].pop(BAD)["accuracy"] < 100
+    assert lied["by_client"] == honest["by_client"]
     assert lied["accuracy"].pop("print") == 100 and honest["accuracy"].pop("print") < 100
     assert lied["accuracy"] == honest["accuracy"]
 
