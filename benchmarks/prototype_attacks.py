@@ -6,9 +6,9 @@ The victim is a client of FPL with images of the domain `scan` of `glyphs`; its 
 of `train_client`. The server has images of its own: some of the other domains, and 30 images of
 each class of `scan` that no client holds.
 
-    reconstruction   The server chooses a small CNN, one epoch, a tiny learning rate and
-                     `proto_pass=post` (a clean pass), sends weights that it trained, with a decoder, to encode
-                     images, and decodes the prototype of a class with n images. *Found*: of 40
+    reconstruction   The server chooses a small CNN, one epoch, a tiny learning rate, a clean pass
+                     (`proto_pass=post`), and weights that it trained, with a decoder, to encode
+                     images; it decodes the prototype of a class with n images. *Found*: of 40
                      images of the class, the one most like the decoded image is the client's.
     membership       With an honest model: is this image one of the n of its class? The score is
                      <f(x) - m, p - m>, p the prototype and m the mean of the server's own images of

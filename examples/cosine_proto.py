@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
 from protofed.method import (
     Batch,
     Client,
@@ -52,7 +50,7 @@ class CosineProto(Method):
         z, logits = client.forward(batch.x)
         C = Prototypes.of(client.received["prototypes"])
         distance = (1 - paired_cosine(z, C.mean[batch.y])) * C.mask[batch.y]
-        return {"ce": F.cross_entropy(logits, batch.y), "proto": self.weight * distance.mean()}
+        return {"ce": client.cross_entropy(logits, batch.y), "proto": self.weight * distance.mean()}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         """What is sent beside the model, and what the client keeps."""

@@ -18,6 +18,7 @@ from protofed.config import (
     merged_config,
     paper_differences,
     read_config,
+    training_options,
 )
 from protofed.data import TaskInfo, load_task
 from protofed.data.choose import Survey
@@ -154,6 +155,11 @@ BAD = {
     "momentum": [-0.1, 1, 1.0, math.nan, True],
     "weight_decay": [-1e-9, math.inf, "0"],
     "participation": [0, -0.5, 1.1, math.nan, True],
+    "step_every": [0, 1.5, True],
+    "step_factor": [0, 1, 1.0, math.nan, "0.1"],
+    "warmup_rounds": [-1, 0.5, True],
+    "label_smoothing": [-0.1, 1, math.nan, True],
+    "clip_norm": [0, -1, math.inf, "1"],
 }
 
 
@@ -169,7 +175,8 @@ def test_each_limit(name, value):
     [
         ("seed", 0), ("rounds", 1), ("epochs", 1), ("batch", 1), ("checkpoint_every", 1),
         ("width", 1), ("lr", 1e-9), ("lr", 1), ("momentum", 0), ("momentum", 0.999),
-        ("weight_decay", 0), ("participation", 1), ("participation", 1e-6),
+        ("weight_decay", 0), ("participation", 1), ("participation", 1e-6), ("warmup_rounds", 19),
+        ("label_smoothing", 0.99), ("clip_norm", 1e-9),
     ],
 )  # fmt: skip
 def test_the_edges_that_are_allowed(name, value):
@@ -183,6 +190,9 @@ def test_the_edges_that_are_allowed(name, value):
         ("precision", "fp16", "fp"),
         ("device", "gpu", "cpu"),
         ("norm", "batchnorm", "batch"),
+        ("optimizer", "adamax", "adam"),
+        ("schedule", "cosin", "cosine"),
+        ("sampling", "balance", "balanced"),
         ("protocol", "glyph", "glyphs"),
         ("model", "resnet11", "resnet10"),
     ],
@@ -332,6 +342,52 @@ def test_odd_domain_names_are_quoted(tmp_path, name):
     assert again.hash == config.hash
 
 
+# ---- options of training ------------------------------------------------------------------------
+
+
+def test_adam_has_a_learning_rate_of_its_own():
+    assert make_config().lr == 0.01
+    assert make_config(optimizer="adam").lr == make_config(optimizer="adamw").lr == 0.001
+    assert make_config(optimizer="adam", lr=0.01).lr == 0.01
+
+
+def test_a_step_is_a_third_of_the_rounds():
+    assert make_config(schedule="step").step_every == 7
+    assert make_config(schedule="step", step_every=3).step_every == 3
+    assert make_config(schedule="step", rounds=1).step_every == 1
+    assert make_config().step_every is None
+    with pytest.raises(ProtofedError, match="step_every = 3 has no effect without a schedule"):
+        make_config(step_every=3)
+    other = make_config(schedule="cosine", step_every=3, step_factor=0.5)  # as in a sweep
+    assert other == make_config(schedule="cosine")
+
+
+def test_a_warmup_ends_before_the_run():
+    with pytest.raises(ProtofedError, match="warmup_rounds = 4 leaves no round of 4"):
+        make_config(rounds=4, warmup_rounds=4)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+@pytest.mark.parametrize(
+    "method", [("scaffold", {}), ("fednova", {}), ("fedseproto", {"decoder_step": 10.0})]
+)
+def test_a_method_that_needs_sgd_refuses_others_by_name(method, optimizer):
+    name, options = method
+    match = f"{name} does not work with optimizer = {optimizer}: "
+    with pytest.raises(ProtofedError, match=match):
+        make_config(method=name, options=options, optimizer=optimizer)
+    assert make_config(method=name, options=options, clip_norm=1.0, schedule="cosine")
+    assert make_config(method="fedseproto", optimizer=optimizer)
+
+
+def test_the_options_in_use():
+    assert training_options(vars(make_config(lr=0.5, epochs=2))) == []
+    options = {"optimizer": "adamw", "schedule": "step", "rounds": 6, "clip_norm": 1.0}
+    words = ["optimizer adamw", "schedule step", "step_every 2", "clip_norm 1"]
+    assert training_options(vars(make_config(**options))) == words
+    assert training_options({"task": "glyphs"}) == []  # as a run of an earlier version has it
+
+
 # ---- a paper's own protocol -------------------------------------------------------------------
 
 
@@ -359,6 +415,8 @@ def test_what_the_papers_of_methods_train_with():
         ("digits", "fedseproto", {"model": "cnn3,cnn2"}, {"model": ("cnn3", "cnn3 and cnn2")}),
         ("vlcs", "fedseproto", {}, {}),
         ("glyphs", "i2pfl", {}, {}),
+        ("digits", "fpl", {"clip_norm": 1.0}, {"clip_norm": (None, 1.0)}),
+        ("digits", "fpl", {"optimizer": "adam", "lr": 0.01}, {"optimizer": ("sgd", "adam")}),
     ],
 )
 def test_what_a_paper_does_otherwise(task, method, settings, expected):
@@ -403,6 +461,8 @@ def test_a_setting_that_was_added_later_leaves_the_hashes_of_earlier_runs_alone(
     assert make_config("office_caltech", FPL(tau=0.05), **office).hash == "a123e25885"
     given = [None, "unused", 0.1, 0.2]
     assert len({make_config(validate=v).hash for v in given}) == len(given)
+    defaults = {n: s.default for n, s in SETTINGS.items() if s.later}
+    assert make_config(seed=3, **defaults).hash == "b408cef7a8"
     assert make_config(min_class_count=2).hash != make_config(min_class_count=1).hash
 
 

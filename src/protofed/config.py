@@ -31,7 +31,7 @@ from protofed.method import READING, Method
 from protofed.methods import create, fingerprint, known_class, method_class, reference
 from protofed.models import LARGE_IMAGE, LARGE_MODEL, NORMS
 from protofed.models.mixed import Models, checked_models, model_names, without_folders
-from protofed.models.own import known_factory, load_factory
+from protofed.models.own import known_factory, load_factory, short_name
 from protofed.models.resnet import IMAGENET
 from protofed.toml import parse_toml, toml_text
 from protofed.user_code import is_file
@@ -48,6 +48,10 @@ EACH = "each"
 PRECISIONS = ("fp32", "fp64", "tf32", "bf16")
 DEVICES = ("cpu", "cuda")
 ENGINES = ("loop", "workers", "lanes")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+SCHEDULES = ("constant", "cosine", "step")
+ADAM_LR = 0.001
+"""The default learning rate of adam and adamw; a protocol's is for sgd."""
 
 TRAINING, CLIENTS, ROBUSTNESS, PRIVACY = "Training", "Clients and data", "Robustness", "Privacy"
 ENGINE, OUTPUT = "Engine", "Output"
@@ -161,13 +165,92 @@ class Config:
         "int", TRAINING, "Batch size; default: the protocol's.", least=1, most=10**6
     )
     lr: float = setting(
-        "float", TRAINING, "Learning rate; default: the protocol's.", above=0, most=10**6
+        "float",
+        TRAINING,
+        "Learning rate; default: the protocol's, and 0.001 with adam or adamw.",
+        above=0,
+        most=10**6,
     )
     momentum: float = setting(
-        "float", TRAINING, "Momentum, reset every round; default: the protocol's.", least=0, below=1
+        "float",
+        TRAINING,
+        "Momentum of sgd, reset every round; default: the protocol's.",
+        least=0,
+        below=1,
     )
     weight_decay: float = setting(
         "float", TRAINING, "Weight decay; default: the protocol's.", least=0, most=10**6
+    )
+    optimizer: str = setting(
+        "str",
+        TRAINING,
+        "Optimizer of local training. Its state starts fresh in every round of every client. adam "
+        "adds the weight decay to the gradient, adamw does not; both have PyTorch's betas.",
+        "sgd",
+        choices=OPTIMIZERS,
+        later=True,
+    )
+    schedule: str = setting(
+        "str",
+        TRAINING,
+        "How the learning rate falls from round to round, after the warmup: not at all, along half "
+        "a cosine that would reach 0 after the last round, or in steps.",
+        "constant",
+        choices=SCHEDULES,
+        later=True,
+    )
+    step_every: int | None = setting(
+        "int",
+        TRAINING,
+        "Rounds between the steps of schedule = step; default: a third of all rounds.",
+        least=1,
+        most=10**6,
+        later=True,
+    )
+    step_factor: float = setting(
+        "float",
+        TRAINING,
+        "What the learning rate is multiplied by in a step of schedule = step.",
+        0.1,
+        above=0,
+        below=1,
+        later=True,
+    )
+    warmup_rounds: int = setting(
+        "int",
+        TRAINING,
+        "Rounds in which the learning rate first rises, in equal steps, to its full value.",
+        0,
+        least=0,
+        most=10**6,
+        later=True,
+    )
+    label_smoothing: float = setting(
+        "float",
+        TRAINING,
+        "Label smoothing of the cross-entropy: this much of a label's weight is spread over all "
+        "classes.",
+        0.0,
+        least=0,
+        below=1,
+        later=True,
+    )
+    clip_norm: float | None = setting(
+        "float",
+        TRAINING,
+        "The largest norm of a step's gradient; a longer one is scaled down to it.",
+        above=0,
+        most=10**6,
+        later=True,
+    )
+    sampling: str = setting(
+        "str",
+        TRAINING,
+        "How a client's images are drawn in an epoch: each once (uniform), or each of its classes "
+        "equally often (balanced), in as many steps.",
+        "uniform",
+        choices=("uniform", "balanced"),
+        later=True,
     )
     model: Models = setting(
         "table",
@@ -537,6 +620,14 @@ class Config:
         return model_names(self.model) if self.model else ()
 
     @property
+    def model_in_words(self) -> str:
+        """``resnet18_imagenet, weights from w.safetensors, backbone frozen``."""
+        words = [" and ".join(map(short_name, self.models))]
+        words += [f"weights from {Path(self.weights).name}"] if self.weights else []
+        words += ["backbone frozen"] if self.train == "head" else []
+        return ", ".join(filter(None, words))
+
+    @property
     def domain_clients(self) -> Mapping[str, int]:
         assert isinstance(self.clients, Mapping), "the task's domains are not known yet"
         return self.clients
@@ -606,6 +697,22 @@ SETTINGS: dict[str, Setting] = {
     f.name: f.metadata["setting"] for f in fields(Config) if "setting" in f.metadata
 }
 """The settings by name, in field order: all of a config but its task and method."""
+
+
+_OPTIONS = [name for name, s in SETTINGS.items() if s.later and s.panel == TRAINING]
+
+
+def training_options(values: Mapping[str, Any]) -> list[str]:
+    """The options of training that are not at their defaults, as ``clip_norm 1``.
+
+    Without those that every protocol sets.
+    """
+    used = {
+        n: values[n] for n in _OPTIONS if values.get(n, SETTINGS[n].default) != SETTINGS[n].default
+    }
+    if "weights" in used:
+        used["weights"] = Path(used["weights"]).name
+    return [f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in used.items()]
 
 
 CHOSEN = ("image_size", "model", "batch", "epochs", "augment", "pixel_range")
@@ -744,7 +851,10 @@ def paper_differences(config: Config) -> dict[str, tuple[Any, Any]]:
         return {}
     values = vars(protocol(theirs, config.task)) if isinstance(theirs, str) else theirs
     ours = {**vars(config), "model": " and ".join(config.models)}
-    names = ("model", "batch", "epochs", "lr", "momentum", "weight_decay")
+    names = ["model", "batch", "epochs", "lr", "momentum", "weight_decay"]
+    if isinstance(theirs, str):  # none of them uses an option that protocols do not have
+        options = {name: SETTINGS[name].default for name in _OPTIONS}
+        names, values = [*names, *options], {**options, **values}
     both = {name: (values[name], ours[name]) for name in names if name in values}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
@@ -775,6 +885,7 @@ def make_config(
     values: dict[str, Any] = {
         **{name: s.default for name, s in SETTINGS.items()},
         **{k: v for k, v in vars(base).items() if k in SETTINGS},
+        **({"lr": ADAM_LR} if given.get("optimizer", "sgd") != "sgd" else {}),
         "protocol": base.name,
         "image_size": info.image_size,
         "flip": info.flip,
@@ -791,6 +902,18 @@ def make_config(
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     if values["patience"] is not None and values["validate"] is None:
         raise ProtofedError("patience stops by the validation accuracy", "add --validate unused")
+    values |= _steps(values, given)
+    if values["warmup_rounds"] >= values["rounds"]:
+        raise ProtofedError(
+            f"warmup_rounds = {values['warmup_rounds']} leaves no round of {values['rounds']} at "
+            "the full learning rate",
+            "use fewer --warmup-rounds or more --rounds",
+        )
+    if values["optimizer"] != "sgd" and made.sgd_only:
+        raise ProtofedError(
+            f"{made.name} does not work with optimizer = {values['optimizer']}: {made.sgd_only}",
+            "use --optimizer sgd, or another method",
+        )
     if len(models) > 1:
         made = made.for_mixed_models()
         if values["weights"] is not None:
@@ -977,6 +1100,18 @@ def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
             )
         each[left_out] = 0
     return {d: each[d] for d in info.domains if d in each}
+
+
+def _steps(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps of the learning rate; with another schedule they mean nothing and are dropped."""
+    if values["schedule"] == "step":
+        return {"step_every": values["step_every"] or math.ceil(values["rounds"] / 3)}
+    if "step_every" in given and "schedule" not in given:
+        every = given["step_every"]
+        raise ProtofedError(
+            f"step_every = {every} has no effect without a schedule", "add --schedule step"
+        )
+    return {name: SETTINGS[name].default for name in ("step_every", "step_factor")}
 
 
 def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:

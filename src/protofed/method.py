@@ -117,7 +117,7 @@ class Phase:
     lr: float | None = None
     momentum: float | None = None
     clip: float | None = None
-    optimizer: Literal["sgd", "adam"] | None = None
+    optimizer: Literal["sgd", "adam", "adamw"] | None = None
     data: Literal["own", "public"] = "own"
 
 
@@ -234,6 +234,11 @@ class Method:
         return "" if type(self).weights is Method.weights else "its own rule"
 
     @property
+    def sgd_only(self) -> str:
+        """Why clients must train with SGD, for an error message; empty: any optimizer will do."""
+        return ""
+
+    @property
     def detached_terms(self) -> tuple[str, ...]:
         """The loss terms that hold a part of themselves constant.
 
@@ -319,7 +324,7 @@ class Method:
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """The local objective, term by term."""
-        return {"ce": F.cross_entropy(client.forward(batch.x).logits, batch.y)}
+        return {"ce": client.cross_entropy(client.forward(batch.x).logits, batch.y)}
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
         """Logits [B, K]: their softmax are the classes' probabilities.
@@ -468,8 +473,8 @@ class Client:
     """One client during one round: a plain class of tensors, so that a step can be captured.
 
     Hot hooks may use ``network``, ``received``, ``mine``, ``start``, ``parameters``, ``round``,
-    ``progress``, ``id``, ``drawn``, ``forward``, ``forward_with``, ``uniform`` and ``normal``; the
-    rest is for cold hooks.
+    ``progress``, ``id``, ``drawn``, ``forward``, ``forward_with``, ``cross_entropy``, ``uniform``
+    and ``normal``; the rest is for cold hooks.
     """
 
     def __init__(
@@ -489,6 +494,7 @@ class Client:
         lr: float = 0.0,
         min_class_count: int = 1,
         small_classes: Tensor | None = None,
+        label_smoothing: float = 0.0,
     ) -> None:
         device = next(network.parameters()).device
         self.method = method
@@ -521,6 +527,9 @@ class Client:
         """The fewest images of a prototype that leaves the client."""
         self.small_classes = small_classes
         """The classes [K] with fewer images than that, if there may be some."""
+        self.label_smoothing = label_smoothing
+        self.smoothed = False
+        """Whether ``cross_entropy`` has been called."""
         self._draws = 0
         self._main: Tensor | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
@@ -552,6 +561,11 @@ class Client:
             out = call_with(self.network, model, call)
         self.network.train(was_training)
         return out
+
+    def cross_entropy(self, logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+        """The cross-entropy of logits [B, K] and labels [B], with the run's label smoothing."""
+        self.smoothed = True
+        return F.cross_entropy(logits, y, reduction=reduction, label_smoothing=self.label_smoothing)
 
     def uniform(self, *shape: int) -> Tensor:
         """Keyed uniform numbers in (0, 1), different for each draw of a step."""

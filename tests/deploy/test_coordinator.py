@@ -73,10 +73,23 @@ def test_the_model_equals_the_simulators_bit_for_bit(
             record["accuracy"] = beside["own"]
         record["accuracy"].pop("inverse", None)  # the domain without a site
         record["average"] = round(sum(record["accuracy"].values()) / 3, 4)
+        for site, own in record["by_client"].items():  # sites also say what they measured
+            own["accuracy"] = record["accuracy"][w.members.sites[site].domain]
+            own["tested"] = w.run.counts[site].tests
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["average"] == pytest.approx(other.pop("average"), abs=2e-4)
         mine.pop("average")
         assert mine == other
+
+
+def test_options_of_training_are_the_sites_too(world: Callable[..., Any], tmp_path: Path) -> None:
+    options = {"optimizer": "adamw", "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5,
+               "label_smoothing": 0.1, "sampling": "balanced"}  # fmt: skip
+    w = world("fpl", rounds=3, samples=FEW, **options)
+    w.coordinator().run()
+    oracle = run(config=w.config, out=tmp_path / "oracle")
+    assert tree.equal(tree.load(w.out / "model.safetensors")[0], {"model": oracle.model})
+    assert read_records(w.out / "rounds.jsonl")["lr"] == oracle.rounds["lr"] == [5e-4, 1e-3, 5e-4]
 
 
 def test_weights_from_a_file_reach_the_sites_with_the_model(

@@ -55,15 +55,17 @@ def test_the_work_follows_from_the_images(method: str, single_thread: None) -> N
     """Samples, steps and learning rate that a client reports, from its images alone."""
     task = tiny_task(samples=21, clients=1, spare=9)
     options = {"images": 10} if METHODS[method]().public_images else {}
-    fed = Federation(make_config(task, method, options, **{**TINY, "batch": 4, "rounds": 2}), task)
+    given = {**TINY, "batch": 4, "rounds": 3, "schedule": "cosine"}
+    fed = Federation(make_config(task, method, options, **given), task)
     public = sum(fed.setup.public.counts.values()) if fed.setup.public else 0
     names = fed.server.sample()
     replies = fed.engine.train(
-        [fed.clients[n] for n in names], fed.server.broadcast(), fed.store.get, 0
+        [fed.clients[n] for n in names], fed.server.broadcast(), fed.store.get, 1
     )
     for _, reply in replies:
         work = (reply.samples, reply.steps, reply.lr)
-        assert work == expected_work(fed.setup, 21, public, 0)
+        assert work == expected_work(fed.setup, 21, public, 1)
+        assert reply.lr < TINY["lr"]
 
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {
@@ -111,10 +113,12 @@ def test_accuracy_is_shown_by_site_and_its_count(world: Callable[..., Any]) -> N
     v.grid.spoil = perfect
     v.coordinator().run()
     (lied,) = read_records(v.out / "rounds.jsonl")
-    tests = {name: count.tests for name, count in w.run.counts.items() if name in w.members.sites}
-    assert {name: n for name, (_, n) in lied["sites"].items()} == tests
-    assert lied["sites"].pop(BAD)[0] == tests[BAD] and honest["sites"].pop(BAD)
-    assert lied["sites"] == honest["sites"]
+    for record in (honest, lied):
+        tests = {name: own["tested"] for name, own in record["by_client"].items()}
+        assert tests == {name: w.run.counts[name].tests for name in w.members.sites}
+    assert lied["by_client"].pop(BAD)["accuracy"] == 100
+    assert honest["by_client"].pop(BAD)["accuracy"] < 100
+    assert lied["by_client"] == honest["by_client"]
     assert lied["accuracy"].pop("print") == 100 and honest["accuracy"].pop("print") < 100
     assert lied["accuracy"] == honest["accuracy"]
 

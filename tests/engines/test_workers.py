@@ -53,6 +53,13 @@ def test_with_different_models_too(name: str) -> None:
     assert same(result(name, **models), result(name, engine="workers", workers=2, **models))
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_with_options_of_training_too(optimizer: str) -> None:
+    options = {"optimizer": optimizer, "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5,
+               "label_smoothing": 0.1, "sampling": "balanced", "rounds": 3}  # fmt: skip
+    assert same(result("fpl", **options), result("fpl", engine="workers", workers=2, **options))
+
+
 def test_the_number_of_workers_does_not_matter() -> None:
     settings = {"clients": {"left": 2, "right": 3}, "participation": 0.5, "rounds": 3}
     loop = result("fedbn", **settings)

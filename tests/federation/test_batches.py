@@ -17,9 +17,10 @@ from tests.federation.one_client import (
     train,
 )
 
-from protofed.data.task import Augment
+from protofed.data.task import Augment, Images
 from protofed.errors import ProtofedError
 from protofed.federation import batches as batches_module
+from protofed.federation.batches import ClientBatches
 from protofed.method import Client, Method
 from protofed.methods import FedAvg
 from protofed.tree import Tree
@@ -84,6 +85,56 @@ def test_augmentation_changes_with_the_epoch_and_not_the_clean_pass() -> None:
     first, second = (b.x[b.rows.argsort()] for b, _ in Recorder.seen)
     assert not torch.equal(first, second)
     assert not torch.equal(first, all_of(data)[0])
+
+
+def test_balanced_epochs_have_every_class_equally_often() -> None:
+    data = client_data(21)
+    y = torch.tensor([0] * 15 + [1] * 4 + [3] * 2)  # and none of class 2
+    data = replace(data, images=Images(data.images.x, y))
+    reply = train(setup(Recorder(), batch=5, epochs=2, sampling="balanced"), data)
+    assert (reply.samples, reply.steps) == (21, 10)
+    epochs = torch.cat([b.rows for b, _ in Recorder.seen]).reshape(2, 21)
+    assert not torch.equal(*epochs)
+    for rows in epochs:
+        assert y[rows].bincount(minlength=4).tolist() == [7, 7, 0, 7]
+        assert y[rows].tolist() != sorted(y[rows].tolist())
+        assert len(set(rows[y[rows] == 0].tolist())) == 7, "none twice where there are enough"
+        assert rows[y[rows] == 1].bincount()[15:19].sort().values.tolist() == [1, 2, 2, 2]
+    for b, _ in Recorder.seen:
+        assert torch.equal(b.y, y[b.rows])
+
+
+def test_balanced_epochs_depend_on_round_client_and_seed_only() -> None:
+    def order(n: int = 22, name: str = "left-0", round: int = 0, seed: int = 0) -> list[int]:
+        s = replace(setup(Recorder(), batch=7, sampling="balanced"), seed=seed)
+        train(s, client_data(n, name=name), round=round)
+        return torch.cat([b.rows for b, _ in Recorder.seen]).tolist()
+
+    first = order()
+    assert first == order()
+    assert all(first != order(**other) for other in ({"name": "b"}, {"round": 1}, {"seed": 1}))
+    counts = torch.tensor(order(23)).remainder(4).bincount()
+    assert counts.max() - counts.min() == 1, "23 images of 4 classes"
+
+
+def test_an_image_that_comes_again_is_augmented_anew() -> None:
+    data = client_data(12)
+    y = torch.tensor([1] * 11 + [2])
+    data = replace(data, images=Images(data.images.x, y))
+    train(setup(Recorder(), Augment(padding=2), batch=12, sampling="balanced"), data)
+    ((batch, _),) = Recorder.seen
+    rare = batch.x[batch.rows == 11]
+    assert len(rare) == 6
+    assert len(rare.flatten(1).unique(dim=0)) > 1
+
+
+def test_public_images_have_no_classes_to_balance() -> None:
+    data = replace(client_data(9), public=True)
+    orders = [
+        ClientBatches(setup(sampling=how), data).draw((0, "key"))[0].tolist()
+        for how in ("uniform", "balanced")
+    ]
+    assert orders[0] == orders[1]
 
 
 def test_holdout_is_the_same_in_every_round_and_not_trained_on() -> None:

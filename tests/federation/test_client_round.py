@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from protofed import keys, tree
 from protofed.data.task import Augment
-from protofed.errors import Diverged
+from protofed.errors import Diverged, ProtofedError
 from protofed.federation.client_round import train_client
 from protofed.federation.model_state import load_model
+from protofed.federation.setup import Schedule
 from protofed.method import Batch, Client, Method, Phase, Terms
 from protofed.methods import FedAvg
 from protofed.tree import Slot, Tree
@@ -225,6 +226,54 @@ def test_phase_clip(two: TwoPhases) -> None:
     before, after = two.states[2], reply.message["model"]
     length = math.sqrt(sum(float((after[n] - t).square().sum()) for n, t in before.items()))
     assert length == pytest.approx(0.1 * limit, rel=1e-3)
+
+
+@pytest.mark.parametrize(("run", "phase"), [(1e-3, None), (1e-3, 1.0), (1.0, 1e-3)])
+def test_a_runs_clip_and_a_phases_hold_both(
+    two: TwoPhases, run: float, phase: float | None
+) -> None:
+    two.second.update(clip=phase, momentum=0.0)
+    reply = train(setup(two, weight_decay=0.0, clip=run), client_data())
+    before, after = two.states[2], reply.message["model"]
+    length = math.sqrt(sum(float((after[n] - t).square().sum()) for n, t in before.items()))
+    assert length == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+SCHEDULES = [
+    (Schedule(), [1, 1, 1]),
+    (Schedule(warmup=2), [1 / 3, 2 / 3, 1, 1]),
+    (Schedule("cosine", 4), [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]),
+    (Schedule("cosine", 4, warmup=2), [1 / 3, 2 / 3, 1, 0.5]),
+    (Schedule("step", 6, step_every=2, step_factor=0.5), [1, 1, 0.5, 0.5, 0.25, 0.25]),
+    (Schedule("step", 4, warmup=1, step_every=1, step_factor=0.1), [0.5, 1, 0.1, 0.01]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "factors"), SCHEDULES)
+def test_schedules(schedule: Schedule, factors: list[float]) -> None:
+    assert [schedule.factor(t) for t in range(len(factors))] == pytest.approx(factors)
+    assert schedule.varies == (len(set(factors)) > 1)
+
+
+def test_a_schedule_holds_for_phases_with_a_learning_rate_of_their_own(two: TwoPhases) -> None:
+    two.second.update(lr=0.04)
+    s = setup(two, schedule=Schedule("step", step_every=1, step_factor=0.5))
+    data, net = client_data(), network()
+    hand = Hand(start(net)["model"], 0.1 / 4, 0.9, 0.01)
+    reply = train(s, data, net, round=2)
+    for _ in range(2):
+        hand.step(*all_of(data), moves=head)
+    hand.lr = 0.01
+    hand.step(*all_of(data), moves=encoder)
+    same(reply.message["model"], hand)
+    assert reply.lr == 0.01
+
+
+def test_label_smoothing_that_has_no_effect_is_refused() -> None:
+    """The method calls PyTorch's own cross-entropy."""
+    assert train(setup(FedAvg(), label_smoothing=0.1), client_data()).steps
+    with pytest.raises(ProtofedError, match=r"no effect on recorder: .* client\.cross"):
+        train(setup(Recorder(), label_smoothing=0.1), client_data())
 
 
 @pytest.mark.parametrize("by", ["phase", "training"])

@@ -17,6 +17,7 @@ from protofed.method import Method, Phase
 from protofed.methods import METHODS, FedBN
 from protofed.models.network import frozen
 from protofed.models.weights import public_name
+from protofed.observers.progress import protocol_line
 from protofed.runs import load_run, run
 from protofed.runs.records import without_times
 from protofed.testing.checks import SHORT, tiny_task
@@ -111,7 +112,10 @@ def test_a_run_starts_from_a_file(tmp_path: Path) -> None:
     given: dict[str, Any] = {**IMAGENET, "train": "head", "rounds": 1}
     with_file = run(tiny_task(), weights=str(tmp_path / "w.pth"), out=tmp_path / "a", **given)
     assert all(torch.equal(with_file.model[n], t) for n, t in held.items())
-    assert with_file.summary["pretrained"]["train"] == "head"
+    assert with_file.summary["pretrained"] == {
+        "digest": with_file.facts["weights_digest"], "train": "head"
+    }  # fmt: skip
+    assert "weights from w.pth, backbone frozen," in protocol_line(with_file.config)
     without = run(tiny_task(), **given)
     assert without.summary["pretrained"]["digest"] is None
     assert not torch.equal(without.model["encoder.0.weight"], held["encoder.0.weight"])

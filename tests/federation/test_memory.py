@@ -53,6 +53,7 @@ def test_it_grows_with_what_takes_memory():
     assert two.activations == 2 * one.activations and two.weights > one.weights
     assert of(large_task(64), **base).activations < one.activations / 3
     assert of(task, **base, method="scaffold").weights > one.weights, "clients keep a state"
+    assert of(task, **base, optimizer="adam").weights > one.weights, "two averages, not one"
     assert one.loaded == 4 * 2000 * 3 * 224**2 < one.images
 
 

@@ -28,26 +28,29 @@ def give(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
 
 
 @pytest.mark.parametrize(("momentum", "decay"), [(0.9, 0.01), (0.0, 0.0), (0.0, 0.3), (0.5, 0.0)])
-def test_by_hand(momentum: float, decay: float) -> None:
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1).double()], ids=["number", "tensor"])
+def test_by_hand(lr: float | Tensor, momentum: float, decay: float) -> None:
     parameters = tensors(0)
     theirs = [p.numpy().copy() for p in parameters]
     velocities = [np.zeros_like(p) for p in theirs]
-    sgd = SGD(parameters, 0.1, momentum, decay)
+    sgd = SGD(parameters, lr, momentum, decay)
     for step in range(1, 4):
         grads = tensors(step)
         give(parameters, grads)
         sgd.step()
         for p, v, g in zip(theirs, velocities, grads, strict=True):
             v[...] = momentum * v + g.numpy() + decay * p
-            p -= 0.1 * v
+            p -= float(lr) * v
         for p, q in zip(parameters, theirs, strict=True):
             np.testing.assert_allclose(p.numpy(), q, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_against_pytorch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_against_pytorch(tensor: bool, dtype: torch.dtype) -> None:
     ours, theirs = tensors(0, dtype), tensors(0, dtype)
-    both = SGD(ours, 0.05, 0.9, 1e-5), torch.optim.SGD(theirs, 0.05, 0.9, weight_decay=1e-5)
+    lr = torch.tensor(0.05, dtype=dtype) if tensor else 0.05
+    both = SGD(ours, lr, 0.9, 1e-5), torch.optim.SGD(theirs, 0.05, 0.9, weight_decay=1e-5)
     for step in range(1, 6):
         # one never has a gradient, and one has none in a step in the middle
         grads: list[Tensor | None] = list(tensors(step, dtype))

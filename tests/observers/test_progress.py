@@ -38,13 +38,15 @@ def test_durations() -> None:
 def test_a_run_is_followed(terminal: bool) -> None:
     file = io.StringIO()
     console = Console(file=file, width=120, force_terminal=terminal)
-    settings = {**TINY, "epochs": 1, "samples": 8, "leave_out": "right", "clients": "one"}
+    settings = {**TINY, "epochs": 1, "samples": 8, "leave_out": "right", "clients": "one",
+                "clip_norm": 1.0, "schedule": "cosine"}  # fmt: skip
     run(tiny_task(), observers=[RunProgress(console)], **settings)
     said = file.getvalue()
     assert "left out: only tested on, with" in said
     assert "1 client × 8 samples, 4 of 4 classes" in said
     assert "engine loop" in said
-    line = "protocol fpl: cnn2, 8×8 pixels, batch 8, epochs 1, rounds 3\n"
+    line = "protocol fpl: cnn2, 8×8 pixels, batch 8, epochs 1, rounds 3"
+    line += ", schedule cosine, clip_norm 1\n"
     assert said.index(line) < said.index("samples")
     assert ("round 3/3  right (unseen)" in said) != terminal
     assert ("━" in said) == terminal

@@ -51,6 +51,15 @@ HALF = {"rounds": 4, "epochs": 1, "participation": 0.5}
 MANY = {**SHORT, "clients": {"north": 6, "south": 6, "west": 5}, "samples": 7, "seed": 23}
 # In some rounds nobody has a certain class.
 SOME = {"rounds": 3, "epochs": 1, "participation": 0.5, "dirichlet": 0.3}
+# The options of training, so that every one of them is met, and all three optimizers.
+TRAINED: dict[str, dict[str, Any]] = {
+    "sgd": {
+        "schedule": "step", "step_every": 1, "step_factor": 0.3, "warmup_rounds": 1,
+        "label_smoothing": 0.2, "clip_norm": 0.5, "sampling": "balanced",
+    },
+    "adam": {"optimizer": "adam", "schedule": "cosine", "label_smoothing": 0.1, "clip_norm": 0.1},
+    "adamw": {"optimizer": "adamw", "lr": 0.002, "weight_decay": 0.1, "warmup_rounds": 2},
+}  # fmt: skip
 WHERE = {
     "engine": os.environ.get("PROTOFED_ORACLE_ENGINE", "loop"),
     "device": os.environ.get("PROTOFED_ORACLE_DEVICE", "cpu"),
@@ -68,6 +77,10 @@ class Run(Observer):
         self.rounds, self.epochs = config.rounds, config.epochs
         self.batch, self.lr = config.batch, config.lr
         self.momentum, self.weight_decay = config.momentum, config.weight_decay
+        self.optimizer, self.clip_norm = config.optimizer, config.clip_norm
+        self.schedule, self.warmup = config.schedule, config.warmup_rounds
+        self.step_every, self.step_factor = config.step_every, config.step_factor
+        self.label_smoothing = config.label_smoothing
         self.classes, self.features = len(task.classes), federation.sizes.features
         self.clients = list(federation.clients)
         self.initial = initial_network(config, task).state_dict()

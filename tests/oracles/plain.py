@@ -7,6 +7,7 @@ which require a gradient, and BatchNorm's buffers, which do not.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,42 +105,74 @@ class SGD:
         self.velocity: dict[str, Tensor] = {}
 
     def step(self, θ: Model, loss: Tensor) -> None:
-        names = [name for name, t in θ.items() if t.requires_grad]
-        gradients = torch.autograd.grad(loss, [θ[n] for n in names], allow_unused=True)
-        length = torch.sqrt(sum((g**2).sum() for g in gradients if g is not None))
-        cut = min(1.0, self.clip / (length + 1e-6))  # 1e-6: as in PyTorch
-        for name, gradient in zip(names, gradients, strict=True):
-            if gradient is None:
-                continue
+        for name, gradient in gradients(θ, loss, self.clip).items():
             old = θ[name].detach()
-            g = cut * gradient + self.weight_decay * old
+            g = gradient + self.weight_decay * old
             v = self.momentum * self.velocity[name] + g if name in self.velocity else g
             self.velocity[name] = v
             θ[name] = (old - self.lr * v).requires_grad_()
 
 
-class Adam:
-    """g ← ∇L + λθ;  m, v ← running means of g, g²;  θ ← θ − η m̂/(√v̂ + 1e-8), without bias."""
+def gradients(θ: Model, loss: Tensor, clip: float) -> Model:
+    """∇L of the entries that L depends on, cut to the length ``clip``."""
+    names = [name for name, t in θ.items() if t.requires_grad]
+    found = torch.autograd.grad(loss, [θ[n] for n in names], allow_unused=True)
+    there = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+    length = torch.sqrt(sum((g**2).sum() for g in there.values()))
+    cut = min(1.0, clip / (length + 1e-6))  # 1e-6: as in PyTorch
+    return {n: cut * g for n, g in there.items()}
 
-    def __init__(self, lr: float, weight_decay: float) -> None:
-        self.lr, self.weight_decay = lr, weight_decay
+
+class Adam:
+    """g ← ∇L + λθ;  m, v ← running means of g, g²;  θ ← θ − η m̂/(√v̂ + 1e-8), without bias.
+
+    AdamW (``decoupled``): g ← ∇L, and θ ← (1 − ηλ)θ before the step.
+    """
+
+    def __init__(
+        self, lr: float, weight_decay: float, clip: float = math.inf, decoupled: bool = False
+    ) -> None:
+        self.lr, self.weight_decay, self.clip, self.decoupled = lr, weight_decay, clip, decoupled
         self.steps = 0
         self.m: dict[str, Tensor] = {}
         self.v: dict[str, Tensor] = {}
 
     def step(self, θ: Model, loss: Tensor) -> None:
         self.steps += 1
-        names = [name for name, t in θ.items() if t.requires_grad]
-        gradients = torch.autograd.grad(loss, [θ[n] for n in names])
-        for name, gradient in zip(names, gradients, strict=True):
+        for name, gradient in gradients(θ, loss, self.clip).items():
             old = θ[name].detach()
-            g = gradient + self.weight_decay * old
+            g = gradient
+            if self.decoupled:
+                old = (1 - self.lr * self.weight_decay) * old
+            else:
+                g = g + self.weight_decay * old
             none = torch.zeros_like(g)
             self.m[name] = 0.9 * self.m.get(name, none) + 0.1 * g
             self.v[name] = 0.999 * self.v.get(name, none) + 0.001 * g**2
             m = self.m[name] / (1 - 0.9**self.steps)
             v = self.v[name] / (1 - 0.999**self.steps)
             θ[name] = (old - self.lr * m / (torch.sqrt(v) + 1e-8)).requires_grad_()
+
+
+def optimizer(run: Any, t: int, momentum: float | None = None) -> SGD | Adam:
+    """A client's optimizer in round t, by the run's settings; the momentum may be the method's."""
+    lr, clip = learning_rate(run, t), run.clip_norm or math.inf
+    if run.optimizer == "sgd":
+        return SGD(lr, run.momentum if momentum is None else momentum, run.weight_decay, clip)
+    return Adam(lr, run.weight_decay, clip, decoupled=run.optimizer == "adamw")
+
+
+def learning_rate(run: Any, t: int) -> float:
+    """η of round t: over the warmup it rises by equal steps, then it falls."""
+    if t < run.warmup:
+        return (t + 1) * run.lr / (run.warmup + 1)
+    η = run.lr
+    if run.schedule == "cosine":
+        η = η * math.cos(math.pi / 2 * (t - run.warmup) / (run.rounds - run.warmup)) ** 2
+    if run.schedule == "step":
+        for round in range(run.warmup + 1, t + 1):
+            η = η * run.step_factor if (round - run.warmup) % run.step_every == 0 else η
+    return η
 
 
 def average(models: list[Model], weights: list[float]) -> Model:
@@ -158,11 +191,15 @@ def average(models: list[Model], weights: list[float]) -> Model:
 # ---- losses --------------------------------------------------------------------------------------
 
 
-def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """The mean over the batch of −log softmax(logits)_y."""
+def cross_entropy(logits: Tensor, y: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The mean over the batch of −log softmax(logits)_y.
+
+    With ``smoothing`` ε, of −Σ_k q_k log softmax(logits)_k, where q_k = ε/K, and 1 − ε more at y.
+    """
     total = torch.zeros((), dtype=logits.dtype)
     for row, k in zip(logits, y, strict=True):
-        total = total - torch.log(torch.exp(row[k]) / torch.exp(row).sum())
+        logs = torch.log(torch.exp(row) / torch.exp(row).sum())
+        total = total - (1 - smoothing) * logs[k] - smoothing / len(row) * logs.sum()
     return total / len(y)
 
 

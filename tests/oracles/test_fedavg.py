@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.oracles import plain
-from tests.oracles.package import Oracle, Run, assert_agree, assert_differ, run
-from tests.oracles.plain import SGD, average, copy, cross_entropy, network
+from tests.oracles.package import TRAINED, Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.plain import average, copy, cross_entropy, network, optimizer
 
 
 def fedavg(run: Run, uniform: bool = False, fixed: tuple[str, ...] = ()) -> Oracle:
@@ -20,11 +20,11 @@ def fedavg(run: Run, uniform: bool = False, fixed: tuple[str, ...] = ()) -> Orac
         models = {}
         for m in run.participants[t]:
             θ_m = {n: t.detach() if n in stays else t for n, t in copy(θ).items()}
-            sgd = SGD(run.lr, run.momentum, run.weight_decay)
+            local = optimizer(run, t)
             for epoch in range(run.epochs):
                 for x, y in run.epoch(m, t, epoch):
                     _, logits = network(θ_m, x, training=not fixed)
-                    sgd.step(θ_m, cross_entropy(logits, y))
+                    local.step(θ_m, cross_entropy(logits, y, run.label_smoothing))
             models[m] = {n: t for n, t in θ_m.items() if n not in stays}
         θ = θ | average([*models.values()], [1 if uniform else run.samples[m] for m in models])
         yield {
@@ -36,6 +36,37 @@ def fedavg(run: Run, uniform: bool = False, fixed: tuple[str, ...] = ()) -> Orac
 
 def test_agrees() -> None:
     assert_agree(run("fedavg"), fedavg(run("fedavg")))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_agrees_with_the_options_of_training(name: str) -> None:
+    found = run("fedavg", {}, rounds=4, epochs=1, **TRAINED[name])
+    assert_agree(found, fedavg(found))
+
+
+WRONG = [
+    ("sgd", "schedule", "constant"),
+    ("sgd", "step_every", 2),
+    ("sgd", "step_factor", 0.1),
+    ("sgd", "warmup", 0),
+    ("sgd", "label_smoothing", 0.0),
+    ("sgd", "clip_norm", None),
+    ("adam", "optimizer", "sgd"),
+    ("adam", "optimizer", "adamw"),
+    ("adam", "schedule", "constant"),
+    ("adam", "clip_norm", None),
+    ("adamw", "optimizer", "adam"),
+    ("adamw", "weight_decay", 0.0),
+]
+
+
+@pytest.mark.parametrize(("of", "name", "value"), WRONG)
+def test_a_wrong_option_is_noticed(
+    of: str, name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run("fedavg", {}, rounds=4, epochs=1, **TRAINED[of])
+    monkeypatch.setattr(found, name, value)
+    assert_differ(found, fedavg(found))
 
 
 def test_agrees_with_half_of_the_clients_counted_the_same() -> None:

@@ -9,9 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.oracles.package import MANY, SHORT, SOME, Oracle, Run, assert_agree, assert_differ, run
+from tests.oracles.package import (
+    MANY,
+    SHORT,
+    SOME,
+    TRAINED,
+    Oracle,
+    Run,
+    assert_agree,
+    assert_differ,
+    run,
+)
 from tests.oracles.plain import (
-    SGD,
     Rows,
     average,
     class_means,
@@ -21,6 +30,7 @@ from tests.oracles.plain import (
     cross_entropy,
     mean,
     network,
+    optimizer,
 )
 
 
@@ -43,18 +53,18 @@ def fpl(
         models, c = {}, {}
         for m in run.participants[t]:
             θ_m = copy(θ)
-            sgd = SGD(run.lr, run.momentum, run.weight_decay)
+            local = optimizer(run, t)
             for epoch in range(run.epochs):
                 features, labels = [], []
                 for x, y in run.epoch(m, t, epoch):
                     z, logits = network(θ_m, x, training=True)
-                    loss = cross_entropy(logits, y)  # (11)
+                    loss = cross_entropy(logits, y, run.label_smoothing)  # (11)
                     for z_i, k in zip(z, y.tolist(), strict=True):  # (12)
                         contrasted = P if cpcl_prototypes == "cluster" else G
                         target = U if upcr_prototypes == "unbiased" else G
                         loss = loss + cpcl * L_CPCL(z_i, k, contrasted, tau) / len(y)
                         loss = loss + upcr * L_UPCR(z_i, k, target, upcr_reduction) / len(y)
-                    sgd.step(θ_m, loss)
+                    local.step(θ_m, loss)
                     features.append(z)
                     labels.append(y)
             if proto_pass == "last_epoch":
@@ -121,6 +131,13 @@ CASES = {
     "printed": (PRINTED, {}),
     "printed, many clients": (PRINTED, MANY),
     "published, classes without owners": (PUBLISHED, SOME),
+    **{
+        f"published, {name} and options": (
+            PUBLISHED,
+            {**SHORT, **TRAINED[name], "warmup_rounds": 1},
+        )
+        for name in TRAINED
+    },
 }
 
 

@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
-from tests.oracles.plain import SGD, average, copy, cross_entropy, network
+from tests.oracles.package import (
+    HALF,
+    SHORT,
+    TRAINED,
+    Oracle,
+    Run,
+    assert_agree,
+    assert_differ,
+    run,
+)
+from tests.oracles.plain import average, copy, cross_entropy, network, optimizer
 
 
 def scaffold(run: Run, eta_g: float, rho: float, sign: int = 1, everyone: int = 4) -> Oracle:
@@ -20,18 +29,18 @@ def scaffold(run: Run, eta_g: float, rho: float, sign: int = 1, everyone: int = 
         models, change = {}, {}
         for i in run.participants[t]:
             y_i, c_i, K = copy(x), own[i], 0
-            sgd = SGD(run.lr, rho, run.weight_decay)
+            sgd = optimizer(run, t, momentum=rho)
             for epoch in range(run.epochs):
                 for images, labels in run.epoch(i, t, epoch):
                     _, logits = network(y_i, images, training=True)
-                    loss = cross_entropy(logits, labels)
+                    loss = cross_entropy(logits, labels, run.label_smoothing)
                     for n in names:  # the gradient of this is c − c_i
                         loss = loss + sign * ((c[n] - c_i[n]) * y_i[n]).sum()
                     sgd.step(y_i, loss)
                     K += 1
             # Σ of the steps' velocities: each is its gradient and, ρ times, the velocity before
             gradients = sum(rho**past for step in range(K) for past in range(step + 1))
-            new = {n: c_i[n] - c[n] + (x[n] - y_i[n]) / (run.lr * gradients) for n in names}
+            new = {n: c_i[n] - c[n] + (x[n] - y_i[n]) / (sgd.lr * gradients) for n in names}
             change[i] = {n: new[n] - c_i[n] for n in names}
             own[i], models[i] = new, y_i
         mean = average([*models.values()], [1.0] * len(models))
@@ -54,6 +63,12 @@ OTHER: dict[str, Any] = {"eta_g": 0.7, "rho": 0.9}
 def test_agrees(options: dict[str, Any], settings: dict[str, Any]) -> None:
     found = run("scaffold", options, **settings)
     assert_agree(found, scaffold(found, **{**DEFAULT, **options}))
+
+
+def test_agrees_with_the_options_of_training() -> None:
+    """The control variates are divided by the learning rate of their round."""
+    found = run("scaffold", OTHER, rounds=4, epochs=1, **TRAINED["sgd"])
+    assert_agree(found, scaffold(found, **OTHER))
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,32 @@ from typing import Any
 import pytest
 import torch
 
-from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
-from tests.oracles.plain import SGD, Model, average, copy, cross_entropy, network
+from tests.oracles.package import (
+    HALF,
+    SHORT,
+    TRAINED,
+    Oracle,
+    Run,
+    assert_agree,
+    assert_differ,
+    run,
+)
+from tests.oracles.plain import Model, average, copy, cross_entropy, network, optimizer
 
 Locals = dict[str, tuple[Model, int]]
 """The model of each of the round's clients after training, and the number of its steps."""
 
 
-def trained(run: Run, t: int, start: dict[str, Model], momentum: float) -> Locals:
+def trained(run: Run, t: int, start: dict[str, Model], momentum: float | None = None) -> Locals:
     """The local training of a round's clients, from these models."""
     found = {}
     for m in run.participants[t]:
         θ_m, steps = copy(start[m]), 0
-        sgd = SGD(run.lr, momentum, run.weight_decay)
+        local = optimizer(run, t, momentum)
         for epoch in range(run.epochs):
             for x, y in run.epoch(m, t, epoch):
                 _, logits = network(θ_m, x, training=True)
-                sgd.step(θ_m, cross_entropy(logits, y))
+                local.step(θ_m, cross_entropy(logits, y, run.label_smoothing))
                 steps += 1
         found[m] = θ_m, steps
     return found
@@ -47,7 +56,7 @@ def rounds(
     θ = run.initial
     for t in range(run.rounds):
         every = dict.fromkeys(run.clients, θ)
-        local = trained(run, t, every, run.momentum if momentum is None else momentum)
+        local = trained(run, t, every, momentum)
         θ, slots = server(θ, local)
         yield {
             "server": {"model": θ, **slots},
@@ -122,7 +131,7 @@ def private(run: Run, keeps: Callable[[str], bool]) -> Oracle:
     θ = {n: t for n, t in run.initial.items() if not keeps(n)}
     own = {m: {n: t for n, t in start.items() if keeps(n)} for m, start in run.initials.items()}
     for t in range(run.rounds):
-        local = trained(run, t, {m: θ | own[m] for m in own}, run.momentum)
+        local = trained(run, t, {m: θ | own[m] for m in own})
         sent = {m: {n: θ_m[n] for n in θ} for m, (θ_m, _) in local.items()}
         own |= {m: {n: θ_m[n] for n in own[m]} for m, (θ_m, _) in local.items()}
         θ = average([*sent.values()], [run.samples[m] for m in sent])
@@ -142,6 +151,18 @@ def test_fedavgm() -> None:
     found = run("fedavgm")
     assert_agree(found, with_momentum(found, 0.9, 1.0, uniform=False))
     assert_differ(found, with_momentum(found, 0.8, 1.0, uniform=False))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_fedavgm_with_the_options_of_training(name: str) -> None:
+    found = run("fedavgm", {}, rounds=3, epochs=1, **TRAINED[name])
+    assert_agree(found, with_momentum(found, 0.9, 1.0, uniform=False))
+
+
+def test_fednova_with_a_schedule() -> None:
+    options = {**SHORT, "schedule": "cosine", "warmup_rounds": 1, "clip_norm": 0.5, "batch": 3}
+    found = run("fednova", {}, **options)
+    assert_agree(found, fednova(found, 0.9))
 
 
 def test_fedopt() -> None:

@@ -80,6 +80,22 @@ def test_a_method_that_depends_on_the_number_of_rounds_is_refused(
     assert digests(tmp_path) == before
 
 
+def test_a_schedule_that_depends_on_the_number_of_rounds_is_refused(tmp_path: Path) -> None:
+    run(TASK, FedAvg(), **settings(2, schedule="cosine"), out=tmp_path)
+    with pytest.raises(ProtofedError, match="every round of a cosine schedule depends on how many"):
+        run(TASK, FedAvg(), **settings(3, schedule="cosine"), out=tmp_path, resume=True)
+
+
+def test_a_schedule_that_does_not_is_extended(tmp_path: Path) -> None:
+    steps = {"schedule": "step", "step_every": 2, "warmup_rounds": 1}
+    run(TASK, FedAvg(), **settings(2, **steps), out=tmp_path / "a")
+    longer = run(TASK, FedAvg(), **settings(4, **steps), out=tmp_path / "a", resume=True)
+    whole = run(TASK, FedAvg(), **settings(4, **steps), out=tmp_path / "b")
+    assert tree.equal({"model": longer.model}, {"model": whole.model})
+    lr = whole.config.lr
+    assert whole.rounds["lr"] == [lr / 2, lr, lr, pytest.approx(lr / 10)]
+
+
 def test_the_methods_that_depend_on_the_number_of_rounds() -> None:
     named = {name for name, cls in METHODS.items() if cls().uses_rounds}
     assert named == {"fedproc", "fedavg_ga", "fedga"}

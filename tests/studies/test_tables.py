@@ -190,6 +190,9 @@ def test_the_caption_says_what_the_numbers_are():
     ):  # fmt: skip
         assert part in text, part
     assert "over 2 seeds" not in caption(runs[:1]) and "on the same seed" not in caption(runs[:1])
+    clipped = [result("fedavg", s, 1.0, 1.0, clip_norm=1.0, sampling="balanced") for s in (4, 2)]
+    assert ", 2 rounds, clip_norm 1, sampling balanced, clients" in caption(clipped)
+    assert "clip_norm" not in caption([*clipped, *runs]), "only what all have in common"
     assert "\n" not in text
 
 

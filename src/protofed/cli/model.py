@@ -258,8 +258,8 @@ def _write_evaluation(
         for domain, m in found.items()
     }
     about = {"run": trained.card.hash, "client": trained.client, "task": task}
-    about["temperature"] = trained.temperature
-    write_json(out / "evaluation.json", {**about, "domains": domains})
+    numbers = {"temperature": trained.temperature, "domains": domains}
+    write_json(out / "evaluation.json", {**about, **numbers})
     counts = {domain: m.confusion for domain, m in found.items()}
     paths = save(confusions(trained.method.name, counts, trained.classes), out)
     say(f"written: {', '.join(str(p) for p in (out / 'evaluation.json', *paths))}")

@@ -121,7 +121,7 @@ class Coordinator:
         models = client_models(config.model, list(members.sites))
         network = initial_network(config, task, next(iter(models.values())), config.weights)
         setup = make_setup(config, task, network)
-        self.privacy = setup.privacy
+        self.training, self.privacy = setup.training, setup.privacy
         self.server = Server(
             config.method,
             network,
@@ -453,6 +453,7 @@ class Coordinator:
             "accuracy": {},
             "average": float("nan"),
             "loss": mean_losses(got.answers[name].losses for name in trained),
+            **self.training.record(round),
             "bytes_up": sum(got.sent[name] for name in trained),
             "bytes_down": got.down,
             "clients": len(trained),

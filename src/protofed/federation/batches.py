@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed import keys
@@ -14,6 +16,8 @@ from protofed.data.task import Augment
 from protofed.errors import ProtofedError
 from protofed.federation.setup import ClientData, Setup
 from protofed.method import Batch, BatchSource
+
+Rows = NDArray[np.int64]
 
 EVALUATION_BATCH = 256
 PREPARED_BYTES = 128 << 20  # larger sets of images are not kept a second time for cropping
@@ -26,10 +30,15 @@ def evaluation_batch(side: int) -> int:
 
 
 class ClientBatches:
-    """Batches of one client's images. ``parts`` are the rows to train on and the holdout's."""
+    """Batches of one client's images. ``parts`` are the rows to train on and the holdout's.
+
+    ``labels`` are those to balance, on the host; None if each image comes once.
+    """
 
     def __init__(self, setup: Setup, data: ClientData) -> None:
         self.setup, self.images, self.augment = setup, data.images, setup.augment
+        balanced = setup.training.sampling == "balanced" and not data.public
+        self.labels = data.images.y.cpu().numpy() if balanced else None
         self._prepared: Tensor | None = None
         n = len(data.images)
         if data.public:  # all of them, without augmentation
@@ -51,14 +60,12 @@ class ClientBatches:
     def epoch(self, key: tuple[int | str, ...], batch: int) -> Iterator[Batch]:
         """One pass in keyed random order; the last batch may be small."""
         x, y = self.images.x, self.images.y
-        rows = self.parts["train"]
-        order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
-        rng = keys.generator(*key, "augment")
-        choices = Choices.draw(rng, len(x), self.augment, x.shape[-1])
+        order, choices = self.draw(key)
         prepared = self.prepared()
         per_batch = batch * x[0].numel() * self.setup.dtype.itemsize
-        for chunk in order.split(batch * max(1, _CHUNK_BYTES // per_batch)):
-            index = chunk.to(x.device)
+        chunks = torch.arange(len(order)).split(batch * max(1, _CHUNK_BYTES // per_batch))
+        for chunk in chunks:
+            index = order[chunk].to(x.device)
             chosen = choices.rows(chunk, x.device)
             if prepared is None:
                 images = cropped(x[index], chosen, self.augment)
@@ -66,6 +73,17 @@ class ClientBatches:
                 images = crops(prepared, index, chosen, self.augment)
             images = normalized(images, self.augment, self.setup.dtype)
             yield from map(Batch, images.split(batch), y[index].split(batch), index.split(batch))
+
+    def draw(self, key: tuple[int | str, ...]) -> tuple[Tensor, Choices]:
+        """An epoch's rows in order, and the augmentation of each."""
+        x, rows = self.images.x, self.parts["train"]
+        rng, augment_rng = keys.generator(*key, "order"), keys.generator(*key, "augment")
+        draw = partial(Choices.draw, augment_rng, augment=self.augment, side=x.shape[-1])
+        if self.labels is None:
+            order = torch.from_numpy(rng.permutation(rows))
+            return order, draw(len(x)).rows(order, order.device)
+        order = torch.from_numpy(balanced_order(rng, rows, self.labels[rows]))
+        return order, draw(len(order))  # not by row: an image that comes again looks different
 
     def prepared(self) -> Tensor | None:
         """The images ready for cropping, made once for all epochs; None if that is not possible.
@@ -96,6 +114,21 @@ class ClientBatches:
         for index in rows.split(evaluation_batch(self.images.x.shape[-1])):
             x = normalized(self.images.x[index], self.augment, self.setup.dtype)
             yield x, self.images.y[index]
+
+
+def balanced_order(rng: np.random.Generator, rows: Rows, labels: Rows) -> Rows:
+    """As many rows as there are, with every class equally often, up to one.
+
+    A class's rows come in shuffled passes: none comes again before all have come.
+    """
+    turns = np.resize(rng.permutation(np.unique(labels)), len(rows))
+    rng.shuffle(turns)
+    order = np.empty_like(rows)
+    for label in np.unique(labels):
+        own, wanted = rows[labels == label], np.count_nonzero(turns == label)
+        passes = [rng.permutation(own) for _ in range(-(-wanted // len(own)))]
+        order[turns == label] = np.concatenate(passes)[:wanted]
+    return order
 
 
 def next_public_batches(setup: Setup, data: ClientData, round: int) -> BatchSource | None:

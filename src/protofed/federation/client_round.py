@@ -64,6 +64,7 @@ def train_client(
         lr=setup.training.lr,
         min_class_count=setup.min_class_count,
         small_classes=own.small_classes(),
+        label_smoothing=setup.training.label_smoothing,
     )
     load_model(network, client.start)
     key = (setup.seed, round, data.name)
@@ -94,6 +95,12 @@ def finish_round(
     ``key`` is that of the noise, if there is some.
     """
     method = setup.method
+    if client.label_smoothing and not client.smoothed:
+        raise ProtofedError(
+            f"label_smoothing has no effect on {method.name}: its loss never calls "
+            "client.cross_entropy",
+            "use it in place of F.cross_entropy, or leave out --label-smoothing",
+        )
     if setup.proto_pass == "post":
         client.begin_prototypes()
         client.collect_post()
@@ -121,8 +128,8 @@ def _train_phase(
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(name in moving)
     parameters = list(moving.values())
-    client.lr = training.lr
-    optimizer = make_optimizer(training, parameters)
+    client.lr = training.lr_in(round)
+    optimizer = make_optimizer(training, parameters, client.lr)
     sums: dict[str, Tensor] = {}
     where = (setup.seed, round, client.name, number)
     steps = 0
@@ -139,8 +146,8 @@ def _train_phase(
             total = torch.stack(list(terms.values())).sum()
             optimizer.zero_grad()
             total.backward()
-            if phase.clip is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, phase.clip)
+            if training.clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, training.clip)
             if last:
                 client.collect(batch.y)
             optimizer.step()

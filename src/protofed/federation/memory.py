@@ -31,7 +31,10 @@ from protofed.user_code import is_file
 SERVER_COPIES = 4
 """Copies of the weights at the server: its own, their mean, a checkpoint's tensors and bytes."""
 CLIENT_COPIES = 4
-"""Copies of the weights at a client, beside its network: gradients, momentum, update, reply."""
+"""Copies of the weights at a client, beside its network: gradients, momentum, update, reply.
+
+Adam has one more: it keeps two averages.
+"""
 PROBE_WIDTH, PROBE_SIZE = 4, 32
 """Channels and image size of the small model on which activations are counted."""
 EVALUATION_ACTIVATIONS = 4
@@ -104,7 +107,8 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
         activations = max(activations, size * (train if gpu else max(train, test)))
     state = max(states)
     private = state * len(sizes) * bool(config.method.slots.client)
-    weights = (1 + cores) * sum(states) + (SERVER_COPIES + cores * CLIENT_COPIES) * state
+    client_copies = CLIENT_COPIES + (config.optimizer != "sgd")
+    weights = (1 + cores) * sum(states) + (SERVER_COPIES + cores * client_copies) * state
     weights += min(participants * state, spool.MEMORY_LIMIT)
     weights += min(private, client_state.MEMORY_LIMIT) if in_folder else private
     loaded = sum(i.x.nbytes for d in task.domains.values() for i in (d.train, d.test))

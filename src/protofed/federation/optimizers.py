@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from protofed.config import OPTIMIZERS
 from protofed.errors import unknown
 from protofed.federation.setup import Training
 
@@ -19,11 +20,12 @@ from protofed.federation.setup import Training
 class SGD:
     """Stochastic gradient descent with momentum and weight decay, as in ``torch.optim.SGD``.
 
-    A parameter without a gradient does not change.
+    A parameter without a gradient does not change. ``lr`` is a tensor where a recorded step must
+    read it anew.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], lr: float, momentum: float, weight_decay: float
+        self, parameters: Sequence[Tensor], lr: float | Tensor, momentum: float, weight_decay: float
     ) -> None:
         self.parameters = list(parameters)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
@@ -41,11 +43,22 @@ class SGD:
         if not updated:
             return
         parameters = [self.parameters[i] for i in updated]
+        # kernels walk through memory and ignore strides
+        grads = [with_strides_of(p, p.grad) for p in parameters if p.grad is not None]
+        velocities = [self.velocities[i] for i in updated] if self.momentum else []
+        if isinstance(self.lr, Tensor):
+            # The fused kernel takes a tensor too, but on a GPU only in float32.
+            if self.weight_decay:
+                grads = list(torch._foreach_add(grads, parameters, alpha=self.weight_decay))
+            if velocities:
+                torch._foreach_mul_(velocities, self.momentum)
+                torch._foreach_add_(velocities, grads)
+            torch._foreach_sub_(parameters, torch._foreach_mul(velocities or grads, self.lr))
+            return
         torch._fused_sgd_(
             parameters,
-            # the kernel walks through memory and ignores strides
-            [with_strides_of(p, p.grad) for p in parameters if p.grad is not None],
-            [self.velocities[i] for i in updated] if self.momentum else [],
+            grads,
+            velocities,
             weight_decay=self.weight_decay,
             momentum=self.momentum,
             lr=self.lr,
@@ -62,7 +75,7 @@ class SGD:
 
 
 class Adam(torch.optim.Adam):
-    """PyTorch's Adam, with a reset that keeps its memory, as a recorded CUDA graph needs."""
+    """PyTorch's Adam or AdamW, with a reset that keeps its memory, as a CUDA graph needs."""
 
     def count_in(self, dtype: torch.dtype) -> None:
         """Convert the step counters to this type; on a GPU, PyTorch makes them float32."""
@@ -77,14 +90,22 @@ class Adam(torch.optim.Adam):
                     t.zero_()
 
 
-def make_optimizer(training: Training, parameters: list[torch.nn.Parameter]) -> SGD | Adam:
+def make_optimizer(
+    training: Training, parameters: list[torch.nn.Parameter], lr: float | Tensor
+) -> SGD | Adam:
     """A new optimizer; ``training`` has the settings of the phase it is for."""
-    lr, decay = training.lr, training.weight_decay
-    if training.optimizer == "sgd":
+    kind, decay = training.optimizer, training.weight_decay
+    if kind == "sgd":
         return SGD(parameters, lr, training.momentum, decay)
-    if training.optimizer == "adam":
-        return Adam(parameters, lr=lr, weight_decay=decay, capturable=parameters[0].is_cuda)
-    raise unknown("optimizer of a phase", training.optimizer, ("sgd", "adam"))
+    if kind not in OPTIMIZERS:
+        raise unknown("optimizer of a phase", kind, OPTIMIZERS)
+    return Adam(
+        parameters,
+        lr=lr,
+        weight_decay=decay,
+        decoupled_weight_decay=kind == "adamw",
+        capturable=parameters[0].is_cuda,
+    )
 
 
 def with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +15,32 @@ from protofed.method import Method, Phase, Sizes
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How the learning rate changes from round to round."""
+
+    shape: str = "constant"
+    rounds: int = 1
+    warmup: int = 0
+    step_every: int | None = None
+    step_factor: float = 1.0
+
+    @property
+    def varies(self) -> bool:
+        return self.shape != "constant" or self.warmup > 0
+
+    def factor(self, round: int) -> float:
+        """What the learning rate is multiplied by in a round; the first is 0."""
+        if round < self.warmup:
+            return (round + 1) / (self.warmup + 1)
+        since = round - self.warmup
+        if self.shape == "cosine":
+            return (1 + math.cos(math.pi * since / (self.rounds - self.warmup))) / 2
+        if self.step_every is not None:
+            return self.step_factor ** (since // self.step_every)
+        return 1.0
+
+
+@dataclass(frozen=True)
 class Training:
     """How a client trains, unless a phase of the method says otherwise."""
 
@@ -23,12 +50,26 @@ class Training:
     momentum: float
     weight_decay: float
     optimizer: str = "sgd"
+    clip: float | None = None
+    label_smoothing: float = 0.0
+    sampling: str = "uniform"
+    schedule: Schedule = Schedule()
 
     def for_phase(self, phase: Phase) -> Training:
-        """These settings, with those that the phase overrides."""
+        """These settings, with those that the phase overrides; of two norms, the smaller one."""
         names = ("batch", "epochs", "lr", "momentum", "optimizer")
         given = {name: getattr(phase, name) for name in names}
+        clips = [clip for clip in (self.clip, phase.clip) if clip is not None]
+        given["clip"] = min(clips, default=None)
         return replace(self, **{name: v for name, v in given.items() if v is not None})
+
+    def lr_in(self, round: int) -> float:
+        """The learning rate of a round."""
+        return self.lr * self.schedule.factor(round)
+
+    def record(self, round: int) -> dict[str, float]:
+        """What a round's record says of it: the learning rate, if that changes."""
+        return {"lr": self.lr_in(round)} if self.schedule.varies else {}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from protofed.federation.participants import participants
 from protofed.federation.privacy import make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
-from protofed.federation.setup import ClientData, Setup, Training
+from protofed.federation.setup import ClientData, Schedule, Setup, Training
 from protofed.method import Method, Sizes
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
@@ -288,6 +288,7 @@ class Federation:
             "average": round_to(sum(accuracy.values()) / len(accuracy), 4),
             **({"beside": {n: _rounded(s) for n, s in scores.items()}} if scores else {}),
             "loss": mean_losses([losses[name] for name in names]),
+            **self.setup.training.record(round),
             "bytes_up": up,
             "bytes_down": down,
             "clients": counted,
@@ -480,7 +481,24 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
         config.method,
         sizes,
         task.augment,
-        Training(config.batch, config.epochs, config.lr, config.momentum, config.weight_decay),
+        Training(
+            config.batch,
+            config.epochs,
+            config.lr,
+            config.momentum,
+            config.weight_decay,
+            config.optimizer,
+            config.clip_norm,
+            config.label_smoothing,
+            config.sampling,
+            Schedule(
+                config.schedule,
+                config.rounds,
+                config.warmup_rounds,
+                config.step_every,
+                config.step_factor,
+            ),
+        ),
         config.rounds,
         config.seed,
         DTYPES[config.precision],

@@ -77,10 +77,10 @@ class COPA(Method):
         heads = client.received["heads"]
         logits_BMK = every_head(z, heads)
         y_BM = batch.y[:, None].expand(logits_BMK.shape[:2])
-        ce = F.cross_entropy(logits_BMK.flatten(0, 1), y_BM.flatten(), reduction="none")
+        ce = client.cross_entropy(logits_BMK.flatten(0, 1), y_BM.flatten(), reduction="none")
         ce_BM = ce.view(y_BM.shape)
         others_B = ce_BM.masked_fill(heads["id"] == client.id, 0).sum(1)
-        return {"ce": F.cross_entropy(logits, batch.y), "others": others_B.mean()}
+        return {"ce": client.cross_entropy(logits, batch.y), "others": others_B.mean()}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
         weight, bias = client.parameters["head.weight"], client.parameters["head.bias"]

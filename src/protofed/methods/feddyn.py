@@ -30,8 +30,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
 from protofed.method import (
     Batch,
     Client,
@@ -92,7 +90,7 @@ class FedDyn(Method):
         return (Phase(self.loss, clip=self.clip if self.correct else None),)
 
     def loss(self, client: Client, batch: Batch) -> Terms:
-        terms = {"ce": F.cross_entropy(client.forward(batch.x).logits, batch.y)}
+        terms = {"ce": client.cross_entropy(client.forward(batch.x).logits, batch.y)}
         if self.correct:
             terms["linear"] = -inner_product(client.parameters, client.mine["g"])
             distance = squared_distance(client.parameters, client.start)

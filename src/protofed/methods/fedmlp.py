@@ -31,7 +31,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from protofed.method import (
     Batch,
@@ -73,7 +72,7 @@ class FedMLP(PrototypeMethod):
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(4)."""
         z, logits = client.forward(batch.x)
-        terms = {"ce": F.cross_entropy(logits, batch.y)}
+        terms = {"ce": client.cross_entropy(logits, batch.y)}
         if self.lambda1:
             C = Prototypes.of(client.received["prototypes"])
             terms["proto"] = self.lambda1 * consistency(z, batch.y, C, "mean")

@@ -42,6 +42,7 @@ class FedNova(Method):
     name = "fednova"
     paper = "Wang et al., NeurIPS 2020"
     weighting = "samples over steps"
+    sgd_only = "it counts the gradients in a client's change, which only SGD adds up"
 
     rho: float = hyper(0.9, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
 

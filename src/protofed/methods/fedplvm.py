@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from protofed.method import (
     Batch,
@@ -73,7 +72,7 @@ class FedPLVM(Method):
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         z, logits = client.forward(batch.x)
-        terms = {"ce": F.cross_entropy(logits, batch.y)}
+        terms = {"ce": client.cross_entropy(logits, batch.y)}
         if self.lam:
             G = Prototypes.of(client.received["prototypes"])
             con = contrast(z, batch.y, G, self.tau, self.alpha)

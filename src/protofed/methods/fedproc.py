@@ -21,8 +21,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
 from protofed.method import Batch, Client, PrototypeMethod, Terms, hyper, proto_pass_hyper
 from protofed.prototypes import Prototypes, contrast
 
@@ -45,4 +43,4 @@ class FedProc(PrototypeMethod):
             alpha = alpha * (client.round > 0)
         C = Prototypes.of(client.received["prototypes"])
         gpc = contrast(z, batch.y, C, self.tau)
-        return {"ce": (1 - alpha) * F.cross_entropy(logits, batch.y), "gpc": alpha * gpc}
+        return {"ce": (1 - alpha) * client.cross_entropy(logits, batch.y), "gpc": alpha * gpc}

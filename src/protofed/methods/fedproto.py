@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from protofed.method import (
@@ -66,7 +65,7 @@ class FedProto(PrototypeMethod):
         z, logits = client.forward(batch.x)
         C = Prototypes.of(client.received["prototypes"])
         return {
-            "ce": F.cross_entropy(logits, batch.y),
+            "ce": client.cross_entropy(logits, batch.y),
             "proto": self.weight * consistency(z, batch.y, C, "mean"),
         }
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
 from protofed.method import Batch, Client, Method, Terms, hyper, squared_distance
 
 
@@ -39,6 +37,6 @@ class FedProx(Method):
     def loss(self, client: Client, batch: Batch) -> Terms:
         logits = client.forward(batch.x).logits
         return {
-            "ce": F.cross_entropy(logits, batch.y),
+            "ce": client.cross_entropy(logits, batch.y),
             "prox": self.mu / 2 * squared_distance(client.parameters, client.start),
         }

@@ -192,6 +192,10 @@ class FedSeProto(PrototypeMethod):
     def network(self, backbone: Network, sizes: Sizes) -> Network:
         return SeparatedNetwork(backbone, sizes)
 
+    @property
+    def sgd_only(self) -> str:
+        return "" if self.decoder_step == 1 else "decoder_step has no effect on it"
+
     def shared(self, entry: Entry) -> Shared:
         return "no" if entry.name.startswith(PRIVATE) else super().shared(entry)
 
@@ -206,13 +210,13 @@ class FedSeProto(PrototypeMethod):
     def basic(self, client: Client, batch: Batch) -> Terms:
         """Phase 1: CE of H(z)."""
         logits = client.network.head(client.network.encoder(batch.x))
-        return {"basic": F.cross_entropy(logits, batch.y)}
+        return {"basic": client.cross_entropy(logits, batch.y)}
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """Phase 2: (15)."""
         network, out = client.network, client.forward(batch.x)
         assert isinstance(network, SeparatedNetwork) and isinstance(out, SeparatedOutput)
-        terms = {"ce": F.cross_entropy(out.logits, batch.y)}
+        terms = {"ce": client.cross_entropy(out.logits, batch.y)}
         if self.alpha:
             from_z, from_z_d = network.head(out.general), network.head(out.domain)
             kd = distillation(from_z, out.logits, from_z_d, self.kd_sign)

@@ -115,7 +115,7 @@ class FedSR(Method):
     def loss(self, client: Client, batch: Batch) -> Terms:
         network, out = client.network, client.forward(batch.x)
         assert isinstance(network, GaussianNetwork) and isinstance(out, SampledOutput)
-        terms = {"ce": F.cross_entropy(out.logits, batch.y)}
+        terms = {"ce": client.cross_entropy(out.logits, batch.y)}
         if self.c1:
             terms["l2r"] = self.c1 * out.feature.norm(dim=1).mean()
         if self.c2:

@@ -68,8 +68,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
 from protofed.method import (
     Batch,
     Client,
@@ -132,7 +130,7 @@ class FPL(Method):
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(12)."""
         z, logits = client.forward(batch.x)
-        terms = {"ce": F.cross_entropy(logits, batch.y)}
+        terms = {"ce": client.cross_entropy(logits, batch.y)}
         if self.cpcl:  # (7), (8)
             P = Prototypes.of(client.received[self.cpcl_prototypes])
             terms["cpcl"] = self.cpcl * contrast(z, batch.y, P, self.tau)

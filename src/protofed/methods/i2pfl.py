@@ -77,7 +77,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -184,7 +183,7 @@ class I2PFL(Method):
     def loss(self, client: Client, batch: Batch) -> Terms:
         """(10)."""
         h, logits = client.forward(batch.x)
-        terms = {"ce": F.cross_entropy(logits, batch.y)}
+        terms = {"ce": client.cross_entropy(logits, batch.y)}
         if self.lambda_intra:
             terms["apa"] = self.lambda_intra * self._apa(client, batch, h)
         if self.lambda_inter:  # (6)

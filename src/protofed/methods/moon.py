@@ -60,7 +60,7 @@ class Moon(Method):
     def loss(self, client: Client, batch: Batch) -> Terms:
         """CE, and ℓ as the two-way cross-entropy that it is."""
         z, logits = client.forward(batch.x)
-        terms = {"ce": F.cross_entropy(logits, batch.y)}
+        terms = {"ce": client.cross_entropy(logits, batch.y)}
         if self.mu:
             near = paired_cosine(z, client.forward_with(client.start, batch.x).feature)
             previous = client.forward_with(client.mine["previous"], batch.x)

@@ -34,7 +34,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from protofed.method import (
     Batch,
@@ -68,6 +67,7 @@ class Scaffold(Method):
         client={"c_m": "control of the client"},
     )
     weighting = "uniform"
+    sgd_only = "a control variate is the mean gradient only if steps are SGD's"
 
     eta_g: float = hyper(1.0, "η_g", "learning rate at the server", above=0)
     rho: float = hyper(0.0, "ρ", "momentum of the clients' SGD", least=0, most=0.999)
@@ -86,7 +86,7 @@ class Scaffold(Method):
         c, c_m = client.received["c"], client.mine["c_m"]
         correction = {n: c[n] - c_m[n] for n in c}
         return {
-            "ce": F.cross_entropy(client.forward(batch.x).logits, batch.y),
+            "ce": client.cross_entropy(client.forward(batch.x).logits, batch.y),
             "correction": inner_product(client.parameters, correction),
         }
 

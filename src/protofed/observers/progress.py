@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from protofed.config import Config
+from protofed.config import Config, training_options
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
@@ -47,13 +47,14 @@ def duration(seconds: float) -> str:
 
 
 def protocol_line(config: Config) -> str:
-    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``.
+    """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``, and options.
 
     Without what a folder's images have yet to decide.
     """
     size = f"{config.image_size}×{config.image_size} pixels" if config.image_size else ""
     numbers = {n: getattr(config, n) for n in ("batch", "epochs", "rounds")}
-    parts = [" and ".join(config.models), size, *(f"{n} {v}" for n, v in numbers.items() if v)]
+    parts = [config.model_in_words, size, *(f"{n} {v}" for n, v in numbers.items() if v)]
+    parts += training_options(vars(config))
     return f"protocol {config.protocol}: {', '.join(filter(None, parts))}"
 
 

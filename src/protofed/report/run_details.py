@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from protofed.models.own import short_name
+from protofed.config import training_options
 from protofed.report.collect import Group
 from protofed.report.page_table import PageTable, cells
 from protofed.runs.records import SELECTION
@@ -45,16 +45,13 @@ def _privacy(run: Result) -> str:
 def _training(run: Result) -> str:
     c = run.config
     length = f"{c.rounds} rounds × {c.epochs} epochs"
-    return f"protocol {c.protocol}: {length}, batch {c.batch}, lr {c.lr:g}"
+    words = [length, f"batch {c.batch}", f"lr {c.lr:g}", *training_options(vars(c))]
+    return f"protocol {c.protocol}: {', '.join(words)}"
 
 
 def _model(run: Result) -> str:
-    config = run.config
-    words = [" and ".join(map(short_name, config.models))]
-    words += [f"norm {config.norm}"] if config.norm else []
-    words += [f"from weights {run.facts.get('weights_digest')}"] if config.weights else []
-    words += ["backbone frozen"] if config.train == "head" else []
-    return ", ".join(words)
+    norm = f", norm {run.config.norm}" if run.config.norm else ""
+    return run.config.model_in_words + norm
 
 
 def _weights(run: Result) -> str:

@@ -305,8 +305,9 @@ class RunFolder:
     def require_extendable(self, config: Config, rounds: int) -> None:
         """An error if the config's run cannot continue the one here, of that many rounds."""
         private = config.proto_epsilon is not None or config.update_epsilon is not None
-        if config.method.uses_rounds or private:
-            what = "a privacy budget" if private else config.method.name
+        if config.method.uses_rounds or private or config.schedule == "cosine":
+            what = "a privacy budget" if private else "a cosine schedule"
+            what = config.method.name if config.method.uses_rounds else what
             raise ProtofedError(
                 f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
                 f"round of {what} depends on how many there are in all",

@@ -50,7 +50,8 @@ RECORD = {
     "problems?": {str: str},
 }
 """The shape of a record. Rounds count from 1; ``by_client`` has the losses of those that trained,
-and the accuracy on its own domain of each that is tested with a model of its own."""
+and the accuracy on its own domain of each that is tested with a model of its own, or that is a site
+of a deployment (with the number of its test images, ``tested``)."""
 
 
 class Records(list[Record]):

@@ -23,6 +23,7 @@ SUMMARY_SHAPE = {
     "clients?": [
         {"client": str, "domain": str, "samples": int, "model?": str, "per_class?": {str: int}}
     ],
+    "pretrained?": {"digest": str | None, "train": str},
     "versions?": {str: str},
 }
 """What tables and reports count on in ``summary.json``."""

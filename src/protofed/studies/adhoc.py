@@ -192,7 +192,9 @@ def adhoc(
     kind: str = "",
 ) -> Study:
     """A study of one task; its kind is ``sweep`` or ``table`` unless it is given."""
-    for model in (settings.get("model"), *(m for s in sweeps for m in s["over"].get("model", ()))):
+    grids = [m for s in sweeps for m in s.get("over", {}).get("model", ())]
+    listed = [point.get("model") for s in sweeps for point in s.get("points", ())]
+    for model in (settings.get("model"), *grids, *listed):
         execute_models({"model": model})
     raw: dict[str, Any] = {
         "title": title,

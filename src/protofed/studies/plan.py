@@ -23,7 +23,8 @@ from protofed.user_code import is_file
 
 AVERAGE = "average"
 TASK_OWNED = ("model", "width", "norm", "weights", "train", "freeze_bn", "rounds", "epochs",
-              "batch", "lr", "momentum", "weight_decay", "image_size", "flip", "augment",
+              "batch", "lr", "momentum", "weight_decay", "step_every", "warmup_rounds",
+              "image_size", "flip", "augment",
               "test_split", "leftover", "repair", "samples", "protocol", "data",
               "skip_bad")  # fmt: skip
 """Settings that belong to a task: on another one they would mean something else."""

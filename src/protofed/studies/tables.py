@@ -15,7 +15,7 @@ from itertools import accumulate
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
-from protofed.config import EACH
+from protofed.config import EACH, training_options
 from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
@@ -518,6 +518,8 @@ def describe(
         found = list(dict.fromkeys(str(m.settings[name]) for m in measures))
         return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
+    every = [training_options(m.settings) for m in measures]
+    options = [option for option in every[0] if all(option in used for used in every)]
     many = f"; mean ± standard deviation over {len(seeds)} seeds" * (len(seeds) > 1)
     head = f"{what} in %{_on_unseen(measures)}, {SELECTION}{many}."
     parts = []
@@ -532,8 +534,8 @@ def describe(
         )
     parts += [
         f"task {first['task']} ({summary.get('data', '?').rstrip('.')})",
-        f"protocol {one('protocol')}, {one('rounds')} rounds, clients × samples: {clients}"
-        + _special(first, summary),
+        f"protocol {one('protocol')}, {', '.join([one('rounds') + ' rounds', *options])}, "
+        f"clients × samples: {clients}" + _special(first, summary),
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}",
         f"{one('precision')} on {one('device')}",
         _hyper_parameters(measures),
@@ -630,6 +632,9 @@ def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     words = []
     if len(names := model_names(settings["model"])) > 1:
         words.append(f"with different models ({' and '.join(names)})")
+    if (start := summary.get("pretrained")) is not None:
+        words += [f"from weights {start['digest']}"] if start["digest"] else []
+        words += ["backbone frozen"] if start["train"] == "head" else []
     if (alpha := settings.get("dirichlet")) is not None:
         words.append(f"label skew Dirichlet({alpha:g})")
     if (beta := settings.get("quantity")) is not None:

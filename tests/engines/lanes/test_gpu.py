@@ -153,7 +153,18 @@ def test_longer_runs_end_at_the_same_accuracy(name: str) -> None:
     assert abs(sum(last[0]) - sum(last[1])) / 5 < 3, last
 
 
-@pytest.mark.parametrize("settings", [{"participation": 0.5}, {"norm": "group"}, {"batch": 64}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"participation": 0.5},
+        {"norm": "group"},
+        {"batch": 64},
+        {"schedule": "cosine", "warmup_rounds": 1, "label_smoothing": 0.1, "sampling": "balanced"},
+        {"schedule": "step", "step_every": 1, "optimizer": "adam", "clip_norm": 0.5},
+        {"schedule": "cosine", "optimizer": "adamw", "weight_decay": 0.1},
+    ],
+    ids=repr,
+)
 def test_settings_agree(settings: dict[str, object]) -> None:
     loop, lanes = both(METHODS["i2pfl"](), rounds=4, precision="fp64", **settings)
     assert apart(loop, lanes) < 1e-8

@@ -15,6 +15,7 @@ from tests.engines.lanes.cpu_stand_in import RECORD, both, difference, in_lanes,
 from torch import Tensor
 
 from protofed.engines.lanes import lane
+from protofed.engines.lanes.engine import Lanes
 from protofed.engines.lanes.program import Program
 from protofed.errors import NoSecondDerivative, ProtofedError
 from protofed.method import Batch, Phase, Terms
@@ -29,6 +30,38 @@ pytestmark = pytest.mark.usefixtures("lanes_on_cpu")
 @pytest.mark.parametrize("name", ["fpl", "fedseproto", "fedmd", "feddyn"])
 def test_methods_agree_with_the_loop(name: str) -> None:
     assert difference(*both(METHODS[name](), rounds=3)) < 1e-8
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cosine": {"schedule": "cosine", "warmup_rounds": 1},
+    "cosine, no momentum": {"schedule": "cosine", "momentum": 0.0, "weight_decay": 0.0},
+    "step, adam": {"schedule": "step", "step_every": 1, "optimizer": "adam", "clip_norm": 0.1},
+    "cosine, adamw": {"schedule": "cosine", "optimizer": "adamw", "weight_decay": 0.1},
+    "balanced": {"sampling": "balanced", "label_smoothing": 0.2, "clip_norm": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_training_agree_with_the_loop(name: str) -> None:
+    assert difference(*both(METHODS["fpl"](), rounds=3, **OPTIONS[name])) < 1e-8
+
+
+def test_control_variates_are_of_the_rounds_learning_rate() -> None:
+    assert difference(*both(METHODS["scaffold"](), rounds=3, schedule="cosine")) < 1e-8
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_a_learning_rate_that_changes_needs_no_new_program(schedule: str) -> None:
+    lanes = in_lanes(FedAvg(), schedule=schedule)
+    assert isinstance(lanes.engine, Lanes)
+    records = [lanes.run_round(), lanes.run_round()]
+    programs = [p for lane in lanes.engine._lanes for p in lane["cnn2"]._programs.values()]
+    assert len(programs) == 2, "one a lane"
+    assert all(isinstance(p.lr, Tensor) == (schedule == "cosine") for p in programs)
+    assert [r.get("lr") for r in records] == ([None] * 2 if schedule == "constant" else LRS)
+
+
+LRS = [0.05, 0.05 * 0.75]
 
 
 @pytest.mark.parametrize("settings", [{"train": "head"}, {"freeze_bn": True}])
@@ -103,10 +136,11 @@ def test_batchnorm_without_momentum_counts_all_batches() -> None:
     assert difference(*both(AllBatches())) < 1e-8
 
 
-def test_bfloat16_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"schedule": "cosine", "warmup_rounds": 1}], ids=repr)
+def test_bfloat16_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With bfloat16 copies of the weights, and without the kernel (which needs Triton)."""
     monkeypatch.setattr("protofed.engines.lanes.step.kernels", None)
-    assert in_lanes(FedAvg(), precision="bf16").run_round()["loss"]["ce"] < 3
+    assert in_lanes(FedAvg(), precision="bf16", **settings).run_round()["loss"]["ce"] < 3
 
 
 # ---- recording -----------------------------------------------------------------------------------

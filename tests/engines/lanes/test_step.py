@@ -60,12 +60,18 @@ def by_hand(net: Network, loss: Any, steps: int, momentum: float, decay: float) 
 
 
 def by_step(
-    net: Network, loss: Any, steps: int, momentum: float, decay: float, kernel: bool
+    net: Network,
+    loss: Any,
+    steps: int,
+    momentum: float,
+    decay: float,
+    kernel: bool,
+    lr: float | Tensor = 0.1,
 ) -> tuple[Network, Bf16Weights]:
     trained = [p for p in net.parameters() if p.requires_grad]
     bf16 = Bf16Weights(net)
     anchor = [p.detach().clone() for p in trained]
-    one = module.Bf16OptimizerStep(trained, SGD(trained, 0.1, momentum, decay), None, bf16, steps)
+    one = module.Bf16OptimizerStep(trained, SGD(trained, lr, momentum, decay), None, bf16, steps)
     assert (one._fused is not None) == kernel, "or nothing is tested"
     one.begin_epoch()
     for number in range(steps):
@@ -120,11 +126,13 @@ def test_steps_are_those_of_autocast_and_sgd(
 
 
 @pytest.mark.parametrize("kernel", KERNEL)
-def test_one_step_is_exact(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_one_step_is_exact(tensor: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
         monkeypatch.setattr(module, "kernels", None)
+    lr = torch.tensor(0.1, device=DEVICE) if tensor else 0.1
     theirs = by_hand(network("resnet10"), usual, 1, 0.9, 0.01)
-    ours, _ = by_step(network("resnet10"), usual, 1, 0.9, 0.01, kernel)
+    ours, _ = by_step(network("resnet10"), usual, 1, 0.9, 0.01, kernel, lr)
     for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(b, a, rtol=0, atol=1e-7)
 
@@ -178,12 +186,15 @@ def test_in_the_weights_own_precision() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are recorded on a GPU")
-def test_a_recorded_epoch_replays_the_same_steps() -> None:
+@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
+def test_a_recorded_epoch_replays_the_same_steps(tensor: bool) -> None:
+    """Also with a learning rate that is changed after the recording."""
     eager = copy.deepcopy(network())
     recorded = copy.deepcopy(eager)
     expected, _ = by_step(eager, usual, 3, 0.9, 0.01, kernel=True)
     trained, bf16 = list(recorded.parameters()), Bf16Weights(recorded)
-    sgd = SGD(trained, 0.1, 0.9, 0.01)
+    lr = torch.tensor(0.7, device=DEVICE) if tensor else 0.1
+    sgd = SGD(trained, lr, 0.9, 0.01)
     one = module.Bf16OptimizerStep(trained, sgd, None, bf16, 3)
     start = copy.deepcopy(recorded.state_dict())
     batches = [torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(n)).to(DEVICE)
@@ -210,6 +221,8 @@ def test_a_recorded_epoch_replays_the_same_steps() -> None:
         one.end_recording()
         recorded.load_state_dict(start)
         sgd.reset()
+        if isinstance(lr, Tensor):
+            lr.fill_(0.1)
         graph.replay()
     torch.cuda.synchronize()
     for a, b in zip(expected.parameters(), recorded.parameters(), strict=True):

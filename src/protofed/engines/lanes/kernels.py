@@ -152,7 +152,7 @@ def gradient(
 
 @triton.jit(do_not_specialize=["START"])
 def sgd_step(
-    address_, which_, first_, size_, START, lr, momentum, decay,
+    address_, which_, first_, size_, START, lr_, momentum, decay,
     MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A step of SGD on BLOCK entries of one float32 parameter and of its bfloat16 copy.
@@ -163,7 +163,7 @@ def sgd_step(
     """
     b = tl.program_id(0)
     which, first = tl.load(which_ + b), tl.multiple_of(tl.load(first_ + b), BLOCK)
-    size = tl.load(size_ + which)
+    size, lr = tl.load(size_ + which), tl.load(lr_)
     row = address_ + (START + which) * 5
     at = first + tl.arange(0, BLOCK)
     if first + BLOCK <= size:  # no mask, so that loads and stores are wide

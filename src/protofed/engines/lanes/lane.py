@@ -115,7 +115,6 @@ class Lane:
                 program.run(data.for_phase(setup, program.phase, round), round)
                 steps = program.epochs * program.steps
                 client.steps += steps
-                client.lr = program.lr
                 pending.losses.append((program.number, program.names, program.sums.clone(), steps))
             with setup.autocast(self.device):
                 pending.finish(client, *finish_round(setup, client, key, self.device))
@@ -132,6 +131,7 @@ class Lane:
                 received=tree.map_tensors(received, torch.clone),
                 mine=tree.map_tensors(mine, torch.clone),
                 min_class_count=self.setup.min_class_count,
+                label_smoothing=self.setup.training.label_smoothing,
             )
         return self._clients[shapes]
 
@@ -146,7 +146,6 @@ class Lane:
             id(client),
             number,
             self.setup.training.for_phase(phase),
-            phase.clip,
             phase.data,
             loss_signature(phase.loss),
             tuple(trainable.values()),

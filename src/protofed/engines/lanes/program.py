@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed.data.augment import Choices, cropped, crops, normalized
@@ -44,15 +45,19 @@ class Program:
         self.setup, self.network, self.client = setup, network, client
         self.number, self.phase = number, phase
         training, self._random = setup.training.for_phase(phase), tables
-        self.epochs, self.batch, self.lr = training.epochs, training.batch, training.lr
+        self.training, self.epochs, self.batch = training, training.epochs, training.batch
         batches = tables.batches(data)
         self.augment = batches.augment
         self.steps = -(-len(batches.parts["train"]) // self.batch)
         self.collects = setup.proto_pass == "last_epoch" and last
         self.trainable = trainable
         parameters = [p for n, p in network.named_parameters() if trainable[n]]
-        self.optimizer = make_optimizer(training, parameters)
-        parts = (parameters, self.optimizer, phase.clip)
+        # what changes between rounds is a tensor; what does not is part of the kernels' arguments
+        self.lr: float | Tensor = training.lr
+        if training.schedule.varies:
+            self.lr = torch.tensor(training.lr, dtype=setup.dtype, device=data.images.x.device)
+        self.optimizer = make_optimizer(training, parameters, self.lr)
+        parts = (parameters, self.optimizer, training.clip)
         self.optimizer_step = (
             OptimizerStep(*parts) if bf16 is None else Bf16OptimizerStep(*parts, bf16, self.steps)
         )
@@ -85,6 +90,9 @@ class Program:
         for name, table in drawn.items():
             self.tables[name].copy_(table, non_blocking=True)
         self._reset()
+        self.client.lr = self.training.lr_in(round)
+        if isinstance(self.lr, Tensor):
+            self.lr.fill_(self.client.lr)
         for _ in range(self.epochs):
             if self.graph is None:
                 self._epoch(range(self.steps))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from protofed import keys
-from protofed.data.augment import Choices
 from protofed.federation.batches import ClientBatches
 from protofed.federation.setup import ClientData, Setup
 from protofed.tree import Slot
@@ -61,21 +60,14 @@ class RandomTables:
         each: list[Slot] = []
         for epoch in range(epochs):
             key = (*where, epoch)
-            rows = batches.parts["train"]
-            order = torch.from_numpy(keys.generator(*key, "order").permutation(rows))
-            rng, side = keys.generator(*key, "augment"), data.images.x.shape[-1]
-            choices = Choices.draw(rng, len(data.images), batches.augment, side)
+            order, choices = batches.draw(key)
             numbers = range(epoch * steps, (epoch + 1) * steps)
             drawn = setup.method.draws(keys.generator(*key, "draws"), steps)
             each.append(
                 {
                     "order": order,
                     "key": torch.tensor([keys.key(*where, i, "step") for i in numbers]),
-                    **{
-                        f"choice.{n}": t[order]
-                        for n, t in choices._asdict().items()
-                        if t is not None
-                    },
+                    **{f"choice.{n}": t for n, t in choices._asdict().items() if t is not None},
                     **{f"drawn.{n}": torch.from_numpy(a).to(setup.dtype) for n, a in drawn.items()},
                 }
             )

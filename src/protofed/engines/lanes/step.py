@@ -118,6 +118,8 @@ class _FusedSGD:
     ) -> None:
         self.parameters, self.sgd, self.bf16 = parameters, sgd, bf16
         device = parameters[0].device
+        # on the GPU, where a schedule changes it between replays of a graph
+        self.lr = torch.as_tensor(sgd.lr, dtype=torch.float32, device=device)
         blocks = [-(-p.numel() // BLOCK) for p in parameters]
         self.count = sum(blocks)
         self.sizes = torch.tensor([p.numel() for p in parameters], device=device)
@@ -151,7 +153,7 @@ class _FusedSGD:
             self.first,
             self.sizes,
             number * len(self.parameters),
-            float(self.sgd.lr),
+            self.lr,
             float(self.sgd.momentum),
             float(self.sgd.weight_decay),
             MOMENTUM=self.sgd.momentum != 0,
