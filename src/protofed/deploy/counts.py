@@ -95,5 +95,5 @@ def expected_work(setup: Setup, images: int, public: int, round: int) -> tuple[i
         steps += training.epochs * -(
             -(samples if phase.data == "own" else public) // training.batch
         )
-        lr = training.lr
+        lr = training.lr_in(round)
     return samples, steps, lr
