@@ -55,15 +55,17 @@ def test_the_work_follows_from_the_images(method: str, single_thread: None) -> N
     """Samples, steps and learning rate that a client reports, from its images alone."""
     task = tiny_task(samples=21, clients=1, spare=9)
     options = {"images": 10} if METHODS[method]().public_images else {}
-    fed = Federation(make_config(task, method, options, **{**TINY, "batch": 4, "rounds": 2}), task)
+    given = {**TINY, "batch": 4, "rounds": 3, "schedule": "cosine"}
+    fed = Federation(make_config(task, method, options, **given), task)
     public = sum(fed.setup.public.counts.values()) if fed.setup.public else 0
     names = fed.server.sample()
     replies = fed.engine.train(
-        [fed.clients[n] for n in names], fed.server.broadcast(), fed.store.get, 0
+        [fed.clients[n] for n in names], fed.server.broadcast(), fed.store.get, 1
     )
     for _, reply in replies:
         work = (reply.samples, reply.steps, reply.lr)
-        assert work == expected_work(fed.setup, 21, public, 0)
+        assert work == expected_work(fed.setup, 21, public, 1)
+        assert reply.lr < TINY["lr"]
 
 
 LIES: dict[str, tuple[dict[str, Any], str]] = {

@@ -179,6 +179,10 @@ def test_sites_with_folders_a_run_is_looked_at_stopped_and_resumed(
     words = ("--method", "fpl", "--rounds", "16", "--epochs", "1", "--batch", "4",
              "--model", "cnn2", "--width", "4", "--seed", "3")  # fmt: skip
     assert deployment.start(*words).returncode == 0
+    declares = "it takes part once you confirm"
+    deployment.until(lambda: deployment.log().count(declares) == 3, 200, "what sites declare")
+    done = deployment.cli("confirm", "--dir", str(deployment.home))
+    assert done.returncode == 0 and done.stdout.count(", confirmed") == 3, done.stdout
     deployment.until(lambda: "round 1/16: 3 of 3" in deployment.log(), 200, "the first round")
     during = deployment.status()
     assert during.count("): connected") == 3 and ": running" in during, during
@@ -244,6 +248,7 @@ def test_public_images_are_compared_and_the_models_are_the_simulators(
         "rounds": 2, "epochs": 1, "batch": 4, "model": "cnn3,cnn2", "width": 4, "seed": 3,
     }  # fmt: skip
     words = ["--method", "fedmd", "--set", "images=20", "--public", str(public), "--wait"]
+    words.append("--confirm")
     for name, value in settings.items():
         words += [f"--{name}", str(value)]
     done = deployment.start(*words)

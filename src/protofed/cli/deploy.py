@@ -19,7 +19,8 @@ DEPLOYED = (
     "optimizer", "schedule", "step_every", "step_factor", "warmup_rounds", "label_smoothing",
     "clip_norm", "sampling", "model", "width", "norm", "weights", "train", "freeze_bn",
     "min_class_count", "samples", "participation", "average", "bounds", "robust",
-    "robust_fraction", "precision", "flip", "augment", "checkpoint_every", "skip_bad",
+    "robust_fraction", "proto_epsilon", "update_epsilon", "delta", "proto_clip", "update_clip",
+    "precision", "flip", "augment", "checkpoint_every", "skip_bad",
     "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
 """The settings that a run across machines takes; the others are for the simulator."""

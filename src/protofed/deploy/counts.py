@@ -92,8 +92,7 @@ def expected_work(setup: Setup, images: int, public: int, round: int) -> tuple[i
     steps, lr = 0, 0.0
     for phase in setup.method.phases(round, setup.training.epochs):
         training = setup.training.for_phase(phase)
-        steps += training.epochs * -(
-            -(samples if phase.data == "own" else public) // training.batch
-        )
-        lr = training.lr
+        trained = samples if phase.data == "own" else public
+        steps += training.epochs * -(-trained // training.batch)
+        lr = training.lr_in(round)
     return samples, steps, lr

@@ -199,7 +199,7 @@ def _advice_for_sites() -> Iterator[None]:
 def _for_site(text: str) -> str:
     text = text.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
     text = text.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
-    text = re.sub(r"--pixel-range ([-\d.:]+)", rf'pixel_range = "\1" in {FEDERATION_FILE}', text)
+    text = text.replace("no pixel_range", f"no pixel_range in {FEDERATION_FILE}")
     return re.sub(r"--max-(\w+)-(\w+) (\d[\d.]*)", rf"max_\1_\2 = \3 in {SITE_FILE}", text)
 
 
@@ -289,13 +289,14 @@ def _answer(
     policy.check_round(setup, network, request.round)
     if policy.approval:  # of what the policy allows
         Approvals(site.folder).require(run, spec)
+    about = (site.name, run.hash, method.name, request.round, request.train)
+    if not (request.train or request.evaluate):  # only to declare how many images there are
+        train, test = folder_images(site, task.classes, task.image_size)
+        return Answer(*about, samples=len(train), tested=len(test), version=__version__), {}
     train, test, public = own_images(site, run)
     least = max(config.min_class_count, policy.min_class_count)
     privacy = dataclasses.replace(setup.privacy, normal=system_normal)
     setup = dataclasses.replace(setup, public=public, privacy=privacy, min_class_count=least)
-    about = (site.name, run.hash, method.name, request.round, request.train)
-    if not (request.train or request.evaluate):  # only to declare how many images there are
-        return Answer(*about, samples=len(train), tested=len(test), version=__version__), {}
     states = PrivateStates(site.folder / "states" / run.hash)
     if request.accepted:
         mine = states.load(request.accepted)
