@@ -34,6 +34,8 @@ from protofed.models import Network, build
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "methods"
 CLASSES, FEATURES, CLIENTS = 10, 512, 10
+ELSEWHERE = ("privacy", "robust")
+"""Studies whose tables have pages of their own."""
 
 
 def pages() -> dict[Path, str]:
@@ -245,7 +247,7 @@ def _measured(cls: type[Method]) -> list[str]:
     for study, rows in _study_rows().items():
         path = ROOT / "results" / study / "table.md"
         labels = [label for label, method in rows.items() if method == cls.name]
-        if not path.is_file() or not labels:
+        if study in ELSEWHERE or not path.is_file() or not labels:
             continue
         wanted = [label for label, method in rows.items() if method in (cls.name, "fedavg")]
         for task, header, found in _tables(path.read_text("utf-8")):

@@ -197,8 +197,9 @@ def _run_asked(
 
 
 def _console(progress: bool | None) -> Console:
-    """Plain text, since a notebook would show every line of it as a paragraph."""
-    console = Console(force_jupyter=False)
-    shown = console.is_terminal or Console().is_jupyter if progress is None else progress
+    """In a notebook plain lines: it shows each line of markup as a paragraph, and cannot redraw."""
+    notebook = Console().is_jupyter
+    console = Console(force_jupyter=False, force_terminal=False if notebook else None)
+    shown = console.is_terminal or notebook if progress is None else progress
     console.quiet = not shown
     return console

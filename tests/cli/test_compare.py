@@ -88,7 +88,7 @@ def test_the_table_is_right(compared: tuple[Sequence[object], Path, str], folder
         accuracy[summary["method"], summary["seed"]] = mean
     header, _, *body = (folder / "table.md").read_text().split("\n\n")[1].splitlines()
     columns = [c.strip() for c in header.strip("|").split("|")]
-    assert columns == ["method", *DOMAINS, "average", "Δ FedAvg", "MB", "s"]
+    assert columns == ["method", *DOMAINS, "average", "worst", "spread", "Δ FedAvg"]
     cells = {}
     for line in body:
         row = [re.sub(r"\*\*|</?u>", "", c).strip() for c in line.strip("|").split("|")]
@@ -179,7 +179,7 @@ def test_a_run_that_diverged_is_named_and_the_table_made_of_the_others(
     done = protofed(*args)
     assert done.code == 2 and done.err.count("\n") == 1
     assert "nanny seed 7" in done.err and "'ce' is nan" in done.err
-    assert re.search(r"nanny \(diverged\) +—", done.out)
+    assert "nanny (diverged)" in done.out
     start_nothing(monkeypatch)  # it would diverge again
     done = protofed(*args)
     assert done.code == 2 and "to try again, delete" in done.err
@@ -224,7 +224,7 @@ def test_each_domain_is_left_out_in_turn(
     assert "8 of 8 runs are already complete" in done.out
     text = " ".join(done.out.split())
     assert "fedavg 11.0 21.0 31.0 41.0 26.0" in text
-    assert "fpl 16.0 26.0 36.0 46.0 31.0 +5.0" in text
+    assert "fpl 16.0 26.0 36.0 46.0 31.0 16.0 11.2 +5.0" in text
     assert done.out.count("unseen average") == 1  # one table
     (definition,) = Path("runs").glob("compare-glyphs-*/study.toml")
     assert "Methods on glyphs, unseen domains" in definition.read_text("utf-8")

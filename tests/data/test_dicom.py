@@ -98,7 +98,7 @@ def test_what_is_refused() -> None:
     from pydicom.encaps import encapsulate
 
     for content, words in (
-        (dicom(RAMP), "their range is unknown"),
+        (dicom(RAMP), "no pixel_range says"),
         (dicom(RAMP, NumberOfFrames=7), "it has 7 frames"),
         (dicom(RAMP, PhotometricInterpretation="PALETTE COLOR"), "its colors are PALETTE COLOR"),
         (dicom(RAMP, RLE, PixelData=encapsulate([b"xx"])), r"compressed \(RLE Lossless\)"),

@@ -158,9 +158,11 @@ def test_sites_agree_on_what_is_black_and_white(home: Path, tmp_path: Path) -> N
         for i in range(5):
             scan = np.arange(1000, 1256, dtype=np.uint16).reshape(16, 16)
             Image.fromarray(scan).save(data / name / f"{i}.png")
-    with pytest.raises(ProtofedError, match=r'pixel_range = "0:4095" in federation\.toml'):
+    with pytest.raises(ProtofedError, match=r"no pixel_range in federation\.toml says which"):
         folder_images(read_site_config(home, str(data)), CLASSES, 16)
-    agreed.write_text(agreed.read_text().replace("minimum", 'pixel_range = "1000:1255"\nminimum'))
+    agreed.write_text(
+        agreed.read_text().replace("\nminimum", '\npixel_range = "1000:1255"\nminimum')
+    )
     site = read_site_config(home, str(data))
     train, _ = folder_images(site, CLASSES, 16)
     assert train.x[0, 0].flatten().tolist() == list(range(256))

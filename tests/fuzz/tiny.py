@@ -244,7 +244,7 @@ def _stop_in_last_round(method: str, out: Path, folder: Path) -> None:
 
     class Stop(Observer):
         def client(self, round: int, done: int, total: int) -> None:
-            if (round, done) == (3, 1):
+            if (round, done) == (4, 1):
                 raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt):

@@ -691,7 +691,7 @@ def test_a_clients_next_round_starts_from_its_own_private_modules():
 
 class Stop(Observer):
     def client(self, round, done, total):
-        if round == 1 and done == 2:
+        if round == 2 and done == 2:
             raise KeyboardInterrupt
 
 

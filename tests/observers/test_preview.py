@@ -53,7 +53,7 @@ def test_every_choice_has_its_reason(scans: Path) -> None:
     assert rows["classes"].endswith("few training images: 3 of ill in north, 3 of ill in south")
     assert rows["memory"].startswith("about ") and "GB" in rows["memory"]
     assert "batch" not in rows  # it was given
-    assert rows["time"].startswith("about ") and ": 20 rounds of " in rows["time"]
+    assert rows["time"].startswith("about ") and ": 20 × " in rows["time"]
     assert " ms an image here (" in rows["time"]
     silent = preview(make_config(task.name, flip=False, pixel_range="0:4095", device="cpu"), task)
     assert not any("--no-flip" in line or "pixel range" in line for line in silent)

@@ -19,7 +19,6 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation import simulation
 from protofed.federation.client_state import ClientStore
 from protofed.federation.cpu import one_thread
-from protofed.federation.evaluation import Scores
 from protofed.federation.simulation import Federation, Observer
 from protofed.method import Method
 from protofed.methods import FPL, FedAvg, FedBN
@@ -223,13 +222,13 @@ def test_interrupted_while_evaluating(
     asked = config(Diary(), rounds=3)
     whole, out = run(TASK, config=asked), tmp_path / "run"
     monkeypatch.setattr(simulation, "ClientStore", functools.partial(ClientStore, limit=limit))
-    evaluate = Federation.evaluate
+    evaluate = Federation._evaluate
 
-    def interrupted(self: Federation, observers: Sequence[Observer] = ()) -> Scores:
-        return ctrl_c() if self.server.round == 2 else evaluate(self)  # type: ignore[return-value]
+    def interrupted(self: Federation, observers: Sequence[Observer]) -> object:
+        return ctrl_c() if self.server.round == 2 else evaluate(self, observers)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Federation, "evaluate", interrupted)
+        patch.setattr(Federation, "_evaluate", interrupted)
         run(TASK, config=asked, out=out)
     assert round_of(out) == len(RunFolder(out).records()) == 1
     assert same(whole, run(TASK, config=asked, out=out, resume=True))

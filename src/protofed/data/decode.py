@@ -91,14 +91,12 @@ class Deep(NamedTuple):
         """8 bits: ``pixel_range``, else the window, becomes 0 to 255."""
         shown = parse_range(pixel_range) if pixel_range else self.window
         if shown is None:
-            raise BadImage(
-                "its pixels have more than 8 bits, and their range is unknown; if it is 12 bits: "
-                "--pixel-range 0:4095"
-            )
+            what = "no pixel_range says which are black and white"
+            raise BadImage(f"its pixels have more than 8 bits, and {what}")
         low, high = shown
         x = np.clip((self.values.astype(np.float32) - low) / (high - low), 0, 1)
         x = np.rint(255 * (1 - x if self.inverted else x))
-        return np.nan_to_num(x).astype(np.uint8)
+        return np.asarray(np.nan_to_num(x), np.uint8)
 
 
 def parse_range(text: str) -> tuple[float, float]:

@@ -199,7 +199,7 @@ def _advice_for_sites() -> Iterator[None]:
 def _for_site(text: str) -> str:
     text = text.replace("--skip-bad", f"skip_bad = true in {SITE_FILE}")
     text = text.replace("--device cpu", f'device = "cpu" in {SITE_FILE}')
-    text = re.sub(r"--pixel-range ([-\d.:]+)", rf'pixel_range = "\1" in {FEDERATION_FILE}', text)
+    text = text.replace("no pixel_range", f"no pixel_range in {FEDERATION_FILE}")
     return re.sub(r"--max-(\w+)-(\w+) (\d[\d.]*)", rf"max_\1_\2 = \3 in {SITE_FILE}", text)
 
 

@@ -215,7 +215,7 @@ def _array(image: NDArray[Any]) -> NDArray[Any]:
                 f"float pixels must be from 0 to 1, got {image.min():g} to {image.max():g}",
                 "pass images before normalization: the model normalizes them itself",
             )
-        return np.rint(image * 255).astype(np.uint8)
+        return np.asarray(np.rint(image * 255), np.uint8)
     if image.dtype in (np.uint16, np.int16, np.int32) and image.ndim == 2:
         return image.astype(np.int32)
     if image.dtype != np.uint8:

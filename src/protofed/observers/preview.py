@@ -21,6 +21,8 @@ from protofed.observers.progress import duration
 
 PROBE_IMAGES = 8
 """How many images a step is measured with; a step's time is proportional to its images."""
+PROBE_SECONDS = 1.0
+"""How long a step is repeated, at least twice: the fastest counts."""
 FORWARD_PART = 1 / 3
 """Of a training step, the part that a test takes: the forward pass, without the backward one."""
 IMBALANCE, FEW = 3, 5
@@ -86,8 +88,8 @@ def _time(config: Config, task: Task) -> str:
     a_round = image * (trained + FORWARD_PART * tested) / at_once
     most = "at most " if config.engine == "lanes" else ""  # its graphs are faster than this step
     return (
-        f"{most}about {duration(config.rounds * a_round)}: {config.rounds} rounds of "
-        f"{duration(a_round)}, as {' and '.join(config.models)} takes {1000 * image:.1f} ms an "
+        f"{most}about {duration(config.rounds * a_round)}: {config.rounds} × {duration(a_round)}, "
+        f"as {' and '.join(config.models)} takes {1000 * image:.1f} ms an "
         f"image here ({at_once} at a time); methods with further passes take longer"
     )
 
@@ -102,8 +104,11 @@ def _seconds_an_image(config: Config, task: Task) -> float:
     x, y = images.x[rows].to(device), images.y[rows].to(device)
     seconds = math.inf
     with one_thread():
-        for _ in range(2):  # the first also allocates
+        start = time.perf_counter()
+        for repeat in range(6):  # the first also allocates
             began = time.perf_counter()
+            if repeat > 1 and began - start > PROBE_SECONDS:
+                break
             choices = Choices.draw(np.random.default_rng(0), n, task.augment, task.image_size)
             augmented = cropped(x, choices.rows(torch.arange(n), device), task.augment)
             inputs = normalized(augmented, task.augment, dtype)

@@ -559,7 +559,7 @@ def _label_ends(axis: Axes, ends: Mapping[Key, float]) -> None:
     if not keys:
         return
     size = scaled(7.5)
-    inches = axis.figure.get_figheight() / axis.get_gridspec().nrows - scaled(0.75)
+    inches = scaled(Panel.height - 0.75)  # about what title and ticks leave of a panel
     low, high = axis.get_ylim()
     step = (high - low) * 1.1 * size / 72 / inches
     steps = step * np.arange(len(keys))

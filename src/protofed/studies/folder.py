@@ -191,7 +191,8 @@ class StudyFolder:
                 for label, runs in found.items()
             }
         base = study.baseline or ""
-        aims = tables.targets_of(found.get(base, {})) if len(found) > 1 else {}
+        several = sum(map(bool, found.values())) > 1
+        aims = tables.targets_of(found.get(base, {})) if several else {}
         if study.target is not None:
             aims = dict.fromkeys(study.seeds, study.target)
         printed = {} if "on" in study.override else study.printed.get(task.name, {})

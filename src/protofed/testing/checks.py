@@ -459,7 +459,7 @@ class _Interrupt(Observer):
         self.after = after
 
     def client(self, round: int, done: int, total: int) -> None:
-        if round == self.after and done == 2:
+        if round == self.after + 1 and done == 2:
             raise KeyboardInterrupt
 
 
