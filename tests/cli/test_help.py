@@ -13,7 +13,7 @@ from tests.cli.commands import Done, call
 
 from protofed.cli.app import app
 from protofed.cli.deploy import DEPLOYED
-from protofed.config import SETTINGS
+from protofed.config import PANELS, SETTINGS
 from protofed.version import __version__
 
 Protofed = Callable[..., Done]
@@ -86,7 +86,7 @@ def test_every_setting_is_an_option_with_its_help(
 def test_panels_are_in_order_and_the_common_options_first(
     pages: dict[tuple[str, ...], str],
 ) -> None:
-    order = ["Options", "Training", "Clients and data", "Method", "Engine", "Output"]
+    order = ["Options", *PANELS[:2], "Method", *PANELS[2:]]
     for command in CONFIGURED:
         found = [panel for panel in panels(pages[command]) if panel != "Arguments"]
         assert found == [panel for panel in order if panel in found], command

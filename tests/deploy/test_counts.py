@@ -58,6 +58,7 @@ def test_the_work_follows_from_the_images(method: str, single_thread: None) -> N
     given = {**TINY, "batch": 4, "rounds": 3, "schedule": "cosine"}
     fed = Federation(make_config(task, method, options, **given), task)
     public = sum(fed.setup.public.counts.values()) if fed.setup.public else 0
+    fed.run_round()
     names = fed.server.sample()
     replies = fed.engine.train(
         [fed.clients[n] for n in names], fed.server.broadcast(), fed.store.get, 1

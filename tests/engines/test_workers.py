@@ -38,7 +38,7 @@ def result(method: str, **settings: Any) -> Result:
 
 
 def same(a: Result, b: Result) -> bool:
-    models: list[Any] = [{"model": r.model, **r.clients} for r in (a, b)]
+    models: list[Any] = [{"model": r.model, **r.client_models} for r in (a, b)]
     return tree.equal(*models) and without_times(a.rounds) == without_times(b.rounds)
 
 

@@ -89,7 +89,8 @@ def test_what_is_unfinished_diverged_or_damaged(tmp_path: Path) -> None:
     # of another run: a folder that was copied over this one
     (runs["FPL", 0] / "summary.json").write_text(
         json.dumps(dict.fromkeys(("bytes_up", "bytes_down", "seconds"), 0)
-                   | {"hash": "another", "method": "fpl", "accuracy": {}})
+                   | {"hash": "another", "method": "fpl", "accuracy": {},
+                      "split": {"clients": {}, "samples": {}}})
     )  # fmt: skip
     with pytest.raises(Damaged, match=r"not of the run that facts\.json names"):
         Pool(tmp_path).select(asked)

@@ -62,7 +62,7 @@ def compare(
     from protofed.methods import METHODS
     from protofed.studies.adhoc import comparison, method_rows
 
-    names = METHODS if methods == "all" else words(methods)
+    names = list(METHODS) if methods == "all" else words(methods)
     rows = method_rows(names)
     options = by_method(assignments(set_), {label: label for label in rows})
     asked = comparison(task or "glyphs", names, seeds, options, settings)

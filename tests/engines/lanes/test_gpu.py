@@ -51,9 +51,9 @@ def both(method: Method, times: int = 1, **settings: object) -> tuple[Result, Re
 def apart(loop: Result, lanes: Result) -> float:
     """The largest difference between the models, relative to an entry's largest value."""
     worst = 0.0
-    assert loop.clients.keys() == lanes.clients.keys()
+    assert loop.client_models.keys() == lanes.client_models.keys()
     # the server's part of the model, and the clients' own
-    ours, theirs = ({"": r.model, **r.clients} for r in (loop, lanes))
+    ours, theirs = ({"": r.model, **r.client_models} for r in (loop, lanes))
     for name, a, b in ((n, t, theirs[c][n]) for c, m in ours.items() for n, t in m.items()):
         if a.is_floating_point():
             scale = max(1e-3, float(a.abs().max()))
@@ -105,7 +105,7 @@ def test_bfloat16_runs_and_stays_finite(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, lanes = both(METHODS[name](), rounds=6, precision="bf16")
-    models = (lanes.model, *lanes.clients.values())
+    models = (lanes.model, *lanes.client_models.values())
     assert all(torch.isfinite(t).all() for model in models for t in model.values())
 
 
