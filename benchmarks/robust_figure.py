@@ -1,8 +1,8 @@
 """Draw docs/images/robust.png: the worst domain's accuracy in the study ``robust``.
 
-    protofed study run robust --seeds 1
-    protofed study pack robust --to results/robust
-    python benchmarks/robust_figure.py
+protofed study run robust --seeds 1
+protofed study pack robust --to results/robust
+python benchmarks/robust_figure.py
 """
 
 from __future__ import annotations

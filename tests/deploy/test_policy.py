@@ -77,14 +77,14 @@ def ask(w: Any, policy: str, round: int = 0) -> Any:
 
 
 def test_what_is_outside_is_refused_by_the_settings_name(world: Callable[..., Any]) -> None:
-    w = world(rounds=2, epochs=2, norm="batch")
+    w = world(rounds=2, epochs=2, norm="batch", schedule="cosine")
     for policy, said in OUTSIDE.items():
         with pytest.raises(Refused, match=re.escape(said)):
             ask(w, policy + "\napproval = true")  # nobody is asked to approve it
         asked, refused = audit(w)[-2:]
         assert (asked["event"], refused["event"]) == ("asked", "refused")
         assert (refused["why"], refused["run"], refused["round"]) == (said, w.run.hash, 0)
-    ask(w, INSIDE)
+    ask(w, INSIDE, round=1)
     assert audit(w)[-1]["event"] == "sent"
 
 

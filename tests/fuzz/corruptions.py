@@ -131,7 +131,7 @@ def _refuses(run: Path) -> bool:
 
 def _content(run: Path) -> tuple[Any, ...]:
     found = load_run(run)
-    slots = {"model": found.model, **{f"client {n}": s for n, s in found.clients.items()}}
+    slots = {"model": found.model, **{f"client {n}": s for n, s in found.client_models.items()}}
     bits = {f"{s} {n}": t.numpy().tobytes() for s, slot in slots.items() for n, t in slot.items()}
     return repr([found.config, found.rounds, found.summary, found.facts]), bits
 

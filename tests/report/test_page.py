@@ -106,7 +106,7 @@ def test_a_method_has_one_look_on_the_whole_page(report: Path) -> None:
     ranks = dict(re.findall(r'style="--c: ([^"]+)"><span class="name">(\w+)<', text))
     assert ranks == {fpl: "fpl", fedavg: "fedavg"}
     # in both tables, and in the legend of bytes
-    swatch = r'style="stroke: ([^"]+)"/></svg>(?:&nbsp;)?(\w+)<'
+    swatch = r'style="stroke: ([^"]+)"[^<>]*/></svg>(?:&nbsp;)?(\w+)<'
     found = re.findall(swatch, text)
     assert found.count((fpl, "fpl")) == found.count((fedavg, "fedavg")) == 3
     assert len(found) == 6

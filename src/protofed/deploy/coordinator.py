@@ -111,6 +111,8 @@ class Coordinator:
         """The images of each site that has taken part; they do not change during a run."""
         self.asked: dict[str, float] = {}
         """When each site was asked for its images."""
+        self.unready: dict[str, str] = {}
+        """Why sites that are connected do not take part."""
         self.excluded: dict[str, int] = {}
         """The sites that are left out, and up to which round."""
         self.suspects: list[str] = []
@@ -221,19 +223,24 @@ class Coordinator:
         new = [n for n in nodes if n not in self.fixed and self.counts.confirmed(n) is None]
         long_ago = time.monotonic() - self.poll * APPROVAL_POLLS
         if unasked := {n: nodes[n] for n in new if self.asked.get(n, -math.inf) < long_ago}:
-            answers = self._exchange(unasked, (), evaluate=False).answers
+            got = self._exchange(unasked, (), evaluate=False)
+            answers = got.answers
+            self.unready |= got.problems
             self.asked |= {n: math.inf if n in answers else time.monotonic() for n in unasked}
             for name, answer in answers.items():
                 self._declare(name, Count(answer.samples, answer.tested))
         for name in nodes:
             if name not in self.fixed and (count := self.counts.confirmed(name)) is not None:
                 self.fixed[name] = count
+                self.unready.pop(name, None)
         return {n: node for n, node in nodes.items() if n in self.fixed}
 
     def _declare(self, name: str, count: Count) -> None:
         if problem := self.counts.check(count):
+            self.unready[name] = problem
             log.warning("site %s is not admitted: %s", name, problem)
         elif not self.counts.declare(name, count):
+            self.unready[name] = f"declares {count}, which is not confirmed"
             text = "site %s declares %s; it takes part once you confirm: protofed deploy confirm %s"
             log.warning(text, name, count, name)
 
@@ -243,7 +250,7 @@ class Coordinator:
         if len(nodes) < self.members.minimum:
             raise ProtofedError(
                 f"{len(nodes)} sites are connected after {self.members.wait_seconds:g} s, "
-                f"and a round needs {self.members.minimum}",
+                f"and a round needs {self.members.minimum}{_listed(self.unready)}",
                 "start more sites, then: protofed deploy start ... --resume",
             )
         return nodes
@@ -278,7 +285,8 @@ class Coordinator:
                 self.ledger.artifacts.refused(round + 1, name, why)
         trained = [name for name in sampled if name in got.answers]
         left_out = [name for name in sampled if self.excluded.get(name, 0) > round]
-        got.problems |= {name: "not connected" for name in sampled if name not in nodes}
+        absent = [name for name in sampled if name not in nodes]
+        got.problems |= {name: self.unready.get(name, "not connected") for name in absent}
         got.problems |= dict.fromkeys(left_out, "left out")
         if signs := self._signs_of_poison(got, trained):
             self._go_back(signs)
@@ -380,8 +388,9 @@ class Coordinator:
             self.server.round + 1, problem, self.failures, ATTEMPTS,
         )  # fmt: skip
         if self.failures >= ATTEMPTS:
+            all_of_it = f"{problem}{_listed(got.problems)}"
             raise ProtofedError(
-                f"round {self.server.round + 1} failed {ATTEMPTS} times: {problem}{_listed(got)}",
+                f"round {self.server.round + 1} failed {ATTEMPTS} times: {all_of_it}",
                 "fix the sites, then: protofed deploy start ... --resume",
             )
         return False
@@ -417,7 +426,7 @@ class Coordinator:
                 self.pending = None
                 return True
         raise ProtofedError(
-            f"no site evaluated the last model{_listed(got)}", "try again with --resume"
+            f"no site evaluated the last model{_listed(got.problems)}", "try again with --resume"
         )
 
     def _measure(self, got: Exchange) -> None:
@@ -596,6 +605,6 @@ def _loss(answer: Answer) -> float:
     return sum(mean_losses([answer.losses]).values())
 
 
-def _listed(got: Exchange) -> str:
+def _listed(problems: Mapping[str, str]) -> str:
     """The problems by site, to follow an error's text."""
-    return "".join(f"; {name}: {why}" for name, why in got.problems.items())
+    return "".join(f"; {name}: {why}" for name, why in problems.items())

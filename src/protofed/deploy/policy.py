@@ -81,7 +81,7 @@ class Policy:
         _require("epochs", sum(phase.epochs for phase in phases), None, self.max_epochs)
         for phase in phases:
             _require("batch", phase.batch, None, self.max_batch)
-            _require("lr", phase.lr_in(round), self.min_lr, self.max_lr)
+            _require("lr", phase.lr, self.min_lr, self.max_lr)  # a schedule only lowers it
         if method.slots.client or any(method.shared(e) == "no" for e in model_entries(network)):
             self.check_private_state(method)
 
