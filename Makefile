@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test slow drill fuzz check docs wheel clean
+.PHONY: help run test slow drill fuzz check docs site wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ check: .venv/installed-dev  ## check lint, format and types
 docs: .venv/installed-dev  ## regenerate the pages that are made from the source
 	$(BIN)/python docs/generate.py
 
+site: .venv/installed-dev  ## build the documentation as a site into build/site
+	$(BIN)/python -m sphinx -q -W -b html docs build/site
+
 wheel: .venv/installed-dev  ## build the source distribution, and the wheel from it, into dist/
 	rm -rf dist
 	$(BIN)/python -m build
@@ -49,5 +52,5 @@ clean:  ## delete the environment and what tools leave behind
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) --editable '.[dev,flower,onnx,dicom,privacy]'
+	$(PIP) --editable '.[dev,docs,flower,onnx,dicom,privacy]'
 	@touch $@

@@ -26,7 +26,7 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 python_use_unqualified_type_names = True
 
-OUTSIDE = re.compile(r"\]\((\.\./(?:\.\./)?[^)#\s]+)(#[^)\s]*)?\)")
+OUTSIDE = re.compile(r"(?<!!)(\[[^\]]*\])\((\.\./(?:\.\./)?[^)#\s]+)(#[^)\s]*)?\)")
 """A link to a file of the repository that is not a page of the site."""
 
 
@@ -35,10 +35,11 @@ def link_to_files(app: Sphinx, name: str, source: list[str]) -> None:
     page = DOCS / f"{name}.md"
 
     def linked(match: re.Match[str]) -> str:
-        file = (page.parent / match[1]).resolve()
+        text, target, _ = match.groups()
+        file = (page.parent / target).resolve()
         if DOCS in file.parents or not file.exists():
             return match[0]
-        return f"](path:{match[1]})" if file.is_file() else f"] (`{file.name}/` in the repository)"
+        return f"{text}(path:{target})" if file.is_file() else f"{text[1:-1]} (in the repository)"
 
     source[0] = OUTSIDE.sub(linked, source[0])
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -62,3 +64,11 @@ def test_commands_can_be_typed() -> None:
             context = command.make_context(command.name, list(rest), parent=context)
         for name in (context.params.get("methods") or "").split(","):
             assert name in ("", *METHODS) or ".py:" in name
+
+
+def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("furo")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run([*command, DOCS, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "methods" / "fpl.html").is_file()
