@@ -258,7 +258,7 @@ def test_the_commands_say_what_they_found(
     assert done.exit_code == 0, done.output
     assert joined[0].public == str(public.resolve())
     started: list[Any] = []
-    monkeypatch.setattr(deploy, "start", lambda *args: started.append(args) or 7)
+    monkeypatch.setattr(deploy, "start", lambda *args, **more: started.append(args) or 7)
     start = ["deploy", "start", "--dir", where, "--method", "fedmd", "--public", str(public)]
     begun = CliRunner().invoke(app, start)
     assert begun.exit_code == 0, begun.output

@@ -42,6 +42,7 @@ def test_fields_of_the_records() -> None:
             "clients",
             "by_client",
             "steps",
+            "norms",
             "seconds",
         ]
         assert record["round"] == i + 1
@@ -253,7 +254,7 @@ def with_value(**values: Any) -> FedAvg:
     (with_value(proto_pass="foo"), "unknown proto_pass"),
     (with_value(holdout=2.0), "holdout of method mine"),
     (with_value(shared=lambda self, entry: "maybe"), "unknown answer of mine's shared"),
-    (with_value(phases=lambda self, r, e: (Phase(self.loss, optimizer="adamw"),)), "optimizer"),
+    (with_value(phases=lambda self, r, e: (Phase(self.loss, optimizer="lion"),)), "optimizer"),
 ])  # fmt: skip
 def test_misspelt_values_of_a_method(method: FedAvg, words: str) -> None:
     with pytest.raises(ProtofedError, match=words):
