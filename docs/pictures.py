@@ -12,7 +12,6 @@ from protofed.data import load_task
 from protofed.data.inspect import contact_sheet
 from protofed.report.figures import Embedding, bars, embedding
 from protofed.report.plot import render
-from protofed.studies.tables import rows
 
 IMAGES = Path(__file__).parent / "images"
 SEEDS = 3
@@ -22,14 +21,13 @@ PER_DOMAIN = 200
 def main() -> None:
     task = load_task("glyphs")
     (IMAGES / "domains.png").write_bytes(contact_sheet(task, each=1))
-    results = {
-        label: [protofed.run(task="glyphs", method=method, seed=s) for s in range(SEEDS)]
-        for label, method in (("FedAvg", "fedavg"), ("FPL", "fpl"))
-    }
-    plot = bars(rows(results, "FedAvg"), heading=f"glyphs, {SEEDS} seeds, 20 rounds")
+    made = protofed.compare("glyphs", {"FedAvg": "fedavg", "FPL": "fpl"}, seeds=SEEDS)
+    plot = bars(made.tables()[0].rows, heading=f"glyphs, {SEEDS} seeds, 20 rounds")
     (IMAGES / "average.png").write_bytes(render(plot, ("png",), 130)["png"])
 
-    run = results["FedAvg"][0]
+    fedavg = next(r for r in made.results() if r.summary["method"] == "fedavg")
+    assert fedavg.folder is not None
+    run = protofed.load_run(fedavg.folder)
     parts = {d: analysis.features(run, d, limit=PER_DOMAIN) for d in task.domains}
     found = Embedding(
         places=analysis.tsne(np.concatenate([z for z, _ in parts.values()])),
