@@ -198,6 +198,7 @@ def test_the_digest_sees_the_rounds_images_as_they_are():
         assert torch.equal(batch.x, expected)  # neither cropped nor mirrored
 
 
+@pytest.mark.slow
 def test_clients_come_to_agree():
     """With nothing but digests to do, logits on public images come closer."""
     lone, agreeing = (

@@ -102,6 +102,7 @@ def test_out_of_memory_it_evaluates_in_smaller_batches(monkeypatch: pytest.Monke
     assert asked == [2048, 2048, 1024, 512, 512], "and it remembers"
 
 
+@pytest.mark.slow
 def test_evaluation_takes_the_lanes_memory_before_its_batches_get_tiny(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
