@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -47,14 +46,13 @@ def test_a_notebook_runs_at_small_size(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("IPython", "IPython.display"):  # what only a notebook has
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(Image=bytes))
     cells = [c for c in json.loads(path.read_text("utf-8"))["cells"] if c["cell_type"] == "code"]
     assert all(cell["outputs"] or cell["execution_count"] for cell in cells), "it was not executed"
     assert not any(o["output_type"] == "error" for cell in cells for o in cell["outputs"])
-    names: dict[str, object] = {}
+    names: dict[str, object] = {"Image": bytes}  # in place of what only a notebook has
     for number, cell in enumerate(cells):
-        code = re.sub(r"rounds=\d+", "rounds=1, epochs=1, batch=32", "".join(cell["source"]))
+        code = "".join(cell["source"]).replace("from IPython.display import Image", "")
+        code = re.sub(r"rounds=\d+", "rounds=1, epochs=1, batch=32", code)
         exec(compile(code.replace("300", "60"), f"{path.name}[{number}]", "exec"), names)
 
 
