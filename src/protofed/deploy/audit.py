@@ -1,8 +1,8 @@
 """A site's audit log: what it was asked, what it sent, what it refused.
 
 ``audit.jsonl`` in the site's folder has an entry a line. Each names the SHA-256 of the line before,
-so a line that is changed, removed or inserted is found. A log that ends early, or that was written
-anew as a whole, is found by its last hash alone: note that elsewhere (``deploy audit`` prints it).
+so a line that is changed, removed or inserted is found. A log that was cut off, or
+rewritten as a whole, shows only in its last hash: keep that elsewhere (``deploy audit`` prints it).
 """
 
 from __future__ import annotations

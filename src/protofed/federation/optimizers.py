@@ -21,7 +21,7 @@ class SGD:
     """Stochastic gradient descent with momentum and weight decay, as in ``torch.optim.SGD``.
 
     A parameter without a gradient does not change. ``lr`` is a tensor where a recorded step must
-    read it anew.
+    read it each time.
     """
 
     def __init__(
