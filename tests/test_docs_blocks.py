@@ -76,7 +76,7 @@ def blocks(page: Path) -> list[Block]:
 def small(argv: list[str]) -> list[str]:
     """The command as it is run here: the same words, on less."""
     argv = ["glyphs" if word in DOWNLOADED else word for word in argv]
-    if argv[0] == "report":
+    if argv[0] == "report" or argv[:2] == ["study", "pack"]:
         return [*argv, "--images", "10"]
     if argv[0] not in ("run", "compare", "sweep", "tune") and argv[:2] != ["study", "run"]:
         return argv
