@@ -185,7 +185,7 @@ def reconstruction(world: World, trials: int, steps: int, out: Path) -> None:
                 total += 1
                 decoded_each = drawn.setdefault(label, [])
                 if label == cases[0][0]:
-                    images_of.append(gray(own[k][rows_of[k][0]]))
+                    images_of.append(gray(own[k][rows_of[k]])[0])
                 if message["count"][k] <= 0:
                     decoded_each.append(None)
                     continue
@@ -201,26 +201,25 @@ def reconstruction(world: World, trials: int, steps: int, out: Path) -> None:
 
 
 def draw(images_of: list[Tensor], drawn: dict[str, list[Tensor | None]], path: Path) -> None:
-    """A column for each of the first images; a case of which none of them is sent has no row."""
+    """A column for each of the ten images that the most cases send something of."""
     from matplotlib import pyplot
 
-    columns = min(10, len(images_of))
-    cases = {
-        label: each[:columns]
-        for label, each in drawn.items()
-        if any(image is not None for image in each[:columns])
-    }
+    times_sent = [
+        sum(image is not None for image in each) for each in zip(*drawn.values(), strict=True)
+    ]
+    chosen = np.argsort(-np.array(times_sent), kind="stable")[:10]
     rows: dict[str, list[Tensor | None]] = {
-        "an image of the client": [*images_of[:columns]],
-        **cases,
+        label: [each[i] for i in chosen]
+        for label, each in {"an image of the client": images_of, **drawn}.items()
     }
-    size = (2.1 + 0.6 * columns, 0.62 * len(rows))
-    figure, axes = pyplot.subplots(len(rows), columns, figsize=size, squeeze=False)
+    rows = {label: row for label, row in rows.items() if any(image is not None for image in row)}
+    size = (2.1 + 0.6 * len(chosen), 0.62 * len(rows))
+    figure, axes = pyplot.subplots(len(rows), len(chosen), figsize=size, squeeze=False)
     figure.subplots_adjust(
         left=2.0 / size[0], right=0.995, top=0.99, bottom=0.01, wspace=0.05, hspace=0.05
     )
-    for (label, images_in_row), line in zip(rows.items(), axes, strict=True):
-        for image, axis in zip(images_in_row, line, strict=True):
+    for (label, row), line in zip(rows.items(), axes, strict=True):
+        for image, axis in zip(row, line, strict=True):
             axis.set_axis_off()
             if image is None:
                 axis.text(0.5, 0.5, "not\nsent", ha="center", va="center", fontsize=7, color="gray")

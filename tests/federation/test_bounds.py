@@ -98,6 +98,12 @@ def test_the_bound_is_ten_times_the_median() -> None:
     assert found == [set(), {"a"}, {"b"}, set(), {"a"}]
 
 
+def test_the_median_is_that_of_the_last_five_rounds() -> None:
+    bounds = Bounds(dict, clients=4)
+    bounds.restore([{"prototypes": size} for size in (1.0, 50.0, 50.0, 50.0, 1.0, 1.0)])
+    assert rounds(bounds, {"a": 499.0, "b": 501.0}) == [{"b"}]
+
+
 def test_the_first_round_is_held_against_the_dry_run() -> None:
     asked = []
 
