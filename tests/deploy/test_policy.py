@@ -357,6 +357,7 @@ def test_long_entries_and_a_torn_last_line(tmp_path: Path) -> None:
     assert len(list(log.entries())) == 3
     log.path.write_bytes(log.path.read_bytes()[:-5])
     log.append("sent")
+    assert log.path.read_bytes().count(b"\n") == 4  # the torn line stays apart from the next
     with pytest.raises(ProtofedError, match="line 3 is not an entry"):
         list(log.entries())
 
