@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 from protofed.cli.app import app
 from protofed.deploy.audit import AuditLog
 from protofed.deploy.messages import Request, write
-from protofed.deploy.policy import Approvals, Policy
+from protofed.deploy.policy import Approvals, Policy, read_policy
+from protofed.deploy.setup import init
 from protofed.deploy.site import SITE_FILE, answer, read_site_config
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import ProtofedError
@@ -197,6 +199,17 @@ def test_a_wrong_policy_is_an_error_before_the_site_joins(
     set_policy(w, policy)
     with pytest.raises(ProtofedError, match=said):
         read_site_config(w.folder / "homes" / HERE)
+
+
+def test_the_documented_policies_have_every_limit(tmp_path: Path) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    init(tmp_path / "f", ["a", "b"], classes=["x", "y"])
+    written = (tmp_path / "f" / "sites" / "a" / SITE_FILE).read_text()
+    commented = written.partition("# [policy]")[2].replace("\n# ", "\n")
+    for text in (docs.partition("```toml\n[policy]")[2].partition("```")[0], commented):
+        raw = tomllib.loads(text)
+        assert raw.keys() == {field.name for field in fields(Policy)}
+        read_policy(Path(SITE_FILE), raw, {})
 
 
 # ---- approval -----------------------------------------------------------------------------------
