@@ -108,6 +108,8 @@ def test_a_phase_of_the_method_is_held_to_the_policy(world: Callable[..., Any]) 
     w = world("fedmd", {"digest_batch": 64}, rounds=2)
     with pytest.raises(Refused, match="batch = 64: the site's policy allows at most 32"):
         ask(w, "max_batch = 32", round=1)
+    with pytest.raises(Refused, match="epochs = 2: the site's policy allows at most 1"):
+        ask(w, "max_epochs = 1", round=1)  # one of each phase
 
 
 def test_a_width_is_refused_before_the_model_is_built(world: Callable[..., Any]) -> None:
@@ -147,7 +149,8 @@ def test_no_private_state_is_kept_where_the_policy_allows_none(
     said = re.escape(
         f"method = '{method}' keeps a private state at the site, and the site's policy allows none"
     )
-    with pytest.raises(Refused, match=said):
+    with monkeypatch.context() as patch, pytest.raises(Refused, match=said):
+        patch.setattr("protofed.deploy.site.train_client", lambda *_: pytest.fail("it trained"))
         ask(w, "private_state = false")
     if method == "moon":  # one that does not say so is found out when it is to be kept
         monkeypatch.setattr(METHODS[method], "slots", Slots())
