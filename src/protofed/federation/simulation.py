@@ -61,6 +61,9 @@ class Observer:
     Rounds count from 1, as in the records.
     """
 
+    def prepare(self, config: Config, task: Task) -> None:
+        """Called first, with the settings that were asked for; not if a run is resumed."""
+
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
 
