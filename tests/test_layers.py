@@ -12,6 +12,7 @@ ROOT = Path(protofed.__file__).parent
 ORDER = (
     "version errors keys files shape toml tree user_code",
     "prototypes models",
+    "styles",
     "method",
     "methods",
     "data",

@@ -6,8 +6,8 @@ checkpoint needs no generator state. Two kinds of draws:
 
 - on the host, ``generator(...)``: a numpy generator for permutations, crops, Beta variables and
   initial weights, a new one for each key;
-- inside a training step, ``uniform`` / ``normal``: a stateless integer hash written in tensor
-  operations, the same on every device, whose key is an input tensor of the step.
+- inside a training step, ``uniform``, ``normal`` and ``beta``: a stateless integer hash written in
+  tensor operations, the same on every device, whose key is an input tensor of the step.
 """
 
 from __future__ import annotations
@@ -57,6 +57,13 @@ def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """Float32 numbers in the open interval (0, 1): the upper 23 bits of the hash, centered."""
     bits = _shift_right(_hash(key, draw, math.prod(shape)), 41)
     return ((bits.to(torch.float32) + 0.5) * 2.0**-23).reshape(shape)
+
+
+def beta(key: Tensor, draw: int, shape: tuple[int, ...], a: float) -> Tensor:
+    """Float32 numbers of the Beta(a, a) distribution (Devroye, 1996), for any a > 0."""
+    u = uniform(key, draw, (2, *shape)).double()  # as in ``normal``
+    t = torch.sqrt(torch.expm1(-torch.log(u[0]) / a)) * torch.cos(2 * math.pi * u[1])
+    return (0.5 + 0.5 * torch.sin(torch.atan(t))).float()
 
 
 def normal(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
