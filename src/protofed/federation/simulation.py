@@ -33,10 +33,10 @@ from protofed.federation.privacy import Privacy, make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Schedule, Setup, Training
-from protofed.method import Method, Sizes
+from protofed.method import Method, Sizes, restyled_stages
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
-from protofed.models.network import freeze, frozen, trainable
+from protofed.models.network import freeze, frozen
 from protofed.models.own import short_name
 from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
@@ -60,6 +60,9 @@ class Observer:
 
     Rounds count from 1, as in the records.
     """
+
+    def prepare(self, config: Config, task: Task) -> None:
+        """Called first, with the settings that were asked for; not if a run is resumed."""
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
@@ -218,10 +221,8 @@ class Federation:
 
     def _initial_client(self, name: str) -> Tree:
         network = self._initial[self.models[name]]
-        names = tuple(trainable(network))
-        return self.server.initial_client(
-            network.state_dict(), self.sizes._replace(parameters=names)
-        )
+        sizes = Sizes.of(network, self.sizes.classes, self.sizes.image)
+        return self.server.initial_client(network.state_dict(), sizes)
 
     def run_round(self, observers: Sequence[Observer] = ()) -> Record:
         """One round: broadcast, local training, upload, aggregate, evaluate."""
@@ -470,13 +471,13 @@ def _check_contract(method: Method, network: Network) -> None:
     for entry in model_entries(network):
         if (way := method.shared(entry)) not in TRAVELS:
             raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
+    restyled_stages(method, network)
 
 
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
-    names = tuple(trainable(network))
-    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+    sizes = Sizes.of(network, len(task.classes), task.image_size)
     return Setup(
         config.method,
         sizes,
@@ -537,7 +538,7 @@ def initial_network(
         if weights is not None:
             load_weights(backbone, model, weights)
         freeze(backbone, config.train, config.freeze_bn)
-        sizes = Sizes(classes, backbone.features, task.image_size)
+        sizes = Sizes.of(backbone, classes, task.image_size)
         return config.method.network(backbone, sizes).to(DTYPES[config.precision])
 
 
