@@ -74,7 +74,9 @@ class NormalizingNetwork(Network):
         self.register_buffer(BUFFER, unchanged(torch.empty(2, 3)))
 
     def forward(self, x: Tensor) -> Output:
-        return super().forward(x if self.training else normalize(x, self.statistics[None]))
+        if not self.training:
+            x = normalize(x, self.statistics.expand(len(x), -1, -1))
+        return super().forward(x)
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,14 @@ class FedRDN(Method):
 
 
 def unchanged(like: Tensor) -> Tensor:
-    """Statistics [2, C] that leave an image as it is: mean 0, deviation 1."""
-    return torch.stack([torch.zeros_like(like[0]), torch.ones_like(like[1])])
+    """Statistics [..., 2, C] that leave an image as it is: mean 0, deviation 1."""
+    mean, deviation = like.unbind(-2)
+    return torch.stack([torch.zeros_like(mean), torch.ones_like(deviation)], -2)
 
 
 def normalize(x: Tensor, style: Tensor) -> Tensor:
-    """(x − μ)/σ of images [B, C, H, W] with the statistics [B, 2, C] or [1, 2, C]."""
-    return restyle(x, style, unchanged(style[0])[None])
+    """(x − μ)/σ of images [B, C, H, W] with statistics [B, 2, C]."""
+    return restyle(x, style, unchanged(style))
 
 
 def _statistics(server: ServerView) -> Slot:
