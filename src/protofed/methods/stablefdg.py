@@ -117,7 +117,8 @@ class HighlightingNetwork(Network):
         (map_,) = maps
         q, k = map(unit, self.attention(map_).flatten(2).chunk(2, 1))
         parts = pooled, map_.flatten(2), q.mean(2), k
-        return HighlightedOutput(*self.highlighted(*parts), *parts)
+        feature, logits = self.highlighted(*parts)
+        return HighlightedOutput(feature, logits, *parts)
 
     def highlighted(self, pooled: Tensor, map: Tensor, q: Tensor, k: Tensor) -> Output:
         """(4) and (5), of maps [B, C, P] with their mean query [B, 30] and keys [B, 30, P].
