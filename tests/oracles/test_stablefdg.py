@@ -10,19 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles.package import HALF, SHORT, Oracle, Run, assert_agree, assert_differ, run
-from tests.oracles.plain import (
-    SGD,
-    Model,
-    average,
-    batch_norm,
-    convolution,
-    copy,
-    cross_entropy,
-    linear,
-    max_pool,
-    mean,
-    relu,
-)
+from tests.oracles.plain import SGD, Model, average, copy, cross_entropy, encode, linear, mean
 
 Draws = tuple[Tensor, Tensor, float]
 """Of a step: for the seeds, for the drawn styles, whether to shift at all."""
@@ -51,7 +39,7 @@ def stablefdg(run: Run, p: float, highlighter: bool) -> Oracle:
                 logits = network(θ_m, x, pairs if highlighter else None, other, p, draws)
                 sgd.step(θ_m, cross_entropy(logits, y))
             models[m] = θ_m
-            sent[m] = told(styles(first_stage(θ, run.images(m)[0], training=False)))
+            sent[m] = told(styles(first_stage(θ, run.images(m)[0])))
         θ = average([*models.values()], [run.samples[m] for m in models])
         known |= sent
         none = torch.zeros(2, 2, C, dtype=torch.float64)
@@ -147,9 +135,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 # ---- the network ---------------------------------------------------------------------------------
 
 
-def first_stage(θ: Model, x: Tensor, training: bool) -> Tensor:
-    x = batch_norm(θ, "encoder.1", convolution(x, θ["encoder.0.weight"]), training)
-    return relu(max_pool(x))
+def first_stage(θ: Model, x: Tensor) -> Tensor:
+    """Of a clean pass."""
+    maps = {}
+    encode(θ, x, False, lambda stage, x: maps.setdefault(stage, x))
+    return maps["stage1"]
 
 
 def network(
@@ -161,15 +151,17 @@ def network(
     draws: Draws | None = None,
 ) -> Tensor:
     """Logits; in training, ``draws`` are given. Without ``pairs`` there is no highlighter."""
-    training = draws is not None
-    x = first_stage(θ, x, training)
-    if other is not None and draws is not None and draws[2] < p:
-        x = shifted(x, other, draws)
-    x = batch_norm(θ, "encoder.5", convolution(x, θ["encoder.4.weight"]), training)
-    x = relu(max_pool(x))
-    z = relu(linear(θ, "encoder.9", x.reshape(len(x), -1)))
+    maps = {}
+
+    def between(stage: str, x: Tensor) -> Tensor:
+        if stage == "stage1" and other is not None and draws is not None and draws[2] < p:
+            x = shifted(x, other, draws)
+        maps[stage] = x
+        return x
+
+    z = encode(θ, x, draws is not None, between)
     if pairs is not None:
-        z = torch.cat([z, highlighted(θ, x, pairs)], 1)
+        z = torch.cat([z, highlighted(θ, maps["stage2"], pairs)], 1)
     return linear(θ, "head", z)
 
 
