@@ -108,6 +108,13 @@ def weights(path: Path, scale: float = 1.0) -> dict[str, Tensor]:
     return {f"encoder.{n}": t for n, t in state.items()}
 
 
+@pytest.mark.parametrize("name", ["fpl", "fedproto", "i2pfl", "fedplvm", "moon"])
+def test_a_loss_on_frozen_features_changes_nothing(name: str) -> None:
+    models = [run(tiny_task(), m, **SHORT, train="head").model for m in ("fedavg", name)]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(t, models[1][n]) for n, t in models[0].items())
+
+
 def test_a_run_starts_from_a_file(tmp_path: Path) -> None:
     held = weights(tmp_path / "w.pth")
     given: dict[str, Any] = {**IMAGENET, "train": "head", "rounds": 1}

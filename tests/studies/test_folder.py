@@ -175,7 +175,7 @@ def test_every_format(tmp_path: Path) -> None:
 def test_a_table_names_rows_that_a_frozen_backbone_made_equal(tmp_path: Path) -> None:
     make_study(study(settings={**TINY, "train": "head"}), tmp_path / "a", rising)
     (note,) = table_of(StudyFolder.open(tmp_path / "a")).notes
-    assert note.startswith("FedAvg, FPL trained the same model: with the backbone frozen")
+    assert note.startswith("FedAvg, FPL: equal losses and accuracies in every round.")
     make_study(study(settings={**TINY, "train": "head"}), tmp_path / "b")
     assert table_of(StudyFolder.open(tmp_path / "b")).notes == ()
     make_study(study(), tmp_path / "c", rising)

@@ -42,8 +42,8 @@ def preview(asked: Config, task: Task) -> list[str]:
     rows = {name.replace("_", " "): text for name, text in words.items()}
     if config.train == "head":
         rows["train"] = (
-            "head: the backbone is frozen, so a loss on features (FPL's prototypes, MOON's "
-            "contrast) changes nothing; --train all trains everything"
+            "head: the backbone is frozen, so a loss on features (of FPL or MOON, say) changes "
+            "nothing; --train all trains everything"
         )
     if told := _imbalance(task):
         rows["classes"] = told

@@ -279,17 +279,17 @@ class StudyFolder:
         return notes
 
     def _equal(self, task: str) -> list[str]:
-        """The rows that trained the same model, since the backbone was frozen."""
+        """The rows that a frozen backbone made equal."""
         groups: dict[str, list[str]] = {}
         for label in dict.fromkeys(run.line.label for run in self.runs if run.task == task):
             runs = [s for s in self._of_line(task, label).values() if s is not None]
-            if runs and all(s.settings.get("train") == "head" for s in runs):
-                # the loss is not rounded: no two models have the same
+            # a server's rule shows in the losses from the second round on
+            if runs and all(s.settings.get("train") == "head" and len(s.records) > 1 for s in runs):
                 seen = [[(r["accuracy"], r["loss"].get("ce")) for r in s.records] for s in runs]
                 groups.setdefault(repr(seen), []).append(label)
         return [
-            f"{', '.join(labels)} trained the same model: with the backbone frozen (train = head), "
-            "a loss on features changes nothing."
+            f"{', '.join(labels)}: equal losses and accuracies in every round. With the backbone "
+            "frozen (train = head), a loss on features changes nothing."
             for labels in groups.values()
             if len(labels) > 1
         ]
