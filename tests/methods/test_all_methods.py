@@ -307,6 +307,7 @@ PAPER_DEFAULTS = {
         "digest_lr": 0.001,
     },
     "fedgh": {"eta": 0.01, "header_epochs": 10, "header_batch": 10, **POST},
+    "feddap": {"lambda1": 10.0, "lambda2": 1.0, "tau": 0.02, "fusion": 0.001, **LAST_EPOCH},
     "fedtgp": {
         "lam": 10.0,
         "margin": 100.0,
