@@ -307,6 +307,16 @@ PAPER_DEFAULTS = {
         "digest_lr": 0.001,
     },
     "fedgh": {"eta": 0.01, "header_epochs": 10, "header_batch": 10, **POST},
+    "fedccrl": {
+        "ratio": 0.1,
+        "alpha": 0.1,
+        "severity": 3.0,
+        "chains": 3,
+        "depth": 3,
+        "tau": 0.1,
+        "lambda1": 0.1,
+        "lambda2": 0.1,
+    },
     "feddap": {"lambda1": 10.0, "lambda2": 1.0, "tau": 0.02, "fusion": 0.001, **LAST_EPOCH},
     "fedtgp": {
         "lam": 10.0,
