@@ -285,6 +285,9 @@ PAPER_DEFAULTS = {
     "fedavg_ga": {"s0": 0.2, "metric": "accuracy", "holdout": 0.1},
     "fedga": {"mu": 1e-4, "s0": 0.2, "metric": "accuracy", "holdout": 0.1},
     "copa": {},
+    "mixstyle": {"p": 0.5, "alpha": 0.1, "stages": "auto"},
+    "dsu": {"p": 0.5, "stages": "auto"},
+    "fedfa": {"p": 0.5, "server_var": "per_channel", "stages": "auto"},
     "fedseproto": {
         "alpha": 1.0,
         "beta": 1.0,

@@ -29,7 +29,7 @@ from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries, travel
 from protofed.federation.participants import participants
-from protofed.federation.privacy import make_privacy
+from protofed.federation.privacy import Privacy, make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Schedule, Setup, Training
@@ -60,6 +60,9 @@ class Observer:
 
     Rounds count from 1, as in the records.
     """
+
+    def prepare(self, config: Config, task: Task) -> None:
+        """Called first, with the settings that were asked for; not if a run is resumed."""
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
@@ -198,7 +201,7 @@ class Federation:
             robust_fraction=config.robust_fraction,
             device=device if config.engine == "lanes" else "cpu",
         )
-        self.server.bounds = make_bounds(config, self.task, self.server)
+        self.server.bounds = make_bounds(config, self.task, self.server, self.setup.privacy)
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
@@ -507,7 +510,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     )
 
 
-def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
+def make_bounds(config: Config, task: Task, server: Server, privacy: Privacy) -> Bounds | None:
     """The bounds of a run's replies, as its config asks for."""
     if config.bounds == "off":
         return None
@@ -516,8 +519,8 @@ def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
         network = initial_network(config, task)
         return dry_run(make_setup(config, task, network), network, server)
 
-    clip, noised = config.bounds == "clip", config.proto_epsilon is not None
-    return Bounds(sizes, len(server.clients), clip, noised)
+    noise = privacy.prototypes.count_noise if privacy.prototypes is not None else 0.0
+    return Bounds(sizes, len(server.clients), config.bounds == "clip", noise)
 
 
 def initial_network(
