@@ -131,6 +131,7 @@ class Coordinator:
             list(members.sites),
             rounds=config.rounds,
             seed=config.seed,
+            domains=[site.domain for site in members.sites.values()],
             participation=config.participation,
             average=config.average,
             robust=config.robust,
