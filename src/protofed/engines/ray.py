@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -220,19 +221,18 @@ class Ray(Engine):
     ) -> Iterator[tuple[Any, Any]]:
         """Ask the actors for all parts, up to two at a time each; the answers as they come.
 
-        Of several errors, that of the part which was given out first is raised.
+        Of several errors, that of the first part is raised, whichever came first.
         """
         self._call += 1
         waiting, left = deque(range(len(parts))), set(range(len(parts)))
         errors: dict[int, Exception] = {}
         while left:
-            if not errors:
-                self._give_out(waiting, lambda actor, part: ask(actor, parts[part]))
-            elif not self._pending(left - errors.keys()):
-                raise errors[min(errors)]
+            self._give_out(waiting, lambda actor, part: ask(actor, parts[part]))
             seats = {answer: seat for seat in self._seats for answer in seat.asked}
             patience = max(SLOW_SECONDS, SLOWER * self._longest)
             answered, _ = self._ray.wait([*seats], timeout=patience)
+            if not answered and not any(seat.started for seat in self._seats):
+                warnings.warn("the Ray cluster has no room yet: see ray status", stacklevel=1)
             if not answered and any(seat.started and not seat.asked for seat in self._seats):
                 waiting.extend(sorted(self._pending(left) - set(waiting)))
             for answer in answered:
@@ -251,19 +251,24 @@ class Ray(Engine):
                     _require_version(found)
                     seat.started = True
                     continue
-                self._longest = max(self._longest, time.perf_counter() - asked)
                 if call != self._call or part not in left:
                     continue  # of a round that was given up, or answered by another actor before
+                self._longest = max(self._longest, time.perf_counter() - asked)
+                left.remove(part)
                 if isinstance(found, Exception):
                     errors[part] = found
+                    left = {other for other in left if other < part}
+                    waiting = deque(other for other in waiting if other < part)
                 elif not errors:
-                    left.remove(part)
                     yield parts[part], found
+        if errors:
+            raise errors[min(errors)]
 
     def _give_out(self, waiting: deque[int], ask: Callable[[Any, int], Any]) -> None:
         for depth in (1, 2):  # the second is there when the first is done
             for place, seat in enumerate(self._seats):
-                if waiting and seat.started and len(seat.asked) < depth:
+                late = any(call != self._call for call, _, _ in seat.asked.values())
+                if waiting and seat.started and not late and len(seat.asked) < depth:
                     # an actor on a GPU has the images of the clients it had in the last round
                     mine = (part for part in waiting if part % len(self._seats) == place)
                     waiting.remove(part := next(mine, waiting[0]))
