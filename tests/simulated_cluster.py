@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,27 @@ def simulated_cluster(
     require_ray()
     from ray.cluster_utils import Cluster
 
-    more = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = Cluster(True, head_node_args={"num_cpus": 0, "_system_config": config or {}, **more})
+    more = {"object_store_memory": 80 << 20}
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": config or {}, **more}
+    cluster = _started(lambda: Cluster(True, head_node_args=head))
     try:
         for node in nodes:
-            cluster.add_node(object_store_memory=more["object_store_memory"], wait=False, **node)
-        cluster.wait_for_nodes()
+            _started(lambda own=node: cluster.add_node(**own, **more))
         yield cluster
     finally:
         thaw(*stopped)
         cluster.shutdown()
+
+
+def _started(start: Callable[[], Any]) -> Any:
+    """A raylet gives up if Ray's other processes take 20 s to start, as on a busy machine."""
+    for left in reversed(range(4)):
+        try:
+            return start()
+        except Exception:
+            if not left:
+                raise
+    return None
 
 
 stopped: list[int] = []

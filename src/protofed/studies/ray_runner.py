@@ -200,11 +200,14 @@ class RayRunner:
     def _receive(self, remote: RemoteRun, news: dict[str, Any]) -> None:
         if not news["names"]:
             return
-        folder = RunFolder(self.pool / news["name"])
-        self._lock(remote, folder)
-        folder.receive(news["changed"], news["names"])
         job = remote.job
-        job.folder, job.hash, job.overwrite = folder, str(folder.facts().get("run")), False
+        job.folder = RunFolder(self.pool / news["name"])
+        try:
+            self._lock(remote, job.folder)
+            job.folder.receive(news["changed"], news["names"])
+            job.overwrite = False
+        finally:  # another process may have the run
+            job.hash = str(job.folder.facts().get("run"))
 
     def _lock(self, remote: RemoteRun, folder: RunFolder) -> None:
         if remote.locked != folder.path:
