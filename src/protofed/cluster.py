@@ -40,6 +40,7 @@ def require_ray() -> Any:
     """Ray, or an error that says how to get it."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 starves on a busy machine
     try:
         import ray
     except ImportError:

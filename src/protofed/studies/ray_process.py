@@ -90,8 +90,8 @@ class RunProcess:
             if code is None:
                 os.kill(self._process.pid, signal.SIGCONT)
         self._sent = there
-        news = {"where": self._where, "code": code, "name": name if there else ""}
-        news |= {"changed": changed, "names": list(there), "errors": ""}
+        news: dict[str, Any] = {"where": self._where, "code": code, "errors": ""}
+        news |= {"name": name, "changed": changed, "names": list(there)}
         if code is not None:
             news["errors"] = (self._scratch / "errors").read_text("utf-8", errors="replace")
             shutil.rmtree(self._scratch, ignore_errors=True)
@@ -103,7 +103,7 @@ class RunProcess:
         self._process.wait()
         return self.news()
 
-    def _look(self) -> tuple[str, dict[str, tuple[int, ...]]]:
+    def _look(self) -> tuple[str, dict[str, tuple[int, int, int]]]:
         """The run's folder, and what tells one version of each of its files from another.
 
         The process names the folder by what it finds on this machine, which may not be the one
