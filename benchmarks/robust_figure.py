@@ -1,6 +1,6 @@
 """Draw docs/images/robust.png: the worst domain's accuracy in the study ``robust``.
 
-protofed study run robust --seeds 1
+protofed study run robust
 protofed study pack robust --to results/robust
 python benchmarks/robust_figure.py
 """
@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 METHODS = {"fedavg": "FedAvg", "fpl": "FPL", "i2pfl": "I²PFL"}
 KINDS = ("none", "clip", "trimmed", "median", "krum")
 ATTACKS = ("flip", "scale", "noise", "prototypes")
+SEEDS = 2
 CASES = [("honest", 0.0), *((attack, part) for attack in ATTACKS for part in (0.2, 0.4))]
 
 
@@ -38,25 +39,25 @@ def main() -> None:
         for cell, value in map(worst, map(json.loads, lines)):
             cells.setdefault(cell, []).append(value)
     cases = [case for case in CASES if any(cell[2:] == case for cell in cells)]
-    figure, axes = plt.subplots(1, 3, figsize=(3 + 1.1 * len(cases) * 2, 3.4), sharey=True)
+    figure, axes = plt.subplots(3, 1, figsize=(9, 8), sharex=True, layout="constrained")
     for ax, (method, title) in zip(axes, METHODS.items(), strict=True):
         table = np.full((len(KINDS), len(cases)), np.nan)
         for i, kind in enumerate(KINDS):
             for j, case in enumerate(cases):
-                if found := cells.get((method, kind, *case)):
-                    table[i, j] = mean(found)
-                    dark = table[i, j] < 30
-                    color = "white" if dark else "black"
-                    ax.text(j, i, f"{table[i, j]:.0f}", ha="center", va="center", color=color)
+                found = cells.get((method, kind, *case), [])
+                table[i, j] = mean(found) if len(found) == SEEDS else np.nan
+                text = f"{table[i, j]:.0f}" if len(found) == SEEDS else "diverged"
+                color = "white" if table[i, j] < 30 else "black"
+                ax.text(j, i, text, ha="center", va="center", color=color)
         image = ax.imshow(table, vmin=0, vmax=60, cmap="viridis", aspect="auto")
         names = [name if not part else f"{name}\n{part:.0%}" for name, part in cases]
         ax.set_xticks(range(len(cases)), names)
         ax.set_yticks(range(len(KINDS)), KINDS)
-        ax.set_title(title)
-    axes[0].set_ylabel("--robust")
-    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.02)
+        ax.set_title(title, loc="left")
+        ax.set_ylabel("--robust")
+    bar = figure.colorbar(image, ax=axes, shrink=0.5)
     bar.set_label("worst domain, accuracy in %")
-    figure.savefig(ROOT / "docs" / "images" / "robust.png", dpi=110, bbox_inches="tight")
+    figure.savefig(ROOT / "docs" / "images" / "robust.png", dpi=110)
 
 
 if __name__ == "__main__":

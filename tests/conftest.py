@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from protofed.federation.cpu import one_thread
+from protofed.report import plot
 
 
 @pytest.fixture
@@ -28,6 +29,17 @@ def digests() -> Callable[[Path], dict[str, str]]:
         }
 
     return of
+
+
+@pytest.fixture
+def no_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of figures, and no figures: drawing takes most of the time."""
+
+    def save(drawn: plot.Plot, folder: Path, *_: object, **__: object) -> list[Path]:
+        return [folder / f"{drawn.name}.png"]
+
+    monkeypatch.setattr(plot, "save", save)
+    monkeypatch.setattr(plot, "svg", lambda panel, prefix: "<svg></svg>")
 
 
 def flipped(content: bytes, bit: int) -> bytes:

@@ -134,7 +134,7 @@ def test_lost_actors_and_nodes_change_nothing(
         return act
 
     def kill_node(_: ray_engine.Ray) -> None:
-        cluster.remove_node(cluster.worker_nodes[0], allow_graceful=False)
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
     settings = {"clients": {"left": 4, "right": 8}, "samples": 4, "rounds": 5}
     acts = {2: signal_one(signal.SIGKILL), 3: signal_one(signal.SIGSTOP), 4: kill_node}

@@ -80,6 +80,20 @@ def test_a_run_and_a_comparison_tell_before_they_start(scans: Path, tmp_path: Pa
     assert "--resume" not in call("run", "--method", "fpl", *common, "--resume").err
 
 
+def test_python_tells_what_the_command_tells(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choice = "image size   40: the images' median shorter side"
+    tiny = {"model": "cnn2", "width": 4, "epochs": 1, "device": "cpu", "out": tmp_path / "r"}
+    run(f"folder:{scans}", "fedavg", rounds=1, progress=True, **tiny)
+    told = capsys.readouterr().out
+    assert told.index(choice) < told.index("protocol folder: cnn2, 40×40 pixels")
+    run(f"folder:{scans}", "fedavg", rounds=2, progress=True, resume=True, **tiny)
+    assert choice not in capsys.readouterr().out, "it is resumed: nothing is chosen"
+    run(f"folder:{scans}", "fedavg", rounds=1, progress=False, overwrite=True, **tiny)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_model_scales_deep_images_as_in_training(scans: Path, tmp_path: Path) -> None:
     result = run(f"folder:{scans}", "fedavg", out=tmp_path / "r", rounds=1, model="cnn2",
                  width=4, epochs=1, batch=8, device="cpu", validate="folder")  # fmt: skip

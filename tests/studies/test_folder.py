@@ -55,6 +55,7 @@ def test_a_table_beside_the_paper(tmp_path: Path) -> None:
     assert [shown[3][i] for i in (5, 8)] == ["50.00 ± 0.50 (-4.5)", "+10.00"]
     assert "fewer than 5 seeds" in table.caption
     assert table.notes == ("the paper did otherwise",)
+    assert repr(StudyFolder.open(tmp_path / "s")) == f"<{tmp_path / 's'}: Two methods; 4 of 4 runs>"
     # on another task the paper's numbers and notes mean nothing
     moved = made.overridden("glyphs")
     make_study(moved, tmp_path / "moved")

@@ -98,7 +98,6 @@ def run(
     from protofed.data import load_task
     from protofed.federation.facts import discover
     from protofed.federation.simulation import Observer
-    from protofed.observers.preview import preview
     from protofed.observers.progress import RunProgress
     from protofed.runs import RunFolder, load_run
     from protofed.runs import run as run_federation
@@ -126,9 +125,6 @@ def run(
         told = _prepare_to_resume(folder, asked, shorter)
         if told and not quiet:
             say(told)
-    if loaded.survey is not None and not quiet and not (resume and folder.has_checkpoint):
-        for line in preview(asked, loaded):
-            say(line)
     observers: list[Observer] = [] if quiet else [RunProgress(console)]
     if tensorboard:
         from protofed.observers.tensorboard import TensorBoard

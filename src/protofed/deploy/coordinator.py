@@ -136,7 +136,7 @@ class Coordinator:
             robust=config.robust,
             robust_fraction=config.robust_fraction,
         )
-        self.server.bounds = make_bounds(config, task, self.server)
+        self.server.bounds = make_bounds(config, task, self.server, self.privacy)
         self.ledger = Ledger(folder, spec, members, network)
         if words := self.privacy.words(config.method):
             self.ledger.policies["privacy"] = words

@@ -146,7 +146,7 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
         with nullcontext() if own else torch.device("meta"):
             network = backbone = build(model, classes, side, config.width, config.norm)
             with suppress(Exception):  # a custom network may need real values
-                network = config.method.network(backbone, Sizes(classes, backbone.features, side))
+                network = config.method.network(backbone, Sizes.of(backbone, classes, side))
         state = sum(t.numel() for t in network.state_dict().values())
         probe = backbone if own else build(model, classes, PROBE_SIZE, PROBE_WIDTH, config.norm)
     probed = side if own else PROBE_SIZE

@@ -29,14 +29,14 @@ from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries, travel
 from protofed.federation.participants import participants
-from protofed.federation.privacy import make_privacy
+from protofed.federation.privacy import Privacy, make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Schedule, Setup, Training
-from protofed.method import Method, Sizes
+from protofed.method import Method, Sizes, restyled_stages
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
-from protofed.models.network import freeze, frozen, trainable
+from protofed.models.network import freeze, frozen
 from protofed.models.own import short_name
 from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
@@ -60,6 +60,9 @@ class Observer:
 
     Rounds count from 1, as in the records.
     """
+
+    def prepare(self, config: Config, task: Task) -> None:
+        """Called first, with the settings that were asked for; not if a run is resumed."""
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         """Called before the first round, with the records of earlier rounds if resumed."""
@@ -199,7 +202,7 @@ class Federation:
             robust_fraction=config.robust_fraction,
             device=device if config.engine == "lanes" else "cpu",
         )
-        self.server.bounds = make_bounds(config, self.task, self.server)
+        self.server.bounds = make_bounds(config, self.task, self.server, self.setup.privacy)
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
@@ -220,10 +223,8 @@ class Federation:
 
     def _initial_client(self, name: str) -> Tree:
         network = self._initial[self.models[name]]
-        names = tuple(trainable(network))
-        return self.server.initial_client(
-            network.state_dict(), self.sizes._replace(parameters=names)
-        )
+        sizes = Sizes.of(network, self.sizes.classes, self.sizes.image)
+        return self.server.initial_client(network.state_dict(), sizes)
 
     def run_round(self, observers: Sequence[Observer] = ()) -> Record:
         """One round: broadcast, local training, upload, aggregate, evaluate."""
@@ -472,13 +473,13 @@ def _check_contract(method: Method, network: Network) -> None:
     for entry in model_entries(network):
         if (way := method.shared(entry)) not in TRAVELS:
             raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
+    restyled_stages(method, network)
 
 
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
-    names = tuple(trainable(network))
-    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+    sizes = Sizes.of(network, len(task.classes), task.image_size)
     return Setup(
         config.method,
         sizes,
@@ -510,7 +511,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     )
 
 
-def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
+def make_bounds(config: Config, task: Task, server: Server, privacy: Privacy) -> Bounds | None:
     """The bounds of a run's replies, as its config asks for."""
     if config.bounds == "off":
         return None
@@ -519,8 +520,8 @@ def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
         network = initial_network(config, task)
         return dry_run(make_setup(config, task, network), network, server)
 
-    clip, noised = config.bounds == "clip", config.proto_epsilon is not None
-    return Bounds(sizes, len(server.clients), clip, noised)
+    noise = privacy.prototypes.count_noise if privacy.prototypes is not None else 0.0
+    return Bounds(sizes, len(server.clients), config.bounds == "clip", noise)
 
 
 def initial_network(
@@ -539,7 +540,7 @@ def initial_network(
         if weights is not None:
             load_weights(backbone, model, weights)
         freeze(backbone, config.train, config.freeze_bn)
-        sizes = Sizes(classes, backbone.features, task.image_size)
+        sizes = Sizes.of(backbone, classes, task.image_size)
         return config.method.network(backbone, sizes).to(DTYPES[config.precision])
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from protofed.config import Config, training_options
+from protofed.data import Task
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
@@ -93,6 +94,13 @@ class RunProgress(Observer):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live = console.is_terminal
+
+    def prepare(self, config: Config, task: Task) -> None:
+        from protofed.observers.preview import preview  # it imports this module
+
+        if task.survey is not None:
+            for line in preview(config, task):
+                print_plain(self.console, line)
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
         config = federation.config

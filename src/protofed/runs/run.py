@@ -56,16 +56,19 @@ def run(
     else:
         config = merged_config(config, task, method, options, settings)
     loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
-    asked, config = config.hash, config.settled(loaded.info)
+    asked, config = config, config.settled(loaded.info)
     folder = RunFolder(out) if out is not None else None
     facts = discover(config, loaded)
+    if not (resume and folder is not None and folder.has_checkpoint):
+        for observer in observers:
+            observer.prepare(asked, loaded)
     with one_thread(), tf32(facts.precision == "tf32"), memory_errors_in_words():
         # the federation first: a split that cannot be made neither makes a folder nor clears one
         states = folder.client_states if folder is not None else None
         federation = Federation(config, loaded, states, facts)
         if folder is None:
             return _rounds(federation, None, None, observers)
-        found = {**facts.to_dict(), "run": federation.hash, "config": asked}
+        found = {**facts.to_dict(), "run": federation.hash, "config": asked.hash}
         complete = config.for_task(loaded.info)
         with folder.open(
             config,

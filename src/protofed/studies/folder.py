@@ -175,6 +175,10 @@ class StudyFolder:
         """The runs that are there, without their models."""
         return [stored.result() for stored in self.runs.values() if stored is not None]
 
+    def __repr__(self) -> str:
+        there = sum(stored is not None for stored in self.runs.values())
+        return f"<{self.path}: {self.study.title}; {there} of {len(self.runs)} runs>"
+
     def __str__(self) -> str:
         return to_text(self.study, self.tables(), "markdown")
 
