@@ -62,7 +62,7 @@ class Faulty(RayRunner):
 
     def poll(self, job: Job, console: Console) -> None:
         super().poll(job, console)
-        remote = self._remote.get(job.config.hash)
+        remote = self._remote.get(id(job))
         if job.state == "running" and remote and remote.node and len(job.records) >= 2:
             self.faults.pop(job.name, lambda *_: None)(self, remote)
 
@@ -107,7 +107,7 @@ def test_code_reaches_the_nodes_and_runs_share_a_gpu(cluster: Any, tmp_path: Pat
     """A GPU that is only declared: what stands for its use is what the run's process sees."""
     own, seen = tmp_path / "own.py", tmp_path / "seen"
     own.write_text(OWN.format(seen=str(seen)))
-    made = study(rows={"Own": f"{own}:Own"}, settings={**TINY, "checkpoint_every": 1})
+    made = study(rows={"Own": f"{own}:Own"}, settings={**TINY, "device": "auto"})
     trusted = method_class(f"{own}:Own")
     seen.unlink()
     jobs = prepare(made, tmp_path / "runs", elsewhere=True)[1]

@@ -75,7 +75,7 @@ class RayRunner:
             )
         self.address, self.pool, self.most = address, pool, most
         self.cpus, self.gpus, self.silence = cpus, gpus, silence
-        self._remote: dict[str, RemoteRun] = {}
+        self._remote: dict[int, RemoteRun] = {}
         self._suspects: set[str] = set()
         """Nodes that fell silent: no further run is sent there."""
 
@@ -130,7 +130,7 @@ class RayRunner:
         return found
 
     def start(self, job: Job) -> None:
-        remote = self._remote[job.config.hash] = RemoteRun(job)
+        remote = self._remote[id(job)] = RemoteRun(job)
         try:
             if job.folder.exists:
                 self._lock(remote, job.folder)
@@ -165,7 +165,7 @@ class RayRunner:
         remote.node, remote.answer = "", remote.actor.news.remote()
 
     def poll(self, job: Job, console: Console) -> None:
-        remote = self._remote[job.config.hash]
+        remote = self._remote[id(job)]
         if not self._ray.wait([remote.answer], timeout=0)[0]:
             if remote.node and time.perf_counter() - remote.heard > self.silence:
                 self._suspects.add(remote.node)
@@ -230,7 +230,7 @@ class RayRunner:
         self._send(remote)
 
     def _leave(self, remote: RemoteRun, state: str = "", message: str = "") -> None:
-        del self._remote[remote.job.config.hash]
+        del self._remote[id(remote.job)]
         if remote.actor is not None:
             self._ray.kill(remote.actor)
         remote.lock.close()
