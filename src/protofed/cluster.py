@@ -71,7 +71,13 @@ def connected(address: str) -> Iterator[Any]:
             if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
                 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
             store = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
-            ray.init(LOCAL, **store, **options)
+            try:
+                ray.init(LOCAL, **store, **options)
+            except Exception as error:  # Ray has no narrower one
+                raise ProtofedError(
+                    f"Ray does not start on this machine: {error}",
+                    "a busy machine may need a retry",
+                ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
         yield ray
