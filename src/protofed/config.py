@@ -387,8 +387,8 @@ class Config:
     augment: str = setting(
         "str",
         CLIENTS,
-        "crop (padding 4), or large: resized crop, color jitter, grayscale. Default: crop; large "
-        "for your own images of 96 pixels and more.",
+        "crop (padding 4); color: crop and color jitter; large: resized crop, stronger color "
+        "jitter, grayscale. Default: crop; large for your own images of 96 pixels and more.",
         "crop",
         choices=tuple(AUGMENTS),
     )

@@ -886,6 +886,22 @@ def proto_pass_hyper(features: str, default: str = "last_epoch", **limits: Any) 
     return hyper(default, "", meaning, choices=("last_epoch", "post"), **limits)
 
 
+def stages_hyper(auto: str) -> Any:
+    """The hyper-parameter ``stages``; ``auto`` says in words what its default means."""
+    return hyper("auto", "", f"where: stages separated by commas; auto: {auto}")
+
+
+def chosen_stages(names: str, auto: Iterable[str]) -> tuple[str, ...]:
+    """What ``restyles`` returns: the stages named by that hyper-parameter, or those of ``auto``."""
+    named = auto if names == "auto" else [name.strip() for name in names.split(",")]
+    if found := tuple(dict.fromkeys(named)):
+        return found
+    raise ProtofedError(
+        "the model has no stages for the method to work between",
+        "use another model, name the stages of your own (encoder.stages), or --set stages=pixels",
+    )
+
+
 def upload_class_means(client: Client) -> Tree:
     """A client's class means with their counts; a class it does not have has count 0."""
     mean, count = client.class_means()

@@ -264,6 +264,8 @@ PAPER_DEFAULTS = {
         **LAST_EPOCH,
     },
     "fedplvm": {"alpha": 0.25, "tau": 0.07, "lam": 1.0},
+    "fedrdn": {"draw": "image"},
+    "stablefdg": {"p": 0.5, "stage": "stage1", "highlighter": True},
     "i2pfl": {
         "tau": 0.07,
         "alpha": 0.4,
@@ -283,6 +285,9 @@ PAPER_DEFAULTS = {
     "fedavg_ga": {"s0": 0.2, "metric": "accuracy", "holdout": 0.1},
     "fedga": {"mu": 1e-4, "s0": 0.2, "metric": "accuracy", "holdout": 0.1},
     "copa": {},
+    "mixstyle": {"p": 0.5, "alpha": 0.1, "stages": "auto"},
+    "dsu": {"p": 0.5, "stages": "auto"},
+    "fedfa": {"p": 0.5, "server_var": "per_channel", "stages": "auto"},
     "fedseproto": {
         "alpha": 1.0,
         "beta": 1.0,
