@@ -47,7 +47,7 @@ EACH = "each"
 
 PRECISIONS = ("fp32", "fp64", "tf32", "bf16")
 DEVICES = ("cpu", "cuda")
-ENGINES = ("loop", "workers", "lanes")
+ENGINES = ("loop", "workers", "lanes", "ray")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "cosine", "step")
 ADAM_LR = 0.001
@@ -557,7 +557,8 @@ class Config:
     engine: str = setting(
         "str",
         ENGINE,
-        "loop (one client at a time), workers (all CPU cores), lanes (GPU).",
+        "loop (one client at a time), workers (all CPU cores), lanes (GPU), ray (the CPUs or GPUs "
+        "of a cluster).",
         AUTO,
         choices=(AUTO, *ENGINES),
         numbers=False,
@@ -565,7 +566,8 @@ class Config:
     workers: int | None = setting(
         "int",
         ENGINE,
-        "Threads of the workers engine; default: one for each core.",
+        "Threads of the workers engine, or actors of the ray engine; default: one for each core "
+        "(or GPU).",
         least=1,
         most=10**3,
         numbers=False,

@@ -159,6 +159,8 @@ class Federation:
         self.shares = make_shares(config, self.task)
         validation = rows_to_validate(config, self.task, self.shares)
         device = torch.device(config.device)
+        self._here = device if config.engine != "ray" else torch.device("cpu")
+        """Where images and networks are: with ray, the device is that of other machines."""
         self.models = client_models(config.model, [s.name for s in self.shares])
         """The model of each client."""
         self._initial = {
@@ -167,7 +169,7 @@ class Federation:
         }
         network = next(iter(self._initial.values()))
         public = make_public_sampler(
-            self.method.public_images, self.task, self.shares, config.seed, device,
+            self.method.public_images, self.task, self.shares, config.seed, self._here,
             config.data, config.reading,
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
@@ -177,13 +179,13 @@ class Federation:
             choose_attackers(names, config.attackers, config.seed) if config.attack else frozenset()
         )
         mislabeled = self.attackers if config.attack == "flip" else ()
-        self.clients = Clients(self.task, self.shares, device, self.models, mislabeled)
+        self.clients = Clients(self.task, self.shares, self._here, self.models, mislabeled)
         self.tests = {
-            name: tested_images(self.task, name, config.leave_out, device)
+            name: tested_images(self.task, name, config.leave_out, self._here)
             for name in self.task.domains
         }
         self.validation = {
-            name: _taken(validation_source(self.task, name, config.validate), rows, device)
+            name: _taken(validation_source(self.task, name, config.validate), rows, self._here)
             for name, rows in validation.items()
         }
         """By domain, the images to choose by; empty if none were asked for."""
@@ -213,7 +215,7 @@ class Federation:
         """A network to compute in, on the run's device, of that model (else the first)."""
         network = initial_network(self.config, self.task, model or next(iter(self._initial)))
         return network.to(  # type: ignore[no-any-return, call-overload]
-            torch.device(self.config.device), memory_format=torch.channels_last
+            self._here, memory_format=torch.channels_last
         )
 
     def make_networks(self) -> dict[str, Network]:
