@@ -10,7 +10,7 @@ import protofed
 ROOT = Path(protofed.__file__).parent
 
 ORDER = (
-    "version errors keys files shape toml tree user_code",
+    "version errors fused keys files shape toml tree user_code",
     "prototypes models",
     "styles",
     "method",

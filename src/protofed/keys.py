@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from protofed.fused import replaceable
+
 
 def key(*parts: int | str) -> int:
     """A 63-bit hash of these parts: 1 differs from "1", and ("ab", "c") from ("a", "bc")."""
@@ -53,21 +55,28 @@ def _hash(key: Tensor, draw: int, n: int) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+@replaceable
 def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """Float32 numbers in the open interval (0, 1): the upper 23 bits of the hash, centered."""
     bits = _shift_right(_hash(key, draw, math.prod(shape)), 41)
     return ((bits.to(torch.float32) + 0.5) * 2.0**-23).reshape(shape)
 
 
-def beta(key: Tensor, draw: int, shape: tuple[int, ...], a: float) -> Tensor:
-    """Float32 numbers of the Beta(a, a) distribution (Devroye, 1996), for any a > 0."""
-    u = uniform(key, draw, (2, *shape)).double()  # as in ``normal``
-    t = torch.sqrt(torch.expm1(-torch.log(u[0]) / a)) * torch.cos(2 * math.pi * u[1])
-    return (0.5 + 0.5 * torch.sin(torch.atan(t))).float()
+# The others are computed in float64, then rounded: the last bits of a logarithm or cosine differ
+# between devices.
 
 
+@replaceable
 def normal(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """Float32 standard normal numbers (Box and Muller)."""
-    # In float64, then rounded: the last bits of a logarithm or cosine differ between devices.
     u = uniform(key, draw, (2, *shape)).double()
     return (torch.sqrt(-2 * torch.log(u[0])) * torch.cos(2 * math.pi * u[1])).float()
+
+
+@replaceable
+def beta(key: Tensor, draw: int, shape: tuple[int, ...], a: float) -> Tensor:
+    """Float32 numbers of the Beta(a, a) distribution, for any a > 0 (Devroye, 1996)."""
+    u = uniform(key, draw, (2, *shape)).double()
+    cos = torch.cos(2 * math.pi * u[1])
+    w = (torch.exp(-torch.log(u[0]) / a) - 1) * cos * cos
+    return (0.5 + 0.5 * torch.sign(cos) / torch.sqrt(1 + 1 / w)).float()

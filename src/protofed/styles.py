@@ -15,12 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from protofed.fused import replaceable
 from protofed.prototypes import full_precision, widened
 
 EPS = 1e-6
 """ε: what is added to a variance."""
 
 
+@replaceable
 @full_precision
 def style_of(x: Tensor, eps: float = EPS) -> Tensor:
     """The style [B, 2, C] of each map of x [B, C, H, W]."""
@@ -29,6 +31,7 @@ def style_of(x: Tensor, eps: float = EPS) -> Tensor:
     return torch.stack([mean_BC, (var_BC + eps).sqrt()], 1)
 
 
+@replaceable
 def restyle(x: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """x [B, C, H, W], whose style is ``old`` [B, 2, C], with the style ``new``."""
     scale_BC = widened(new[:, 1]) / widened(old[:, 1])

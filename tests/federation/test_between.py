@@ -13,6 +13,7 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.config import make_config
+from protofed.engines.lanes import program
 from protofed.errors import ProtofedError
 from protofed.federation.model_fit import require_fit
 from protofed.federation.simulation import Federation
@@ -92,6 +93,29 @@ def test_the_same_in_loop_workers_and_lanes(monkeypatch: pytest.MonkeyPatch) -> 
     assert not tree.equal({"model": loop.model}, {"model": plain.model})
     pretend(monkeypatch)
     assert difference(*both(Borrow())) < 1e-9
+
+
+def test_lanes_put_kernels_in_place_of_expressions(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"uniform": 0, "restyle": 0}
+
+    def counted(name: str, plain: Any) -> Any:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return plain(*args)
+
+        return call
+
+    kernels = {
+        "uniform": counted("uniform", keys.uniform.__wrapped__),  # type: ignore[attr-defined]
+        "restyle": counted("restyle", restyle.__wrapped__),  # type: ignore[attr-defined]
+    }
+    pretend(monkeypatch)
+    monkeypatch.setattr(program, "_kernels", lambda device: kernels)
+    assert difference(*both(Borrow())) < 1e-9
+    assert calls["restyle"] > 0 and calls["uniform"] >= 2 * calls["restyle"]
+    before = dict(calls)
+    run(tiny_task(), Borrow(), **SHORT)  # the loop is the reference
+    assert calls == before
 
 
 @dataclass(frozen=True)
