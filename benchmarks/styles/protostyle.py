@@ -1,14 +1,27 @@
-"""ProtoStyle: prototypes of every class in every style.
+"""ProtoStyle: prototypes and styles together, while its parts are being chosen.
 
-A method of this package. Clients of one domain share a *style*: the mean and the
-deviation of each channel of an image, and of a network's early features. Styles
-are a few kilobytes. When they travel beside the weights, every client can show
-its images to the network in the others' styles, and can say where its classes lie
-in all of them.
+    protofed run --task office_caltech --method benchmarks/styles/protostyle.py:ProtoStyle
+
+A *style* is the mean and the deviation of each channel of an image, or of a network's early
+features. Clients of one domain share it, and it is a few kilobytes. When styles travel beside the
+weights, every client can train on its images in the styles of the others.
+
+    styles   s_m = mean and deviation over a client's samples of their styles, at the stages
+             `places`, under the received model
+    server   a bank of all clients' styles; FINCH on [μ; log σ], each dimension standardized over
+             the clients, gives pseudo-domains without any label (its first partition; three or
+             fewer: one each)
+    client   a share `p` of the samples takes a style drawn from the bank: a pseudo-domain
+             at random, a client of it at random, then its mean plus `spread` deviations of noise
+    loss     CE + λ_intra APA (I²PFL) + λ_inter contrast with global prototypes
+             + λ_view disagreement of a sample's two views
+
+Every part is a switch. README.md says what validation images said of each so far.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +66,9 @@ class ProtoStyle(Method):
     paper = "this package"
     protocol = "i2pfl"
 
-    p: float = hyper(0.5, "p", "share of the samples that are restyled", least=0, most=1, weight=True)
+    p: float = hyper(
+        0.5, "p", "share of the samples that are restyled", least=0, most=1, weight=True
+    )
     places: str = hyper("pixels,stem,stage1", "", "where features are restyled")
     mix: bool = hyper(False, "", "go a random part of the way to the drawn style")
     spread: float = hyper(1.0, "", "noise of a drawn style, in deviations of its client", least=0)
@@ -61,13 +76,20 @@ class ProtoStyle(Method):
     evenly: str = hyper("clusters", "", "draw evenly over", choices=("clusters", "clients"))
     two_views: bool = hyper(False, "", "train with both the plain and the restyled samples")
     anchors: str = hyper(
-        "completed", "", "prototypes", choices=("completed", "clusters", "reweight")
+        "clusters",
+        "",
+        "prototypes of the contrast: of every class in every style (completed by restyling), of "
+        "the clients of a pseudo-domain, or I²PFL's",
+        choices=("completed", "clusters", "reweight"),
     )
     tau: float = hyper(
         0.07, "τ", "temperature", above=0, per_task={"office_caltech": 0.02, "pacs": 0.04}
     )
-    lambda_inter: float = hyper(1.0, "λ", "weight of the contrast", least=0, weight=True)
+    lambda_inter: float = hyper(0.0, "λ", "weight of the contrast", least=0, weight=True)
     lambda_intra: float = hyper(10.0, "", "weight of APA", least=0, weight=True)
+    view_by: str = hyper(
+        "head", "", "what says the classes of both views", choices=("head", "prototypes")
+    )
     lambda_view: float = hyper(0.0, "", "weight of the agreement of views", least=0, weight=True)
 
     def restyles(self, stages: tuple[str, ...]) -> tuple[str, ...]:
@@ -125,8 +147,11 @@ class ProtoStyle(Method):
         if self.lambda_inter:
             P = Prototypes.of(client.received["prototypes"])
             terms["contrast"] = self.lambda_inter * contrast(h, y, P, self.tau)
-            if two and self.lambda_view:
-                terms["view"] = self.lambda_view * _disagreement(h, P, self.tau)
+        if two and self.lambda_view:
+            log_2BK = F.log_softmax(logits.float(), 1)
+            if self.view_by == "prototypes" and self.lambda_inter:
+                log_2BK = _by_prototypes(h, Prototypes.of(client.received["prototypes"]), self.tau)
+            terms["view"] = self.lambda_view * _disagreement(log_2BK)
         return terms
 
     def _drawn(self, client: Client, n: int) -> Tensor | None:
@@ -163,14 +188,8 @@ class ProtoStyle(Method):
         if self._completes:
             centers = client.received.get("centers", {})
             count = len(next(iter(centers.values()))) if centers else 0
-            tables = []
-            for s in range(count or 1):
-                def between(stage: str, x: Tensor) -> Tensor:
-                    if not count:
-                        return x
-                    own = style_of(x)
-                    return restyle(x, own, centers[stage][s].to(own).expand_as(own))
-                tables.append(client.class_means(between))
+            styles = [{stage: c[i] for stage, c in centers.items()} for i in range(count)] or [{}]
+            tables = [client.class_means(partial(_in_style, style)) for style in styles]
             mean_KSd = torch.stack([m for m, _ in tables], 1)
             mask_KS = torch.stack([(c > 0).float() for _, c in tables], 1)
             up["prototypes"] = Prototypes(mean_KSd, mask_KS).slot()
@@ -203,7 +222,9 @@ class ProtoStyle(Method):
             state["styles"] = {**bank, "weight": (weight_M / weight_M.sum()).to(any_stage)}
             if self._completes:
                 state["centers"] = {
-                    stage: torch.stack([b[label_M.to(b.device) == g, 0].mean(0) for g in range(groups)])
+                    stage: torch.stack(
+                        [b[label_M.to(b.device) == g, 0].mean(0) for g in range(groups)]
+                    )
                     for stage, b in bank.items()
                 }
         if self._completes:
@@ -225,6 +246,12 @@ class ProtoStyle(Method):
                 P = c.reweighted_mean().table()
             state["prototypes"] = P.slot()
         return state
+
+
+def _in_style(style: Slot, stage: str, x: Tensor) -> Tensor:
+    """Features in one style; as they are, if there is none."""
+    own = style_of(x)
+    return restyle(x, own, style[stage].to(own).expand_as(own)) if style else x
 
 
 def _joined(tables: list[Prototypes]) -> Prototypes:
@@ -252,12 +279,17 @@ def _pseudo_domains(bank: Slot, there_M: Tensor) -> Tensor:
     return label_M
 
 
-def _disagreement(h: Tensor, P: Prototypes, tau: float) -> Tensor:
+def _by_prototypes(h: Tensor, P: Prototypes, tau: float) -> Tensor:
+    """Log-probabilities [2B, K] of the classes: a softmax over prototypes, summed by class."""
     mean_KSd, mask_KS = P.table()
     K, S, d = mean_KSd.shape
-    logit = cosine(h, mean_KSd.detach().to(h.dtype).reshape(-1, d)).view(-1, K, S) / tau
-    logit = logit.masked_fill(mask_KS <= 0, ABSENT).logsumexp(2)
-    one, two = F.log_softmax(logit.float(), 1).chunk(2)
-    middle = torch.logaddexp(one, two) - float(np.log(2))
-    kl = (one.exp() * (one - middle) + two.exp() * (two - middle)).sum(1) / 2
-    return kl.masked_fill((mask_KS <= 0).all(), 0).mean()
+    cosine_BKS = cosine(h, mean_KSd.detach().to(h.dtype).reshape(-1, d)).view(-1, K, S)
+    logit_BK = (cosine_BKS / tau).masked_fill(mask_KS <= 0, ABSENT).logsumexp(2)
+    return F.log_softmax(logit_BK.float(), 1)
+
+
+def _disagreement(log_2BK: Tensor) -> Tensor:
+    """The Jensen-Shannon divergence of the first and the second half, sample by sample."""
+    one, two = log_2BK.chunk(2)
+    middle = torch.logaddexp(one, two) - math.log(2)
+    return ((one.exp() * (one - middle) + two.exp() * (two - middle)).sum(1) / 2).mean()
