@@ -52,5 +52,5 @@ clean:  ## delete the environment and what tools leave behind
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(PIP) --editable '.[dev,docs,flower,onnx,dicom,privacy]'
+	$(PIP) --editable '.[dev,docs,flower,cluster,onnx,dicom,privacy]'
 	@touch $@

@@ -165,7 +165,8 @@ def distances(decoded: Tensor, candidates: Tensor) -> Tensor:
 
 def reconstruction(world: World, trials: int, steps: int, out: Path) -> None:
     received, decoder = crafted(world, steps)
-    own, drawn = world.clients_have[DOMAIN], dict[str, list[tuple[Tensor, Tensor]]]()
+    own, images_of = world.clients_have[DOMAIN], list[Tensor]()
+    drawn: dict[str, list[Tensor | None]] = {}
     cases: list[tuple[str, int, int, float | None]] = [
         *((f"{images(n)} of the class", n, 1, None) for n in (1, 2, 5, 10)),
         ("1 image, min_class_count 2", 1, 2, None),
@@ -182,34 +183,51 @@ def reconstruction(world: World, trials: int, steps: int, out: Path) -> None:
             message = world.message(received, x, y, trial, least, epsilon)["prototypes"]
             for k in few:
                 total += 1
+                decoded_each = drawn.setdefault(label, [])
+                if label == cases[0][0]:
+                    images_of.append(gray(own[k][rows_of[k]])[0])
                 if message["count"][k] <= 0:
+                    decoded_each.append(None)
                     continue
                 sent += 1
                 with torch.no_grad():
                     decoded = decoder(message["mean"][k][None]).view(32, 32)
                 best = int(distances(decoded, own[k]).argmin())
                 found += best in rows_of[k]
-                drawn.setdefault(label, []).append((gray(own[k][rows_of[k]])[0], decoded))
+                decoded_each.append(decoded)
         numbers = f"sent {sent:2} of {total} classes, found {found / total:4.0%}"
         show("reconstruction", label, f"{numbers}, by chance {n / OWN:.1%}")
-    draw(drawn, out / "reconstruction.png")
+    draw(images_of, drawn, out / "reconstruction.png")
 
 
-def draw(drawn: dict[str, list[tuple[Tensor, Tensor]]], path: Path) -> None:
+def draw(images_of: list[Tensor], drawn: dict[str, list[Tensor | None]], path: Path) -> None:
+    """A column for each of the ten images that the most cases send something of."""
     from matplotlib import pyplot
 
-    labels = [case for case, pairs in drawn.items() if len(pairs) >= 8]
-    if not labels:
-        return
-    figure, axes = pyplot.subplots(len(labels) + 1, 8, figsize=(7.2, 0.95 * (len(labels) + 1)))
-    for row, label in enumerate(["an image of the client", *labels]):
-        for column in range(8):
-            image = drawn[labels[0]][column][0] if row == 0 else drawn[label][column][1]
-            axes[row, column].imshow(image.clamp(0, 1), cmap="gray", vmin=0, vmax=1)
-            axes[row, column].set_axis_off()
-        figure.text(0.01, 1 - (row + 0.5) / (len(labels) + 1), label, va="center", fontsize=8)
-    figure.subplots_adjust(left=0.3, right=0.99, top=0.99, bottom=0.01, wspace=0.05, hspace=0.05)
-    figure.savefig(path, dpi=110)
+    times_sent = [
+        sum(image is not None for image in each) for each in zip(*drawn.values(), strict=True)
+    ]
+    chosen = np.argsort(-np.array(times_sent), kind="stable")[:10]
+    rows: dict[str, list[Tensor | None]] = {
+        label: [each[i] for i in chosen]
+        for label, each in {"an image of the client": images_of, **drawn}.items()
+    }
+    rows = {label: row for label, row in rows.items() if any(image is not None for image in row)}
+    size = (2.1 + 0.6 * len(chosen), 0.62 * len(rows))
+    figure, axes = pyplot.subplots(len(rows), len(chosen), figsize=size, squeeze=False)
+    figure.subplots_adjust(
+        left=2.0 / size[0], right=0.995, top=0.99, bottom=0.01, wspace=0.05, hspace=0.05
+    )
+    for (label, row), line in zip(rows.items(), axes, strict=True):
+        for image, axis in zip(row, line, strict=True):
+            axis.set_axis_off()
+            if image is None:
+                axis.text(0.5, 0.5, "not\nsent", ha="center", va="center", fontsize=7, color="gray")
+            else:
+                axis.imshow(image.clamp(0, 1), cmap="gray", vmin=0, vmax=1)
+        middle = (line[0].get_position().y0 + line[0].get_position().y1) / 2
+        figure.text(0.01, middle, label, va="center", fontsize=8)
+    figure.savefig(path, dpi=130)
 
 
 # ---- membership ----------------------------------------------------------------------------------

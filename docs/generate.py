@@ -33,7 +33,7 @@ from protofed.models import Network, build
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "methods"
-CLASSES, FEATURES, CLIENTS = 10, 512, 10
+CLASSES, CLIENTS = 10, 10
 ELSEWHERE = ("privacy", "robust")
 """Studies whose tables have pages of their own."""
 
@@ -233,9 +233,9 @@ def _round(method: Method) -> dict[str, Tree]:
 
 
 def _network(method: Method, image: int) -> tuple[Network, Sizes]:
-    sizes = Sizes(CLASSES, FEATURES, image)
-    network = method.network(build("resnet10", CLASSES, image), sizes)
-    return network, sizes._replace(parameters=tuple(n for n, _ in network.named_parameters()))
+    backbone = build("resnet10", CLASSES, image)
+    network = method.network(backbone, Sizes.of(backbone, CLASSES, image))
+    return network, Sizes.of(network, CLASSES, image)
 
 
 # ---- what was measured ---------------------------------------------------------------------------

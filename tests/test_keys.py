@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from protofed import keys
 
@@ -196,3 +197,14 @@ def test_the_key_is_read_when_the_numbers_are_drawn() -> None:
     after = keys.uniform(key, 1, (8,))
     assert not torch.equal(before, after)
     assert torch.equal(after, keys.uniform(torch.tensor(6), 1, (8,)))
+
+
+@pytest.mark.parametrize("a", [0.001, 0.1, 0.5, 1.0, 4.0])
+def test_beta_numbers_have_their_distribution(a: float) -> None:
+    found = keys.beta(torch.tensor(3), 1, (N,), a)
+    assert found.dtype == torch.float32 and bool(found.isfinite().all())
+    assert float(found.min()) >= 0 and float(found.max()) <= 1
+    for q in (1e-4, 0.01, 0.1, 0.3, 0.5, 0.8, 0.99, 1 - 1e-4):
+        share = float((found < q).double().mean())
+        assert share == pytest.approx(float(stats.beta(a, a).cdf(q)), abs=4 * 0.5 / math.sqrt(N))
+    assert not torch.equal(found, keys.beta(torch.tensor(3), 2, (N,), a))

@@ -10,8 +10,9 @@ import protofed
 ROOT = Path(protofed.__file__).parent
 
 ORDER = (
-    "version errors keys files shape toml tree user_code",
+    "version errors fused keys files shape toml tree user_code cluster",
     "prototypes models",
+    "styles",
     "method",
     "methods",
     "data",

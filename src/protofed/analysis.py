@@ -32,7 +32,6 @@ from protofed.federation.facts import DTYPES
 from protofed.federation.model_state import load_model
 from protofed.federation.simulation import initial_network, tested_images
 from protofed.method import Client, ServerView, Sizes
-from protofed.models.network import trainable
 from protofed.prototypes import finch, widened
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
@@ -172,9 +171,7 @@ def outputs(
     received: Tree | None = None
     for model, mine in _evaluated(run, domain, round):
         network = initial_network(config, task, model)
-        sizes = Sizes(
-            len(task.classes), network.features, task.image_size, tuple(trainable(network))
-        )
+        sizes = Sizes.of(network, len(task.classes), task.image_size)
         initial = {name: t.clone() for name, t in network.state_dict().items()}
         received = _received(run, round, sizes) if received is None else received
         at = (round or len(run.rounds)) - 1

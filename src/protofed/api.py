@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
+from protofed.cluster import require_ray
 from protofed.config import Config
 from protofed.data import Task
+from protofed.errors import ProtofedError
 from protofed.federation.simulation import Observer
 from protofed.method import Method
 from protofed.methods import METHODS
@@ -19,10 +21,18 @@ from protofed.runs.result import Result
 from protofed.runs.run import run as run_federation
 from protofed.studies.adhoc import Asked, comparison, parameter_sweep, tuning
 from protofed.studies.definition import TUNE, Study
-from protofed.studies.execution import Job, default_jobs, raise_failures, run_all
+from protofed.studies.execution import (
+    Job,
+    LocalRunner,
+    Runner,
+    default_jobs,
+    raise_failures,
+    run_all,
+)
 from protofed.studies.folder import StudyFolder
 from protofed.studies.launch import folder_preview, prepare
 from protofed.studies.plan import Selection
+from protofed.studies.ray_runner import RayRunner
 from protofed.studies.search import Values
 
 
@@ -71,6 +81,8 @@ def compare(
     runs: str | Path = "runs",
     out: str | Path | None = None,
     jobs: int | None = None,
+    ray: str | None = None,
+    gpus_per_run: float | None = None,
     progress: bool | None = None,
     **settings: Any,
 ) -> StudyFolder:
@@ -78,13 +90,14 @@ def compare(
 
     ``methods`` are names, ``"path/to/file.py:Class"`` or method objects; a mapping gives the rows
     labels of their own. ``options`` has hyper-parameters by row: ``{"fpl": {"tau": 0.05}}``. The
-    runs are in the pool ``runs``, where those that are there already are found again.
+    runs are in the pool ``runs``, where those that are there already are found again. With ``ray``
+    (``"local"``, ``"auto"`` or ``"HOST:PORT"``) they run on a cluster, each with ``gpus_per_run``.
 
     >>> table = protofed.compare("glyphs", ["fedavg", "fpl"], rounds=5)
     >>> print(table)
     """
     asked = comparison(task, methods, seeds, options or {}, settings)
-    return _run_asked(asked, runs, out, jobs, progress)
+    return _run_asked(asked, runs, out, jobs, ray, gpus_per_run, progress)
 
 
 def sweep(
@@ -98,6 +111,8 @@ def sweep(
     runs: str | Path = "runs",
     out: str | Path | None = None,
     jobs: int | None = None,
+    ray: str | None = None,
+    gpus_per_run: float | None = None,
     progress: bool | None = None,
     **settings: Any,
 ) -> StudyFolder:
@@ -107,7 +122,7 @@ def sweep(
     is another method, not swept.
     """
     asked = parameter_sweep(task, method, over, seeds, options or {}, settings, against)
-    return _run_asked(asked, runs, out, jobs, progress)
+    return _run_asked(asked, runs, out, jobs, ray, gpus_per_run, progress)
 
 
 def tune(
@@ -121,6 +136,8 @@ def tune(
     runs: str | Path = "runs",
     out: str | Path | None = None,
     jobs: int | None = None,
+    ray: str | None = None,
+    gpus_per_run: float | None = None,
     progress: bool | None = None,
     **settings: Any,
 ) -> StudyFolder:
@@ -135,7 +152,7 @@ def tune(
     {'tau': 0.05}
     """
     asked = tuning(task, method, over, budget, seeds, options or {}, settings)
-    return _run_asked(asked, runs, out, jobs, progress)
+    return _run_asked(asked, runs, out, jobs, ray, gpus_per_run, progress)
 
 
 @dataclass(frozen=True)
@@ -155,6 +172,8 @@ def run_study(
     *,
     jobs: int | None = None,
     shard: tuple[int, int] | None = None,
+    ray: str | None = None,
+    gpus_per_run: float | None = None,
     tensorboard: bool = False,
     selection: Selection = Selection(),  # noqa: B008 (frozen)
     says: Sequence[str] = (),
@@ -163,16 +182,35 @@ def run_study(
 
     The study's folder is made before its runs: `protofed study table` can show what is there so
     far, and a folder that holds another study is an error now, not after hours. A point of a search
-    that diverged has not failed: its row says so.
+    that diverged has not failed: its row says so. With ``ray``, the runs are done on that cluster.
     """
     from protofed.report.study_figures import write_figures  # it imports matplotlib
 
-    study, work = prepare(study, pool, selection=selection, shard=shard, tensorboard=tensorboard)
+    if ray is None and gpus_per_run is not None:
+        raise ProtofedError("GPUs per run were given without a cluster", "add --ray auto")
+    if ray is not None:
+        require_ray()
+    study, work = prepare(
+        study,
+        pool,
+        selection=selection,
+        shard=shard,
+        tensorboard=tensorboard,
+        elsewhere=ray is not None,
+    )
+    if ray is not None and any(job.config.engine == "ray" for job in work):
+        raise ProtofedError("--ray and --engine ray exclude each other", "give one of them")
     folder = StudyFolder.create(path, study, pool) if shard is None else None
     protocols = dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work)
     for line in (*protocols, *folder_preview(work), *says):
         print_plain(console, line)
-    failed = run_all(work, jobs or default_jobs(work), console)
+    runner: Runner
+    if ray is None:
+        runner = LocalRunner(jobs or default_jobs(work))
+    else:
+        cpus = max(job.config.workers or 1 for job in work)
+        runner = RayRunner(ray, pool, most=jobs, cpus=cpus, gpus=gpus_per_run)
+    failed = run_all(work, runner, console)
     files, made = list[str](), folder.tables() if folder is not None else []
     if folder is not None and any(table.runs for table in made):
         files = folder.write_tables() + write_figures(folder, made)
@@ -186,11 +224,22 @@ def _run_asked(
     runs: str | Path,
     out: str | Path | None,
     jobs: int | None,
+    ray: str | None,
+    gpus_per_run: float | None,
     progress: bool | None,
 ) -> StudyFolder:
     pool, console = Path(runs), _console(progress)
     path = Path(out) if out is not None else pool / asked.name
-    done = run_study(asked.study, path, pool, console, jobs=jobs, says=asked.says)
+    done = run_study(
+        asked.study,
+        path,
+        pool,
+        console,
+        jobs=jobs,
+        ray=ray,
+        gpus_per_run=gpus_per_run,
+        says=asked.says,
+    )
     raise_failures(done.failed)
     assert done.folder is not None
     return done.folder

@@ -6,8 +6,8 @@ checkpoint needs no generator state. Two kinds of draws:
 
 - on the host, ``generator(...)``: a numpy generator for permutations, crops, Beta variables and
   initial weights, a new one for each key;
-- inside a training step, ``uniform`` / ``normal``: a stateless integer hash written in tensor
-  operations, the same on every device, whose key is an input tensor of the step.
+- inside a training step, ``uniform``, ``normal`` and ``beta``: a stateless integer hash written in
+  tensor operations, the same on every device, whose key is an input tensor of the step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+
+from protofed.fused import replaceable
 
 
 def key(*parts: int | str) -> int:
@@ -53,14 +55,28 @@ def _hash(key: Tensor, draw: int, n: int) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+@replaceable
 def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """Float32 numbers in the open interval (0, 1): the upper 23 bits of the hash, centered."""
     bits = _shift_right(_hash(key, draw, math.prod(shape)), 41)
     return ((bits.to(torch.float32) + 0.5) * 2.0**-23).reshape(shape)
 
 
+# The others are computed in float64, then rounded: the last bits of a logarithm or cosine differ
+# between devices.
+
+
+@replaceable
 def normal(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
     """Float32 standard normal numbers (Box and Muller)."""
-    # In float64, then rounded: the last bits of a logarithm or cosine differ between devices.
     u = uniform(key, draw, (2, *shape)).double()
     return (torch.sqrt(-2 * torch.log(u[0])) * torch.cos(2 * math.pi * u[1])).float()
+
+
+@replaceable
+def beta(key: Tensor, draw: int, shape: tuple[int, ...], a: float) -> Tensor:
+    """Float32 numbers of the Beta(a, a) distribution, for any a > 0 (Devroye, 1996)."""
+    u = uniform(key, draw, (2, *shape)).double()
+    cos = torch.cos(2 * math.pi * u[1])
+    w = (torch.exp(-torch.log(u[0]) / a) - 1) * cos * cos
+    return (0.5 + 0.5 * torch.sign(cos) / torch.sqrt(1 + 1 / w)).float()

@@ -1,4 +1,4 @@
-"""The contract of a method: everything a method imports beside torch and ``protofed.prototypes``.
+"""The contract of a method: all it imports beside torch, ``protofed.prototypes`` and ``.styles``.
 
 A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. The
 defaults of ``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over
@@ -7,11 +7,12 @@ data, clients or devices, and nothing outside ``methods/`` mentions a method by 
     round t:  broadcast(server) ─► each client: phases ─► forward, loss ─► upload
               ─► weights, aggregate ─► the server's next state ─► predict on every test set
 
-*Hot* hooks (``forward``, ``loss``, ``predict``, ``rules``) are plain tensor expressions: no
-``.item()``, no ``if`` on a tensor's value. Whatever changes between steps or rounds comes as a
-tensor from the client view (``client.round``, ``client.progress``, ``client.received``, ...),
-because an engine may record the step once and replay it. All other hooks are *cold*: ordinary
-Python, called once per client or round. ``protofed methods check`` verifies any method.
+*Hot* hooks (``forward``, ``between``, ``loss``, ``predict``, ``rules``) are plain tensor
+expressions: no ``.item()``, no ``if`` on a tensor's value. Whatever changes between steps or rounds
+comes as a tensor from the client view (``client.round``, ``client.progress``,
+``client.received``, ...), because an engine may record the step once and replay it. All other hooks
+are *cold*: ordinary Python, called once per client or round. ``protofed methods check`` verifies
+any method.
 
 State is one type everywhere, a ``Tree``: named slots of named tensors. Server state, client state
 and both messages are Trees. A client starts each round from ``mine["model"] | received["model"]``:
@@ -28,7 +29,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral, Real
 from types import CodeType, FunctionType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
@@ -44,10 +45,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from protofed import keys
 from protofed.errors import NoSecondDerivative, unknown
 from protofed.errors import ProtofedError as ProtofedError
+from protofed.models.network import Between as Between
 from protofed.models.network import Network as Network
 from protofed.models.network import Output as Output
 from protofed.models.network import trainable
 from protofed.prototypes import Prototypes, class_means, class_sums, widened
+from protofed.styles import style_of
 from protofed.tree import Slot as Slot
 from protofed.tree import Tree as Tree
 
@@ -81,12 +84,22 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Classes K, feature size d, image side, and the names of the model's trainable entries."""
+    """Classes K, feature size d, image side, and of the model the names of its trainable entries.
+
+    ``channels`` are those of each stage, by name.
+    """
 
     classes: int
     features: int
     image: int
     parameters: tuple[str, ...] = ()
+    channels: Mapping[str, int] = {}
+
+    @classmethod
+    def of(cls, network: Network, classes: int, image: int) -> Self:
+        """The sizes of a network for these classes and images."""
+        channels = {name: stage.channels for name, stage in network.stages.items()}
+        return cls(classes, network.features, image, tuple(trainable(network)), channels)
 
 
 class PublicImages(NamedTuple):
@@ -290,6 +303,14 @@ class Method:
         """The local training of a round; ``epochs`` is the protocol's total for the round."""
         return (Phase(self.loss),)
 
+    def restyles(self, stages: tuple[str, ...]) -> tuple[str, ...]:
+        """The stages at which ``between`` changes the features, out of those of the network.
+
+        The first is ``pixels``; ResNets also have ``stem``, ``stage1`` to ``stage4``, CNNs
+        ``stage1`` and so on, and a model of the user's own has those that it names.
+        """
+        return ()
+
     def draws(self, rng: np.random.Generator, steps: int) -> Mapping[str, NDArray[Any]]:
         """An epoch's random numbers that have no closed form, drawn on the host.
 
@@ -321,6 +342,14 @@ class Method:
     def forward(self, client: Client, x: Tensor) -> Output:
         """Feature [B, d] and logits [B, K] of a batch."""
         return client.network(x)  # type: ignore[no-any-return]
+
+    def between(self, client: Client, stage: str, x: Tensor) -> Tensor:
+        """What the next stage gets of the features x [B, C, H, W] of this one.
+
+        It is called in training, in every pass of ``client.forward``, at the stages of
+        ``restyles``; not in evaluation, nor in clean passes.
+        """
+        return x
 
     def loss(self, client: Client, batch: Batch) -> Terms:
         """The local objective, term by term."""
@@ -473,8 +502,9 @@ class Client:
     """One client during one round: a plain class of tensors, so that a step can be captured.
 
     Hot hooks may use ``network``, ``received``, ``mine``, ``start``, ``parameters``, ``round``,
-    ``progress``, ``id``, ``drawn``, ``forward``, ``forward_with``, ``cross_entropy``, ``uniform``
-    and ``normal``; the rest is for cold hooks.
+    ``progress``, ``id``, ``domain``, ``pixel_mean``, ``pixel_std``, ``drawn``, ``forward``,
+    ``forward_with``, ``cross_entropy``, ``uniform``, ``normal`` and ``beta``; the rest is for cold
+    hooks.
     """
 
     def __init__(
@@ -488,6 +518,7 @@ class Client:
         round: int = 0,
         rounds: int = 1,
         name: str = "server",
+        domain: str = "",
         clean: BatchSource | None = None,
         public: BatchSource | None = None,
         samples: int = 0,
@@ -495,8 +526,11 @@ class Client:
         min_class_count: int = 1,
         small_classes: Tensor | None = None,
         label_smoothing: float = 0.0,
+        mean: Sequence[float] = (0.0,),
+        std: Sequence[float] = (1.0,),
     ) -> None:
-        device = next(network.parameters()).device
+        own = next(network.parameters())
+        device = own.device
         self.method = method
         self.network = network
         self.classes = sizes.classes
@@ -516,6 +550,13 @@ class Client:
         """0 in the first round, 1 in the last."""
         self.id = torch.tensor(keys.key(name), device=device)
         """The client's name as a number, for hot hooks; ``ServerView.client_ids`` has them all."""
+        self.domain = torch.tensor(keys.key(domain), device=device)
+        """Its domain as a number; ``ServerView.domain_ids`` has those of all clients."""
+        self.pixel_mean, self.pixel_std = (
+            torch.tensor(values, dtype=own.dtype, device=device)[:, None, None]
+            for values in (mean, std)
+        )
+        """What images are normalized by: ``x * pixel_std + pixel_mean`` is in [0, 1]."""
         self.key = torch.zeros((), dtype=torch.int64, device=device)
         self.drawn: Slot = {}
         """This step's row of the method's ``draws``."""
@@ -536,31 +577,47 @@ class Client:
 
     # ---- hot -----------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Output:
+    def forward(self, x: Tensor, between: Between | None = None) -> Output:
         """Feature and logits under the current weights.
 
         The first pass of a training step is the main one: it updates BatchNorm statistics, and
-        its features make the prototypes. Further passes of the same step do neither.
+        its features make the prototypes. Further passes of the same step do neither. In training,
+        the method's own ``between`` changes features between stages, unless one is given.
         """
-        if self._main is None or not self.network.training:
-            out = self.method.forward(self, x)
+        training = self.network.training
+        if between is None and training:
+            between = partial(self.method.between, self)
+        if self._main is None or not training:
+            out = self._pass(x, between)
             self._main = out.feature
             return out
         with _frozen_statistics(self.network):
-            return self.method.forward(self, x)
+            return self._pass(x, between)
 
-    def forward_with(self, model: Slot, x: Tensor) -> Output:
+    def forward_with(self, model: Slot, x: Tensor, between: Between | None = None) -> Output:
         """Feature and logits in evaluation mode, without gradient.
 
-        Under the weights of ``model``; what it does not have is the network's own.
+        Under the weights of ``model``; what it does not have is the network's own. At the method's
+        stages, features go through ``between``, if given.
         """
         was_training = self.network.training
         self.network.eval()
         with torch.no_grad():
-            call = partial(self.method.forward, self, x)
+            call = partial(self._pass, x, between)
             out = call_with(self.network, model, call)
         self.network.train(was_training)
         return out
+
+    def _pass(self, x: Tensor, between: Between | None) -> Output:
+        if between is None or not self.restyles:
+            return self.method.forward(self, x)
+        with self.network.between(self.restyles, between):
+            return self.method.forward(self, x)
+
+    @cached_property
+    def restyles(self) -> tuple[str, ...]:
+        """The method's stages in this network."""
+        return restyled_stages(self.method, self.network)
 
     def cross_entropy(self, logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
         """The cross-entropy of logits [B, K] and labels [B], with the run's label smoothing."""
@@ -577,23 +634,35 @@ class Client:
         self._draws += 1
         return keys.normal(self.key, self._draws, shape)
 
+    def beta(self, a: float, *shape: int) -> Tensor:
+        """Keyed numbers of the Beta(a, a) distribution, different for each draw of a step."""
+        self._draws += 1
+        return keys.beta(self.key, self._draws, shape, a)
+
     # ---- cold ----------------------------------------------------------------------------------
 
     def model(self) -> Slot:
         """A copy of the current model, buffers included."""
         return {name: t.detach().clone() for name, t in self.network.state_dict().items()}
 
-    def class_means(self) -> tuple[Tensor, Tensor]:
+    def class_means(self, between: Between | None = None) -> tuple[Tensor, Tensor]:
         """The mean feature [K, d] of each class, and the number of samples [K] behind it.
 
-        Both are 0 for a class that the client lacks, or has fewer than ``min_class_count`` of.
+        Both are 0 for a class that the client lacks, or has fewer than ``min_class_count`` of. With
+        ``between``, they are those of a clean pass with features changed by it at the method's
+        stages; otherwise those that were collected.
         """
-        if self._sums is None:
+        collected = self._sums
+        if between is not None:
+            self.begin_prototypes()
+            self.collect_post(between)
+            self._sums, collected = collected, self._sums
+        if collected is None:
             raise RuntimeError(
                 f"{type(self.method).__name__} asks for class means but collects none: "
                 "its proto_pass must be 'last_epoch' or 'post'"
             )
-        sum_Kd, count_K = self._sums
+        sum_Kd, count_K = collected
         if self.small_classes is not None:
             count_K = count_K.masked_fill(self.small_classes, 0)
         return class_means(sum_Kd, count_K), count_K
@@ -610,6 +679,34 @@ class Client:
             large_n = ~self.small_classes[y_n]
             return z_nd[large_n], y_n[large_n]
         return z_nd, y_n
+
+    def sample_styles(self, model: Slot | None = None) -> dict[str, Tensor]:
+        """The style [n, 2, C] of each training sample at each of the method's stages.
+
+        Of a clean pass under the weights of ``model``: ``client.start`` for those that training
+        started from. None: the current ones.
+        """
+        found: dict[str, list[Tensor]] = {stage: [] for stage in self.restyles}
+
+        def look(stage: str, x: Tensor) -> Tensor:
+            found[stage].append(style_of(x))
+            return x
+
+        for x, _ in self._batches("train"):
+            self.forward_with(model or {}, x, look)
+        return {stage: torch.cat(styles) for stage, styles in found.items()}
+
+    def styles(self, model: Slot | None = None) -> Slot:
+        """Mean and standard deviation over the samples of ``sample_styles``: [2, 2, C] per stage.
+
+        All 0 for a client with fewer than ``min_class_count`` samples; no other has a σ of 0.
+        """
+        styles = self.sample_styles(model)
+        enough = self.samples >= self.min_class_count
+        return {
+            stage: torch.stack([s.mean(0), s.std(0, correction=0)]) * enough
+            for stage, s in styles.items()
+        }
 
     def public_logits(self) -> Tensor:
         """Logits [N, K] of the next round's public images: a clean pass, no gradient."""
@@ -666,10 +763,10 @@ class Client:
         """Take class sums that are kept elsewhere."""
         self._sums = sum_Kd, count_K
 
-    def collect_post(self) -> None:
+    def collect_post(self, between: Between | None = None) -> None:
         """Fill the class sums in a clean pass over the training samples."""
         for x, y in self._batches("train"):
-            self._add(self.forward_with({}, x).feature, y)
+            self._add(self.forward_with({}, x, between).feature, y)
 
     def clipped_sums(self, clip: float) -> tuple[Tensor, Tensor]:
         """Class sums of the network as it is, in a clean pass; no feature is longer than ``clip``.
@@ -695,6 +792,19 @@ class Client:
         if self.clean is None:
             raise RuntimeError("the server has no samples: only clients do")
         return self.clean(part)
+
+
+def restyled_stages(method: Method, network: Network) -> tuple[str, ...]:
+    """The method's stages in a network; an error if the network has no such stage."""
+    names = tuple(network.stages)
+    found = method.restyles(names)
+    for name in found:
+        if name not in names:
+            raise ProtofedError(
+                f"{method.name} asks for stage '{name}', which the model does not have",
+                f"its stages are {', '.join(names)}",
+            )
+    return found
 
 
 def call_with(network: nn.Module, tensors: Slot, function: Callable[[], R]) -> R:
@@ -743,10 +853,16 @@ class ServerView:
     clients: tuple[str, ...]
     sizes: Sizes
     seed: int = 0
+    domains: tuple[str, ...] = ()
+    """The domain of each of ``clients``."""
 
     def client_ids(self) -> Tensor:
         """``client.id`` of every client [M], in the order of ``clients``."""
         return torch.tensor([keys.key(name) for name in self.clients])
+
+    def domain_ids(self) -> Tensor:
+        """``client.domain`` of every client [M], in the order of ``clients``."""
+        return torch.tensor([keys.key(name) for name in self.domains])
 
     def generator(self, *purpose: int | str) -> np.random.Generator:
         """A random generator keyed by the run's seed, the round and a purpose."""
@@ -786,6 +902,22 @@ def proto_pass_hyper(features: str, default: str = "last_epoch", **limits: Any) 
     """The hyper-parameter ``proto_pass``; ``features`` names the equation it is about."""
     meaning = f"{features}: during the last training epoch, or in a clean pass afterwards"
     return hyper(default, "", meaning, choices=("last_epoch", "post"), **limits)
+
+
+def stages_hyper(auto: str) -> Any:
+    """The hyper-parameter ``stages``; ``auto`` says in words what its default means."""
+    return hyper("auto", "", f"where: stages separated by commas; auto: {auto}")
+
+
+def chosen_stages(names: str, auto: Iterable[str]) -> tuple[str, ...]:
+    """What ``restyles`` returns: the stages named by that hyper-parameter, or those of ``auto``."""
+    named = auto if names == "auto" else [name.strip() for name in names.split(",")]
+    if found := tuple(dict.fromkeys(named)):
+        return found
+    raise ProtofedError(
+        "the model has no stages for the method to work between",
+        "use another model, name the stages of your own (encoder.stages), or --set stages=pixels",
+    )
 
 
 def upload_class_means(client: Client) -> Tree:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +16,7 @@ from protofed import keys
 from protofed.errors import ProtofedError, raised_at
 
 _trusted = False
+_copies: dict[Path, Path] = {}
 
 
 def trust_code() -> None:
@@ -40,6 +42,16 @@ def code_withheld(what: str, reference: str) -> ProtofedError:
     )
 
 
+def use_copies(copies: Mapping[str, str]) -> None:
+    """Read files of code, by their absolute paths, from copies: they are on another machine."""
+    _copies.update({Path(file): Path(copy) for file, copy in copies.items()})
+
+
+def readable(file: Path) -> Path:
+    """Where the content of a file of code is to be read from."""
+    return _copies.get(file.absolute(), file)
+
+
 def parts_of(name: str, kind: str, example: str) -> tuple[Path, str]:
     """File and name of ``path/to/file.py:name``; ``kind`` is what is to be found there."""
     path, _, wanted = name.rpartition(":")
@@ -50,16 +62,18 @@ def parts_of(name: str, kind: str, example: str) -> tuple[Path, str]:
 
 def execute(file: Path, wanted: str) -> ModuleType:
     """The module of a file, executed once per content; ``wanted`` is what it is read for."""
-    if not file.is_file():
+    source = readable(file)
+    if not source.is_file():
         raise ProtofedError(f"there is no file '{file}' to load {wanted} from")
     # One module per content: a dataclass needs its module in sys.modules, and two files of the
     # same name must not collide there.
-    module_name = f"protofed_user_{keys.key(str(file.resolve()), file.read_bytes().hex()):x}"
+    module_name = f"protofed_user_{keys.key(str(file.resolve()), source.read_bytes().hex()):x}"
     module = sys.modules.get(module_name)
     if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, file)
+        spec = importlib.util.spec_from_file_location(module_name, source)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        module.__file__ = str(file.absolute())
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)

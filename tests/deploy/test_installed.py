@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from typer.testing import CliRunner
 
 from protofed.cli.app import app
 from protofed.deploy.members import read_members
+from protofed.deploy.messages import Request, write
 from protofed.deploy.operator import plan_run, run_folder
 from protofed.deploy.setup import init
+from protofed.deploy.site import answer, read_site_config
 from protofed.deploy.spec import RunSpec, pack, unpack
 from protofed.errors import ProtofedError
 from protofed.runs.records import read_records
@@ -120,6 +123,13 @@ def test_a_spec_names_no_file(federation: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ProtofedError, match="is not installed here"):
             unpack(json.dumps({**parts, "method": method}))
+    spec = plan(federation, "fedavg")
+    spec = replace(spec, config=replace(spec.config, model=f"{evil}:make", width=None))
+    parts = json.loads(pack(spec))
+    parts["settings"]["model"] = spec.config.model  # with its path, as no honest server sends it
+    request = Request("a", spec.hash, 0, train=True, evaluate=False, accepted="")
+    with pytest.raises(ProtofedError, match="this needs the code of model"):
+        answer(read_site_config(federation / "sites" / "a"), json.dumps(parts), write(request))
     assert not (tmp_path / "pwned").exists()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 from protofed.cli.app import app
 from protofed.deploy.audit import AuditLog
 from protofed.deploy.messages import Request, write
-from protofed.deploy.policy import Approvals
+from protofed.deploy.policy import Approvals, Policy, read_policy
+from protofed.deploy.setup import init
 from protofed.deploy.site import SITE_FILE, answer, read_site_config
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import ProtofedError
@@ -51,6 +53,7 @@ OUTSIDE = {
     "max_lr = 1e-3": "lr = 0.01: the site's policy allows at most 0.001",
     "min_lr = 0.1": "lr = 0.01: the site's policy allows at least 0.1",
     'models = ["resnet10"]': "model = 'cnn2': the site's policy allows resnet10",
+    "max_width = 1": "width = 2: the site's policy allows at most 1",
     'norms = ["group"]': "norm = 'batch': the site's policy allows group",
 }
 INSIDE = """
@@ -61,7 +64,9 @@ max_batch = 8
 min_lr = 0.01
 max_lr = 0.01
 models = ["cnn2"]
+max_width = 2
 norms = ["batch"]
+max_delta = 1e-9
 private_state = false
 """
 
@@ -103,6 +108,37 @@ def test_a_phase_of_the_method_is_held_to_the_policy(world: Callable[..., Any]) 
     w = world("fedmd", {"digest_batch": 64}, rounds=2)
     with pytest.raises(Refused, match="batch = 64: the site's policy allows at most 32"):
         ask(w, "max_batch = 32", round=1)
+    with pytest.raises(Refused, match="epochs = 2: the site's policy allows at most 1"):
+        ask(w, "max_epochs = 1", round=1)  # one of each phase
+
+
+def test_a_width_is_refused_before_the_model_is_built(world: Callable[..., Any]) -> None:
+    config = world(rounds=1).run.config
+    small = Policy(max_width=31)
+    small.check(replace(config, width=31))
+    for width, found in ((10**5, "100000"), (None, "32")):
+        with pytest.raises(Refused, match=f"width = {found}: the site's policy allows at most 31"):
+            small.check(replace(config, width=width))
+
+
+def test_privacy_budgets_that_a_policy_demands(world: Callable[..., Any]) -> None:
+    pytest.importorskip("dp_accounting")
+    budget = {"proto_epsilon": 5.0, "update_epsilon": 50.0, "delta": 1e-3, "norm": "group"}
+    protected, open_, scaffold = world(rounds=1, **budget), world(rounds=1), world("scaffold")
+    said = ": the site's policy allows at most"
+    for w, policy, why in (
+        (protected, "max_proto_epsilon = 4", f"proto_epsilon = 5{said} 4"),
+        (protected, "max_update_epsilon = 40", f"update_epsilon = 50{said} 40"),
+        (protected, "max_delta = 1e-4", f"delta = 0.001{said} 0.0001"),
+        (open_, "max_proto_epsilon = 4", f"proto_epsilon is not set{said} 4"),
+        (open_, "max_update_epsilon = 40", f"update_epsilon is not set{said} 40"),
+        (scaffold, "max_proto_epsilon = 4", f"proto_epsilon is not set{said} 4"),
+    ):
+        with pytest.raises(Refused, match=re.escape(why)):
+            ask(w, policy)
+    ask(protected, "max_proto_epsilon = 5\nmax_update_epsilon = 50\nmax_delta = 1e-3")
+    ask(world("fedavg"), "max_proto_epsilon = 1e-3")  # has no prototypes to protect
+    ask(world("fedgh"), "max_update_epsilon = 1e-3")  # its model stays at the site
 
 
 @pytest.mark.parametrize("method", ["fedbn", "moon"])
@@ -113,7 +149,8 @@ def test_no_private_state_is_kept_where_the_policy_allows_none(
     said = re.escape(
         f"method = '{method}' keeps a private state at the site, and the site's policy allows none"
     )
-    with pytest.raises(Refused, match=said):
+    with monkeypatch.context() as patch, pytest.raises(Refused, match=said):
+        patch.setattr("protofed.deploy.site.train_client", lambda *_: pytest.fail("it trained"))
         ask(w, "private_state = false")
     if method == "moon":  # one that does not say so is found out when it is to be kept
         monkeypatch.setattr(METHODS[method], "slots", Slots())
@@ -148,6 +185,9 @@ def test_a_policy_may_demand_more_images_of_a_class(world: Callable[..., Any]) -
         ("max_round = 1", "max_rounds"),
         ("max_rounds = 0", "max_rounds of .policy. in .* must be a whole number"),
         ("max_lr = 'high'", "max_lr of"),
+        ("max_width = 2.5", "max_width of .policy. in .* must be a whole number"),
+        ("max_proto_epsilon = 0", "max_proto_epsilon of .policy. in .* must be"),
+        ("max_delta = 1", "max_delta of .policy. in .* must be"),
         ("methods = 'fpl'", "must be a list of names"),
         ("methods = []", "must be a list of names"),
         ("methods = ['fpll']", "fpl"),
@@ -162,6 +202,17 @@ def test_a_wrong_policy_is_an_error_before_the_site_joins(
     set_policy(w, policy)
     with pytest.raises(ProtofedError, match=said):
         read_site_config(w.folder / "homes" / HERE)
+
+
+def test_the_documented_policies_have_every_limit(tmp_path: Path) -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
+    init(tmp_path / "f", ["a", "b"], classes=["x", "y"])
+    written = (tmp_path / "f" / "sites" / "a" / SITE_FILE).read_text()
+    commented = written.partition("# [policy]")[2].replace("\n# ", "\n")
+    for text in (docs.partition("```toml\n[policy]")[2].partition("```")[0], commented):
+        raw = tomllib.loads(text)
+        assert raw.keys() == {field.name for field in fields(Policy)}
+        read_policy(Path(SITE_FILE), raw, {})
 
 
 # ---- approval -----------------------------------------------------------------------------------
@@ -322,6 +373,7 @@ def test_long_entries_and_a_torn_last_line(tmp_path: Path) -> None:
     assert len(list(log.entries())) == 3
     log.path.write_bytes(log.path.read_bytes()[:-5])
     log.append("sent")
+    assert log.path.read_bytes().count(b"\n") == 4  # the torn line stays apart from the next
     with pytest.raises(ProtofedError, match="line 3 is not an entry"):
         list(log.entries())
 

@@ -12,15 +12,7 @@ import torch
 from protofed import engines as engines
 from protofed.config import make_config
 from protofed.errors import Diverged
-from protofed.federation.bounds import (
-    FACTOR,
-    WIDER,
-    Bounds,
-    OutOfBounds,
-    shortened,
-    size,
-    sizes,
-)
+from protofed.federation.bounds import Bounds, OutOfBounds, shortened, size, sizes
 from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
 from protofed.runs.run import run
@@ -89,13 +81,19 @@ def test_the_bound_is_ten_times_the_median() -> None:
     bounds = Bounds(lambda: {"prototypes": 1.0}, clients=4)
     found = rounds(
         bounds,
-        four(FACTOR - 0.1),
-        four(FACTOR + 0.1),
+        four(9.9),
+        four(10.1),
         {"a": 9.0, "b": 11.0},  # two replies: the median of the rounds before counts
         four(50, 50, 50, 50),  # all of them: nobody stands out
         four(600, 50, 50, 50),
     )
     assert found == [set(), {"a"}, {"b"}, set(), {"a"}]
+
+
+def test_the_median_is_that_of_the_last_five_rounds() -> None:
+    bounds = Bounds(dict, clients=4)
+    bounds.restore([{"prototypes": size} for size in (1.0, 50.0, 50.0, 50.0, 1.0, 1.0)])
+    assert rounds(bounds, {"a": 499.0, "b": 501.0}) == [{"b"}]
 
 
 def test_the_first_round_is_held_against_the_dry_run() -> None:
@@ -113,7 +111,7 @@ def test_few_clients_have_an_absolute_bound() -> None:
     """Of three, two can make a median: one that grows tenfold a round would follow itself."""
     bounds = Bounds(lambda: {"prototypes": 1.0}, clients=3)
     lie = {"a": 9.0, "b": 9.0, "c": 1.0}
-    found = rounds(bounds, lie, {**lie, "a": 90.0, "b": 90.0}, {**lie, "a": WIDER + 1})
+    found = rounds(bounds, lie, {**lie, "a": 90.0, "b": 90.0}, {**lie, "a": 101.0, "b": 99.0})
     assert found == [set(), set(), {"a"}]
 
 
@@ -149,8 +147,11 @@ def test_numbers_that_a_client_can_have() -> None:
         },
     }
     Bounds(dict, clients=4).admit("a", reply(fine), start)
-    noised = prototypes(1.0, 1.0, count=[-0.5, 60.3])
-    Bounds(dict, clients=4, noised_counts=True).admit("a", reply(noised), start)
+    noised = Bounds(dict, clients=4, count_noise=2.0)  # ten standard deviations are allowed
+    noised.admit("a", reply(prototypes(1.0, 1.0, count=[0.0, 29.9])), start)
+    for counts in ([0.0, 30.1], [-0.5, 1.0], [19.3, 19.3]):
+        with pytest.raises(OutOfBounds, match=r"numbers from 0 to 30 that sum to at most 38\.28"):
+            noised.admit("a", reply(prototypes(1.0, 1.0, count=counts)), start)
 
 
 # ---- in a run ------------------------------------------------------------------------------------
@@ -195,6 +196,28 @@ def test_a_lie_is_refused_by_name_and_the_run_goes_on(
     assert "'prototypes' has the norm" in problems[1][liar]
     assert [r["clients"] for r in found.rounds] == [4, 3, 4]
     assert all(r["norms"]["prototypes"] < 1e3 for r in found.rounds)
+
+
+@pytest.mark.parametrize("setting", ["min_class_count", "proto_epsilon"])
+def test_prototypes_that_a_dry_run_would_not_send_are_bounded_too(
+    monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Of two clients, whose bound is that of the dry run alone."""
+    if setting == "proto_epsilon":
+        pytest.importorskip("dp_accounting")
+
+    def claims(round: int, name: str, message: Tree) -> Tree:
+        slot = {n: torch.ones_like(t) for n, t in message["prototypes"].items()}
+        return {**message, "prototypes": {**slot, "mean": slot["mean"] * 1e5}}
+
+    lying(monkeypatch, claims)
+    task = tiny_task(clients=1)
+    values = {**TINY, "rounds": 1, "attack": "noise", "attackers": 0.5, setting: 5}
+    found = run(task, "fpl", **values)
+    (why,) = found.rounds[0]["problems"].values()
+    assert "'prototypes' has the norm" in why
+    if setting == "proto_epsilon":  # a hundred times the longest feature that counts in full
+        assert "more than 1000" in why
 
 
 def test_clipping_and_letting_it_count_are_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,19 @@ def test_the_workers_agree_with_the_loop() -> None:
     assert tree.equal(loop.server.state, workers.server.state)
 
 
+def test_features_are_those_of_classes_with_enough_images() -> None:
+    found = federation("fedavg")
+    x = torch.zeros(6, 3, TASK.image_size, TASK.image_size, dtype=found.setup.dtype)
+    y = torch.tensor([0, 1, 1, 3, 3, 3])
+    client = Client(
+        METHODS["fedavg"](), found.make_network(), found.sizes, received={}, mine={},
+        small_classes=torch.tensor([True, True, False, False]),
+        clean=lambda part: iter([(x, y)]),
+    )  # fmt: skip
+    z, labels = client.features()
+    assert len(z) == 3 and labels.tolist() == [3, 3, 3]
+
+
 def test_clusters_of_fewer_rows_are_left_out() -> None:
     """Two directions in a class of six rows: four rows of one, two of the other."""
     rows = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 2)

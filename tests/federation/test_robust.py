@@ -122,6 +122,9 @@ def test_clients_without_a_class_in_common_are_not_outliers() -> None:
     score = outlyingness(given, {"prototypes"}, 1)
     assert max(score, key=lambda name: score[name]) == "4"
     assert score["3"] < 5 < score["4"]
+    # nor are they nearest to everybody: who sends a class that nobody else has is as far as usual
+    alone = updates(*near, table((1.1, 1.0), None), table(None, (50.0, 50.0)))
+    assert outlyingness(alone, {"prototypes"}, 1)["4"] > 0.5
 
 
 def test_without_attackers_or_with_one_client_there_is_nothing_to_do() -> None:

@@ -31,10 +31,11 @@ def imports(path):
 @pytest.mark.parametrize(
     "path", [*sorted((SOURCE / "methods").glob("[!_]*.py")), *EXAMPLES.glob("*.py")], ids=str
 )
-def test_a_method_imports_the_contract_and_prototypes_alone(path):
+def test_a_method_imports_the_contract_prototypes_and_styles_alone(path):
+    allowed = ("protofed.method", "protofed.prototypes", "protofed.styles")
     for module in imports(path):
         other_method = module.startswith("protofed.methods.") and path.parent.name == "methods"
-        assert module in ("protofed.method", "protofed.prototypes") or other_method, module
+        assert module in allowed or other_method, module
 
 
 def test_only_methods_know_the_methods():

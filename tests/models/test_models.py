@@ -149,3 +149,57 @@ def test_errors() -> None:
         build("cnn3", 10, 32, width=0)
     with pytest.raises(ProtofedError, match="classes is 0"):
         build("cnn3", 0, 32)
+
+
+STAGES = {
+    "resnet10": {"pixels": 3, "stem": 8, "stage1": 8, "stage2": 16, "stage3": 32, "stage4": 64},
+    "resnet18": {"pixels": 3, "stem": 8, "stage1": 8, "stage2": 16, "stage3": 32, "stage4": 64},
+    "cnn3": {"pixels": 3, "stage1": 8, "stage2": 16, "stage3": 32},
+    "cnn2": {"pixels": 3, "stage1": 8, "stage2": 16},
+    "resnet50_imagenet": {
+        "pixels": 3,
+        "stem": 8,
+        "stage1": 32,
+        "stage2": 64,
+        "stage3": 128,
+        "stage4": 256,
+    },
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_stages_in_their_order_with_their_channels(name: str) -> None:
+    network = build(name, 5, 32, width=8, norm="batch").eval()
+    x = torch.randn(2, 3, 32, 32)
+    seen: dict[str, torch.Size] = {}
+
+    def look(stage: str, x: torch.Tensor) -> torch.Tensor:
+        seen[stage] = x.shape
+        return x
+
+    plain = network(x).logits
+    with network.between(network.stages, look):
+        assert torch.equal(network(x).logits, plain)
+    assert {n: s[1] for n, s in seen.items()} == STAGES[name]
+    assert [*seen] == [*network.stages] and all(len(s) == 4 for s in seen.values())
+    seen.clear()
+    network(x)
+    assert not seen
+    # those of a ResNet's stages halve the image; the last block's output is the stage's
+    if name == "resnet18":
+        blocks = network.encoder[:5]  # type: ignore[index]
+        with network.between(["stage1"], lambda stage, x: seen.update(x=x) or x):  # type: ignore[func-returns-value, arg-type]
+            network(x)
+        assert torch.equal(blocks(x), seen["x"])
+
+
+def test_what_a_stage_becomes_is_what_the_next_one_gets() -> None:
+    network = build("cnn2", 5, 8, width=4, norm="batch").eval()
+    x = torch.randn(2, 3, 8, 8)
+    with network.between(["pixels"], lambda stage, x: 2 * x):
+        pixels = network(x)
+    assert torch.equal(pixels.feature, network(2 * x).feature)
+    with network.between(["stage1", "stage2"], lambda stage, x: x * (stage == "stage1")):
+        later = network(x)
+    zeros = torch.zeros(2, 8 * 2 * 2)
+    assert torch.equal(later.feature, network.encoder[-2:](zeros))  # type: ignore[index]

@@ -27,6 +27,21 @@ def small(image_size):
     layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
+def staged(image_size):
+    encoder = small(image_size)
+    encoder.stages = {"first": "2"}
+    return encoder
+
+def flat(image_size):
+    encoder = small(image_size)
+    encoder.stages = {"first": "4"}
+    return encoder
+
+def absent(image_size):
+    encoder = small(image_size)
+    encoder.stages = {"first": "conv"}
+    return encoder
+
 def wider(image_size):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * image_size**2, 6), nn.ReLU())
 
@@ -126,13 +141,21 @@ def test_weights_by_its_own_names(tmp_path: Path) -> None:
         load_weights(second, NAME, "w.pth")
 
 
+def test_it_may_name_its_stages() -> None:
+    for name, stages in ((NAME, {"pixels": 3}), ("net.py:staged", {"pixels": 3, "first": 4})):
+        own.load_factory(name)
+        assert {n: s.channels for n, s in build(name, 3, 8).stages.items()} == stages
+
+
 WRONG = {
     "net.py": "names no function",
     "net.py:smal": "there is no function smal in .*net.py",
     "absent.py:small": "there is no file .*absent.py' to load model small",
     "net.py:image": r"makes \[2, 3, 8, 8\] of 2 images of 8×8",
     "net.py:number": "returns 3",
-    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:20",
+    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:35",
+    "net.py:flat": r"its stage first, the module 4, gives \[\[2, 4\]\].*maps \[B, C, H, W\]",
+    "net.py:absent": "fails with images of 8×8: .*no attribute `conv`",
 }
 
 

@@ -161,6 +161,10 @@ class Run(Observer):
         """Standard normal numbers of a training step."""
         return keys.normal(self._key(client, round, step, phase), draw, shape).double()
 
+    def beta(self, client: str, round: int, step: int, draw: int, a: float, *shape: int) -> Tensor:
+        """Numbers of the Beta(a, a) distribution of a training step."""
+        return keys.beta(self._key(client, round, step, 0), draw, shape, a).double()
+
     def generator(self, *key: int | str) -> np.random.Generator:
         """The host's random numbers with this key: a round, a purpose, what lies between."""
         return keys.generator(self.setup.seed, *key)

@@ -7,6 +7,7 @@ which require a gradient, and BatchNorm's buffers, which do not.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor
 Model = dict[str, Tensor]
 Rows = list[list[Tensor]]
 """For each class its prototypes: none, one or several vectors [d]."""
+
+Between = Callable[[str, Tensor], Tensor]
+"""From a stage's name and its maps [B, C, H, W] to those that the next layer gets."""
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -29,22 +33,26 @@ def copy(θ: Model) -> Model:
     }
 
 
-def network(θ: Model, x: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+def network(
+    θ: Model, x: Tensor, training: bool, between: Between | None = None
+) -> tuple[Tensor, Tensor]:
     """Features [B, d] and logits [B, K]: convolutions with BatchNorm and pooling, two layers.
 
     In training BatchNorm normalizes by the batch and moves the buffers in θ, otherwise it
-    normalizes by them.
+    normalizes by them. Images and the maps after each convolution go through ``between``.
     """
-    z = encode(θ, x, training)
+    z = encode(θ, x, training, between)
     return z, linear(θ, "head", z)
 
 
-def encode(θ: Model, x: Tensor, training: bool) -> Tensor:
+def encode(θ: Model, x: Tensor, training: bool, between: Between | None = None) -> Tensor:
+    between = between or (lambda stage, x: x)
+    x = between("pixels", x)
     layer = 0
     while f"encoder.{layer}.weight" in θ:  # after them comes a layer without weights
         x = convolution(x, θ[f"encoder.{layer}.weight"])
         x = batch_norm(θ, f"encoder.{layer + 1}", x, training)
-        x = relu(max_pool(x))
+        x = between(f"stage{layer // 4 + 1}", relu(max_pool(x)))
         layer += 4
     x = x.reshape(len(x), -1)
     return relu(linear(θ, f"encoder.{layer + 1}", x))
@@ -82,6 +90,22 @@ def max_pool(x: Tensor) -> Tensor:
 
 def relu(x: Tensor) -> Tensor:
     return x * (x > 0)
+
+
+def style(x_i: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean of each channel of a map [C, H, W], and the root of its variance."""
+    means, deviations = [], []
+    for channel in x_i:
+        n = channel.numel()
+        μ = channel.sum() / n
+        means.append(μ)
+        deviations.append(torch.sqrt(((channel - μ) ** 2).sum() / (n - 1) + 1e-6))
+    return torch.stack(means), torch.stack(deviations)
+
+
+def restyled(x_i: Tensor, μ: Tensor, σ: Tensor, μ_new: Tensor, σ_new: Tensor) -> Tensor:
+    channels = zip(x_i, μ, σ, μ_new, σ_new, strict=True)
+    return torch.stack([a * (x - m) / s + b for x, m, s, b, a in channels])
 
 
 def linear(θ: Model, name: str, x: Tensor) -> Tensor:

@@ -403,3 +403,42 @@ def test_overwriting_first_removes_what_says_that_it_is_finished(
     assert not RunFolder(tmp_path).is_finished()
     run(TASK, config=asked, out=tmp_path, resume=True)
     assert RunFolder(tmp_path).is_finished()
+
+
+# ---- a copy elsewhere ----------------------------------------------------------------------------
+
+
+def test_a_folder_follows_one_elsewhere(
+    interrupted: Path, tmp_path: Path, digests: Digests
+) -> None:
+    """What is new there comes, what is gone there goes; what is not the run's stays."""
+    here, there = RunFolder(tmp_path / "here"), RunFolder(interrupted)
+    content = there.contents()
+    assert "rounds.jsonl" in content and any(name.startswith("clients/") for name in content)
+    here.receive(content, content)
+    assert here.contents() == content
+    private = next(here.client_states.iterdir())
+    assert private.stat().st_mode & 0o077 == 0
+    (here.path / "notes.txt").write_text("mine")
+    names = [n for n in content if not n.startswith("clients/") and n != "checkpoint.safetensors"]
+    changed = {"rounds.jsonl": b"new", "checkpoint.previous.safetensors": "config.toml"}
+    here.receive(changed, names)
+    found = here.contents()
+    assert found.keys() == {*names, "checkpoint.previous.safetensors", "notes.txt"}
+    assert found["checkpoint.previous.safetensors"] == content["config.toml"]
+    assert found["rounds.jsonl"] == b"new"
+
+
+def test_at_no_moment_is_a_followed_folder_worse_than_after_a_crash(
+    interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States before records, records before the checkpoint that counts them, the summary last."""
+    written: list[str] = []
+    monkeypatch.setattr(
+        "protofed.runs.folder.write_atomic", lambda path, *_, **__: written.append(path.name)
+    )
+    content = {**RunFolder(interrupted).contents(), "summary.json": b"", "model.safetensors": b""}
+    RunFolder(tmp_path / "here").receive(dict(reversed(content.items())), content)
+    last = [name for name in FILES if name in content]
+    assert written[-len(last) :] == last
+    assert all(name.startswith(("left", "right")) for name in written[: -len(last)])

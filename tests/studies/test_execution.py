@@ -25,6 +25,7 @@ from protofed.studies import execution
 from protofed.studies.definition import Study
 from protofed.studies.execution import (
     Job,
+    LocalRunner,
     default_jobs,
     display,
     raise_failures,
@@ -41,7 +42,7 @@ def jobs_of(made: Study, pool: Path) -> list[Job]:
 
 def run_quietly(jobs: list[Job], at_once: int = 1) -> tuple[list[Job], str]:
     out = io.StringIO()
-    return run_all(jobs, at_once, Console(file=out, width=200)), out.getvalue()
+    return run_all(jobs, LocalRunner(at_once), Console(file=out, width=200)), out.getvalue()
 
 
 def one(**more: Any) -> Study:
@@ -367,5 +368,5 @@ def test_a_terminal_gets_the_table_and_no_lines(
     run_in_process(monkeypatch)
     file = io.StringIO()
     console = Console(file=file, width=150, force_terminal=True)
-    assert run_all(jobs_of(one(), tmp_path), 1, console) == []
+    assert run_all(jobs_of(one(), tmp_path), LocalRunner(1), console) == []
     assert "1 of 1 done" in file.getvalue() and "round 1/1" not in file.getvalue()

@@ -10,9 +10,11 @@ import typer
 from rich.markup import escape
 
 from protofed.cli.options import (
+    GpusOption,
     JobsOption,
     MethodOption,
     PoolOption,
+    RayOption,
     SeedsOption,
     SetOfMethodOption,
     SetOption,
@@ -49,6 +51,8 @@ def compare(
     ] = None,
     jobs: JobsOption = None,
     shard: ShardOption = None,
+    ray: RayOption = None,
+    gpus_per_run: GpusOption = None,
     tensorboard: TensorBoardOption = False,
     settings: dict[str, Any],
 ) -> None:
@@ -66,7 +70,7 @@ def compare(
     rows = method_rows(names)
     options = by_method(assignments(set_), {label: label for label in rows})
     asked = comparison(task or "glyphs", names, seeds, options, settings)
-    run_asked(asked, out, pool, jobs, shard, tensorboard)
+    run_asked(asked, out, pool, jobs, shard, ray, gpus_per_run, tensorboard)
 
 
 @with_settings()
@@ -100,6 +104,8 @@ def sweep(
     ] = None,
     jobs: JobsOption = None,
     shard: ShardOption = None,
+    ray: RayOption = None,
+    gpus_per_run: GpusOption = None,
     tensorboard: TensorBoardOption = False,
     settings: dict[str, Any],
 ) -> None:
@@ -113,7 +119,7 @@ def sweep(
 
     grid, options = parse_over(over), assignments(set_)
     asked = parameter_sweep(task or "glyphs", method, grid, seeds, options, settings, against)
-    run_asked(asked, out, pool, jobs, shard, tensorboard)
+    run_asked(asked, out, pool, jobs, shard, ray, gpus_per_run, tensorboard)
 
 
 @with_settings()
@@ -144,6 +150,8 @@ def tune(
     ] = None,
     jobs: JobsOption = None,
     shard: ShardOption = None,
+    ray: RayOption = None,
+    gpus_per_run: GpusOption = None,
     tensorboard: TensorBoardOption = False,
     settings: dict[str, Any],
 ) -> None:
@@ -160,7 +168,7 @@ def tune(
 
     spaces, options = parse_over(over), assignments(set_)
     asked = tuning(task or "glyphs", method or "fedavg", spaces, budget, seeds, options, settings)
-    run_asked(asked, out, pool, jobs, shard, tensorboard)
+    run_asked(asked, out, pool, jobs, shard, ray, gpus_per_run, tensorboard)
 
 
 def run_asked(
@@ -169,10 +177,12 @@ def run_asked(
     pool: Path,
     jobs: int | None,
     shard: str | None,
+    ray: str | None,
+    gpus_per_run: float | None,
     tensorboard: bool,
 ) -> None:
     path = out or pool / asked.name
-    run_study(asked.study, path, pool, jobs, shard, tensorboard, says=asked.says)
+    run_study(asked.study, path, pool, jobs, shard, ray, gpus_per_run, tensorboard, says=asked.says)
 
 
 def run_study(
@@ -181,6 +191,8 @@ def run_study(
     pool: Path,
     jobs: int | None,
     shard: str | None,
+    ray: str | None,
+    gpus_per_run: float | None,
     tensorboard: bool,
     selection: Selection | None = None,
     says: Sequence[str] = (),
@@ -199,6 +211,8 @@ def run_study(
         console,
         jobs=jobs,
         shard=part,
+        ray=ray,
+        gpus_per_run=gpus_per_run,
         tensorboard=tensorboard,
         selection=chosen,
         says=says,

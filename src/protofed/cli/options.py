@@ -68,6 +68,24 @@ PoolOption = Annotated[
         help="The pool of runs: where runs are looked for and new ones are kept.",
     ),
 ]
+RayOption = Annotated[
+    str | None,
+    output_option(
+        "--ray",
+        metavar="local|auto|HOST:PORT",
+        help="Do the runs on a Ray cluster: one on this machine, a running one if there is any, or "
+        "the one at this address (docs/cluster.md).",
+    ),
+]
+GpusOption = Annotated[
+    float | None,
+    output_option(
+        "--gpus-per-run",
+        metavar="GPUS",
+        help="With --ray: what each run has of a GPU, e.g. 0.25; default: 1 if the cluster has "
+        "GPUs, otherwise 0.",
+    ),
+]
 ShardOption = Annotated[
     str | None,
     output_option(

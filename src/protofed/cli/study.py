@@ -13,9 +13,11 @@ from rich.table import Table
 from protofed.cli.compare import run_study
 from protofed.cli.options import (
     HELP,
+    GpusOption,
     ImagesOption,
     JobsOption,
     PoolOption,
+    RayOption,
     SetOfMethodOption,
     ShardOption,
     TensorBoardOption,
@@ -135,6 +137,8 @@ def run_(
     ] = None,
     jobs: JobsOption = None,
     shard: ShardOption = None,
+    ray: RayOption = None,
+    gpus_per_run: GpusOption = None,
     tensorboard: TensorBoardOption = False,
     settings: dict[str, Any],
 ) -> None:
@@ -158,7 +162,7 @@ def run_(
     )
     path = out or pool / _folder_name(study)
     study = study.with_seeds(chosen.seeds)
-    run_study(study, path, pool, jobs, shard, tensorboard, chosen)
+    run_study(study, path, pool, jobs, shard, ray, gpus_per_run, tensorboard, chosen)
     if study.kind == "tsne" and shard is None:
         console.print(f"the t-SNE figures: protofed report {path} -o report.html")
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -20,12 +21,12 @@ from protofed.deploy.audit import AuditLog, now
 from protofed.deploy.spec import RunSpec, asked_settings
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError, unknown
-from protofed.federation.model_state import model_entries
+from protofed.federation.model_state import model_entries, travel
 from protofed.federation.setup import Setup
 from protofed.files import read_json, write_json
 from protofed.method import Method
 from protofed.methods import METHODS
-from protofed.models import MODELS, NORMS, Network
+from protofed.models import MODELS, NORMS, Network, build
 
 LIMITS = {
     "max_rounds": "rounds",
@@ -33,7 +34,11 @@ LIMITS = {
     "max_batch": "batch",
     "min_lr": "lr",
     "max_lr": "lr",
+    "max_width": "width",
     "min_class_count": "min_class_count",
+    "max_proto_epsilon": "proto_epsilon",
+    "max_update_epsilon": "update_epsilon",
+    "max_delta": "delta",
 }
 """The setting that each number of a policy is about."""
 
@@ -54,19 +59,30 @@ class Policy:
     min_lr: float | None = None
     max_lr: float | None = None
     models: tuple[str, ...] | None = None
+    max_width: int | None = None
+    """Of the first layer, whether the run says so or the model's default does."""
     norms: tuple[str, ...] | None = None
     min_class_count: int = 1
     """A run that asks for less is not refused: the site's number is applied."""
+    max_proto_epsilon: float | None = None
+    """A run that sends anything beside the model without such a budget is refused, too."""
+    max_update_epsilon: float | None = None
+    """The same for a run that sends a model."""
+    max_delta: float | None = None
     private_state: bool = True
     """Whether a method may keep something at the site between rounds."""
     approval: bool = False
     """Whether a person has to approve each run (``deploy approve``)."""
 
     def check(self, config: Config) -> None:
-        """Refuse a run whose method, models or rounds are outside."""
+        """Refuse a run whose method, models or rounds are outside; nothing is built for it yet."""
         _require_known("method", config.method.name, self.methods)
         for model in config.models:
             _require_known("model", model, self.models)
+            if self.max_width is not None:
+                with torch.device("meta"):  # allocates nothing
+                    network = build(model, 1, config.image_size, config.width, config.norm)
+                _require("width", len(next(network.parameters())), None, self.max_width)
         _require("rounds", config.rounds, None, self.max_rounds)
 
     def check_round(self, setup: Setup, network: Network, round: int) -> None:
@@ -84,6 +100,20 @@ class Policy:
             _require("lr", phase.lr, self.min_lr, self.max_lr)  # a schedule only lowers it
         if method.slots.client or any(method.shared(e) == "no" for e in model_entries(network)):
             self.check_private_state(method)
+        self._check_privacy(setup, network)
+
+    def _check_privacy(self, setup: Setup, network: Network) -> None:
+        privacy, sends_more = setup.privacy, bool(setup.method.slots.up)
+        sends_model = "both" in travel(setup.method, network).values()
+        for name, budget, most, sent in (
+            ("proto_epsilon", privacy.prototypes, self.max_proto_epsilon, sends_more),
+            ("update_epsilon", privacy.model, self.max_update_epsilon, sends_model),
+        ):
+            if budget is not None:
+                _require(name, budget.epsilon, None, most)
+                _require("delta", budget.delta, None, self.max_delta)
+            elif sent and most is not None:
+                raise Refused(f"{name} is not set: the site's policy allows at most {most:g}")
 
     def check_private_state(self, method: Method) -> None:
         if not self.private_state:

@@ -1,8 +1,9 @@
 """Engines: where and how the clients of a round are trained.
 
 ``loop`` is the oracle: one client after another. ``workers`` runs clients on all cores of a CPU
-and agrees with it bit for bit; ``lanes`` runs them on a GPU and agrees to a tolerance. Importing
-this package makes them known to the federation.
+and agrees with it bit for bit; ``lanes`` runs them on a GPU and agrees to a tolerance; ``ray`` runs
+them on a cluster, with a loop on each core or lanes on each GPU. Importing this package makes them
+known to the federation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ def _lanes(setup: Setup, networks: MakeNetworks, device: torch.device, _: int | 
     return Lanes(setup, networks, device)
 
 
+def _ray(setup: Setup, networks: MakeNetworks, device: torch.device, count: int | None) -> Engine:
+    from protofed.engines.ray import Ray  # needs an extra
+
+    return Ray(setup, networks, device, count)
+
+
 register_engine("loop", Loop)
 register_engine("workers", Workers)
 register_engine("lanes", _lanes)
+register_engine("ray", _ray)

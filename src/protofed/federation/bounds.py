@@ -83,18 +83,18 @@ class Bounds:
         dry_run: Callable[[], Mapping[str, float]],
         clients: int,
         clip: bool = False,
-        noised_counts: bool = False,
+        count_noise: float = 0.0,
     ) -> None:
         self._dry_run = dry_run
         self._dry: Mapping[str, float] | None = None
-        self.few, self.clip, self.noised_counts = clients < FEW, clip, noised_counts
+        self.few, self.clip, self.count_noise = clients < FEW, clip, count_noise
         self.history: list[Mapping[str, float]] = []
         """The median size of each slot in the last rounds."""
         self._round: dict[str, dict[str, float]] = {}
 
     def admit(self, name: str, reply: Reply, start: Slot) -> None:
         """Take a reply into the round; ``OutOfBounds`` if it has numbers that nobody can have."""
-        _check_numbers(reply, start, self.noised_counts)
+        _check_numbers(reply, start, self.count_noise)
         self._round[name] = sizes(reply.message, start)
 
     def outside(self) -> dict[str, dict[str, tuple[float, str]]]:
@@ -156,18 +156,27 @@ def recorded(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, float]]:
     return [record["norms"] for record in records if "norms" in record]
 
 
-def _check_numbers(reply: Reply, start: Slot, noised_counts: bool) -> None:
-    """Refuse numbers that no honest client can send, whatever the others send."""
+def _check_numbers(reply: Reply, start: Slot, count_noise: float) -> None:
+    """Refuse numbers that no honest client can send, whatever the others send.
+
+    ``count_noise``: the standard deviation of what privacy adds to counts, in which case ten of it
+    are allowed, and fractions.
+    """
     for slot, entries in reply.message.items():
-        if prototypes_of(entries) is not None and not noised_counts:
+        if prototypes_of(entries) is not None:
             kind = "mask" if "mask" in entries else "count"
             count = entries[kind].double()
-            most = 1 if kind == "mask" else reply.samples
-            fits = (count >= 0) & (count <= most) & (count == count.round())
-            if not bool(fits.all()) or float(count.sum()) > reply.samples:
+            slack = FACTOR * count_noise
+            most = 1 if kind == "mask" else reply.samples + slack
+            most_sum = reply.samples + slack * count.numel() ** 0.5
+            fits = (count >= 0) & (count <= most)
+            if not count_noise:
+                fits &= count == count.round()
+            if not bool(fits.all()) or float(count.sum()) > most_sum:
+                words = "numbers" if count_noise else "whole numbers"
                 raise OutOfBounds(
-                    f"out of bounds: '{kind}' of slot '{slot}' must be whole numbers from 0 to "
-                    f"{most} that sum to at most {reply.samples} samples"
+                    f"out of bounds: '{kind}' of slot '{slot}' must be {words} from 0 to "
+                    f"{most:g} that sum to at most {most_sum:g} samples"
                 )
     for name, t in reply.message.get("model", {}).items():
         if name.endswith("running_var") and bool((t < 0).any()):

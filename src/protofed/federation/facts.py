@@ -22,7 +22,7 @@ from protofed.config import AUTO, Config, short_hash, short_task
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.public_images import public_digest
-from protofed.user_code import is_file
+from protofed.user_code import is_file, readable
 from protofed.version import __version__
 
 NUMERICS = 2
@@ -91,7 +91,7 @@ class Facts:
 
 def discover(config: Config, task: Task) -> Facts:
     """The facts of a run of this config on this machine; ``task`` is its task, loaded."""
-    device = find_device(config.device)
+    device = find_device(config.device, config.engine == "ray")
     engine, reason = choose_engine(config.engine, device, config.workers)
     wanted = config.method.public_images
     files = [name for name in config.models if is_file(name)]
@@ -119,17 +119,18 @@ def discover(config: Config, task: Task) -> Facts:
 def file_digest(path: str) -> str:
     """Stands for the content of a file."""
     try:
-        with Path(path).open("rb") as file:
+        with readable(Path(path)).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     except OSError as error:
         raise ProtofedError(f"cannot read '{path}': {error.strerror}") from None
 
 
-def find_device(asked: str) -> str:
+def find_device(asked: str, remote: bool = False) -> str:
+    """The device; a ``remote`` one need not be on this machine."""
     there = torch.cuda.is_available()
     if asked == AUTO:
         return "cuda" if there else "cpu"
-    if asked == "cuda" and not there:
+    if asked == "cuda" and not there and not remote:
         raise ProtofedError("device cuda was asked for, but torch sees no GPU", "use --device cpu")
     return asked
 
@@ -156,5 +157,5 @@ def choose_engine(asked: str, device: str, workers: int | None = None) -> tuple[
 
 def _hardware(device: str) -> str:
     if device == "cuda":
-        return torch.cuda.get_device_name()
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else "GPUs of a cluster"
     return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"

@@ -89,7 +89,8 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     Client states can move to disk only ``in_folder``. On a GPU this is the minimum for the lanes
     engine: one client at a time, evaluated in small batches.
     """
-    gpu, size = config.device == "cuda", DTYPES[config.precision].itemsize
+    gpu = config.device == "cuda" and config.engine != "ray"  # then it is not this machine's
+    size = DTYPES[config.precision].itemsize
     cores = (config.workers or os.cpu_count() or 1) if config.engine == "workers" else 1
     sizes = [_samples(config, task, d) for d, n in config.domain_clients.items() for _ in range(n)]
     most = max(sizes, default=0)
@@ -122,7 +123,7 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
         cores * activations // (2 if config.precision == "bf16" else 1),
         loaded + copies + cores * prepared,
         0 if gpu else loaded,
-        _free(config),
+        _free(config, gpu),
         gpu,
     )
 
@@ -145,7 +146,7 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
         with nullcontext() if own else torch.device("meta"):
             network = backbone = build(model, classes, side, config.width, config.norm)
             with suppress(Exception):  # a custom network may need real values
-                network = config.method.network(backbone, Sizes(classes, backbone.features, side))
+                network = config.method.network(backbone, Sizes.of(backbone, classes, side))
         state = sum(t.numel() for t in network.state_dict().values())
         probe = backbone if own else build(model, classes, PROBE_SIZE, PROBE_WIDTH, config.norm)
     probed = side if own else PROBE_SIZE
@@ -168,10 +169,10 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
 # ---- available memory ----------------------------------------------------------------------------
 
 
-def _free(config: Config) -> int | None:
+def _free(config: Config, gpu: bool) -> int | None:
     if config.max_memory_gb is not None:
         return int(config.max_memory_gb * 1e9)
-    if config.device == "cuda":
+    if gpu:
         free, _ = torch.cuda.mem_get_info()
         return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
     return free_memory()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from protofed.errors import ProtofedError
-from protofed.method import Entry, Method, Sizes
+from protofed.method import Entry, Method, Sizes, restyled_stages
 from protofed.methods import METHODS
 from protofed.models import Network, build, entries
 
@@ -32,11 +32,13 @@ def require_fit(
                 f"the clients' models must have features of the same size: {each}",
                 "choose other models, or a --width that makes them equal (a ResNet has 8 × width)",
             )
-        common = Sizes(classes, next(iter(sizes.values())), image_size)
-        if _fits(method, backbones, common):
+        if _fits(method, backbones, classes, image_size):
+            _require_same_stages(method, backbones)
             return
         able = [
-            n for n, cls in METHODS.items() if _fits(cls().for_mixed_models(), backbones, common)
+            n
+            for n, cls in METHODS.items()
+            if _fits(cls().for_mixed_models(), backbones, classes, image_size)
         ]
         able = [f"{n} as it is by default" if n == method.name else n for n in able]
     raise ProtofedError(
@@ -46,10 +48,30 @@ def require_fit(
     )
 
 
-def _fits(method: Method, backbones: Mapping[str, Network], sizes: Sizes) -> bool:
+def _fits(method: Method, backbones: Mapping[str, Network], classes: int, image_size: int) -> bool:
     """Whether what travels of the models is the same in all of them."""
-    traveling = [_traveling(method, method.network(b, sizes)) for b in backbones.values()]
+    traveling = [
+        _traveling(method, method.network(b, Sizes.of(b, classes, image_size)))
+        for b in backbones.values()
+    ]
     return all(entries == traveling[0] for entries in traveling)
+
+
+def _require_same_stages(method: Method, backbones: Mapping[str, Network]) -> None:
+    """An error if the method's stages, or their channels, differ between the models."""
+    found = {
+        name: {stage: b.stages[stage].channels for stage in restyled_stages(method, b)}
+        for name, b in backbones.items()
+    }
+    if any(stages != found[name] for name in found for stages in found.values()):
+        each = "; ".join(
+            f"{name} has {', '.join(f'{stage} ({c} channels)' for stage, c in stages.items())}"
+            for name, stages in found.items()
+        )
+        raise ProtofedError(
+            f"{method.name} works between the same stages of all clients' models: {each}",
+            "choose stages that all of them have, or give one --model",
+        )
 
 
 def _traveling(method: Method, network: Network) -> dict[str, torch.Size]:

@@ -85,6 +85,11 @@ class Budget:
         """z: the noise's standard deviation, in units of the most that the protected can change."""
         return _sigma(self.epsilon, self.delta) * math.sqrt(self.releases)
 
+    @property
+    def count_noise(self) -> float:
+        """The standard deviation of the noise in a class's count."""
+        return self.multiplier / math.sqrt(COUNT_SHARE)
+
     def spent(self, releases: int) -> float:
         """The ε of so many releases, at the budget's δ."""
         return _epsilon(self.multiplier / math.sqrt(releases), self.delta) if releases else 0.0
@@ -232,9 +237,9 @@ def collect_private(
     noise = torch.from_numpy(drawn).to(sum_Kd.device)
     # (clip/σ_sum)² + (1/σ_count)² = z⁻²: one image moves one row of sums by clip, one count by 1
     of_sum = budget.multiplier * budget.clip / math.sqrt(1 - COUNT_SHARE)
-    of_count = budget.multiplier / math.sqrt(COUNT_SHARE)
-    sum_Kd, count_K = sum_Kd + of_sum * noise[:, :-1], count_K + of_count * noise[:, -1]
-    enough = max(least, CERTAIN * of_count, of_sum * math.sqrt(size) / budget.clip)
+    sum_Kd = sum_Kd + of_sum * noise[:, :-1]
+    count_K = count_K + budget.count_noise * noise[:, -1]
+    enough = max(least, CERTAIN * budget.count_noise, of_sum * math.sqrt(size) / budget.clip)
     count_K = count_K.masked_fill(count_K < enough, 0)
     # no mean is longer than the features it is made of
     longest_K = budget.clip * count_K

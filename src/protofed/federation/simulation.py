@@ -29,14 +29,14 @@ from protofed.federation.memory import estimate
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import model_entries, travel
 from protofed.federation.participants import participants
-from protofed.federation.privacy import make_privacy
+from protofed.federation.privacy import Privacy, make_privacy
 from protofed.federation.public_images import is_from_task, make_public_sampler
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Schedule, Setup, Training
-from protofed.method import Method, Sizes
+from protofed.method import Method, Sizes, restyled_stages
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
-from protofed.models.network import freeze, frozen, trainable
+from protofed.models.network import freeze, frozen
 from protofed.models.own import short_name
 from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
@@ -159,6 +159,8 @@ class Federation:
         self.shares = make_shares(config, self.task)
         validation = rows_to_validate(config, self.task, self.shares)
         device = torch.device(config.device)
+        self._here = device if config.engine != "ray" else torch.device("cpu")
+        """Where images and networks are: with ray, the device is that of other machines."""
         self.models = client_models(config.model, [s.name for s in self.shares])
         """The model of each client."""
         self._initial = {
@@ -167,7 +169,7 @@ class Federation:
         }
         network = next(iter(self._initial.values()))
         public = make_public_sampler(
-            self.method.public_images, self.task, self.shares, config.seed, device,
+            self.method.public_images, self.task, self.shares, config.seed, self._here,
             config.data, config.reading,
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
@@ -177,13 +179,13 @@ class Federation:
             choose_attackers(names, config.attackers, config.seed) if config.attack else frozenset()
         )
         mislabeled = self.attackers if config.attack == "flip" else ()
-        self.clients = Clients(self.task, self.shares, device, self.models, mislabeled)
+        self.clients = Clients(self.task, self.shares, self._here, self.models, mislabeled)
         self.tests = {
-            name: tested_images(self.task, name, config.leave_out, device)
+            name: tested_images(self.task, name, config.leave_out, self._here)
             for name in self.task.domains
         }
         self.validation = {
-            name: _taken(validation_source(self.task, name, config.validate), rows, device)
+            name: _taken(validation_source(self.task, name, config.validate), rows, self._here)
             for name, rows in validation.items()
         }
         """By domain, the images to choose by; empty if none were asked for."""
@@ -194,13 +196,14 @@ class Federation:
             list(self.clients),
             rounds=config.rounds,
             seed=config.seed,
+            domains=[share.domain for share in self.shares],
             participation=config.participation,
             average=config.average,
             robust=config.robust,
             robust_fraction=config.robust_fraction,
             device=device if config.engine == "lanes" else "cpu",
         )
-        self.server.bounds = make_bounds(config, self.task, self.server)
+        self.server.bounds = make_bounds(config, self.task, self.server, self.setup.privacy)
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
         make_engine = engine_factory(config.engine)
         self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
@@ -212,7 +215,7 @@ class Federation:
         """A network to compute in, on the run's device, of that model (else the first)."""
         network = initial_network(self.config, self.task, model or next(iter(self._initial)))
         return network.to(  # type: ignore[no-any-return, call-overload]
-            torch.device(self.config.device), memory_format=torch.channels_last
+            self._here, memory_format=torch.channels_last
         )
 
     def make_networks(self) -> dict[str, Network]:
@@ -221,10 +224,8 @@ class Federation:
 
     def _initial_client(self, name: str) -> Tree:
         network = self._initial[self.models[name]]
-        names = tuple(trainable(network))
-        return self.server.initial_client(
-            network.state_dict(), self.sizes._replace(parameters=names)
-        )
+        sizes = Sizes.of(network, self.sizes.classes, self.sizes.image)
+        return self.server.initial_client(network.state_dict(), sizes)
 
     def run_round(self, observers: Sequence[Observer] = ()) -> Record:
         """One round: broadcast, local training, upload, aggregate, evaluate."""
@@ -473,13 +474,13 @@ def _check_contract(method: Method, network: Network) -> None:
     for entry in model_entries(network):
         if (way := method.shared(entry)) not in TRAVELS:
             raise unknown(f"answer of {method.name}'s shared for '{entry.name}'", way, TRAVELS)
+    restyled_stages(method, network)
 
 
 def make_setup(config: Config, task: Task, network: Network) -> Setup:
     """What all clients of a run have in common, wherever they are."""
     _check_contract(config.method, network)
-    names = tuple(trainable(network))
-    sizes = Sizes(len(task.classes), network.features, task.image_size, names)
+    sizes = Sizes.of(network, len(task.classes), task.image_size)
     return Setup(
         config.method,
         sizes,
@@ -511,7 +512,7 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
     )
 
 
-def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
+def make_bounds(config: Config, task: Task, server: Server, privacy: Privacy) -> Bounds | None:
     """The bounds of a run's replies, as its config asks for."""
     if config.bounds == "off":
         return None
@@ -520,8 +521,8 @@ def make_bounds(config: Config, task: Task, server: Server) -> Bounds | None:
         network = initial_network(config, task)
         return dry_run(make_setup(config, task, network), network, server)
 
-    clip, noised = config.bounds == "clip", config.proto_epsilon is not None
-    return Bounds(sizes, len(server.clients), clip, noised)
+    noise = privacy.prototypes.count_noise if privacy.prototypes is not None else 0.0
+    return Bounds(sizes, len(server.clients), config.bounds == "clip", noise)
 
 
 def initial_network(
@@ -540,7 +541,7 @@ def initial_network(
         if weights is not None:
             load_weights(backbone, model, weights)
         freeze(backbone, config.train, config.freeze_bn)
-        sizes = Sizes(classes, backbone.features, task.image_size)
+        sizes = Sizes.of(backbone, classes, task.image_size)
         return config.method.network(backbone, sizes).to(DTYPES[config.precision])
 
 

@@ -82,8 +82,7 @@ class TrainedModel:
         self.client, self.kept = client, kept
         self.temperature = card.temperature.get(client or "", 1.0)
         self.network = stored.network(client).to(self.device)
-        names = tuple(name for name, _ in self.network.named_parameters())
-        sizes = Sizes(len(card.classes), self.network.features, card.image_size, names)
+        sizes = Sizes.of(self.network, len(card.classes), card.image_size)
         own = {"model": stored.clients[client]} if client else {}
         received = {**stored.received, "model": stored.model}
         self._view = Client(

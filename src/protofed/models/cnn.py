@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from protofed.errors import ProtofedError
-from protofed.models.network import Network, conv, normalize
+from protofed.models.network import Network, Stage, conv, normalize
 
 FEATURES = 512
 
@@ -23,12 +23,14 @@ def cnn(
             f"use an image size that is a multiple of {shrink}",
         )
     layers: list[nn.Module] = []
+    stages = {}
     inputs = 3
     for layer in range(convolutions):
         outputs = width * 2**layer
         layers += [conv(inputs, outputs, 3, 1, norm), normalize(norm, outputs)]
         # Pool first: ReLU keeps the order, and then has a quarter of the work.
         layers += [nn.MaxPool2d(2), nn.ReLU()]
+        stages[f"stage{layer + 1}"] = Stage(str(len(layers) - 1), outputs)
         inputs = outputs
     layers += [nn.Flatten(), nn.Linear(inputs * (image_size // shrink) ** 2, FEATURES), nn.ReLU()]
-    return Network(nn.Sequential(*layers), FEATURES, classes)
+    return Network(nn.Sequential(*layers), FEATURES, classes, stages)

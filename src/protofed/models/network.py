@@ -1,10 +1,15 @@
-"""What every model is: an encoder and a linear head, with named entries of three kinds."""
+"""What every model is: an encoder and a linear head, with named entries of three kinds.
+
+The encoder has named *stages*, between which a method may look at the features or change them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -27,12 +32,37 @@ class Output:
         yield self.logits
 
 
-class Network(nn.Module):
-    """An encoder and a linear head on its feature, whose size is ``features``."""
+class Stage(NamedTuple):
+    """The output [B, channels, H, W] of a module of the encoder, which is named."""
 
-    def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
+    module: str
+    channels: int
+
+
+PIXELS = "pixels"
+"""The stage that every network has: its images."""
+
+Between = Callable[[str, Tensor], Tensor]
+"""From a stage's name and its features to those that the next stage gets."""
+
+
+class Network(nn.Module):
+    """An encoder and a linear head on its feature, whose size is ``features``.
+
+    Stages are kept with the encoder: a method may build another network around it.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        features: int,
+        classes: int,
+        stages: Mapping[str, Stage] | None = None,
+    ) -> None:
         super().__init__()
         self.encoder = encoder
+        if stages is not None:
+            encoder._stages = dict(stages)  # type: ignore[assignment]
         self.head = nn.Linear(features, classes)
         self.features = features
 
@@ -40,6 +70,30 @@ class Network(nn.Module):
         """Feature and logits of images ``x`` [B, 3, H, W]."""
         feature = self.encoder(x)
         return Output(feature, self.head(feature))
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        """The stages by name, in their order; ``pixels`` is the encoder's input."""
+        return {PIXELS: Stage("", 3), **getattr(self.encoder, "_stages", {})}
+
+    @contextmanager
+    def between(self, stages: Iterable[str], function: Between) -> Iterator[None]:
+        """While it lasts, features of these stages go through ``function(stage, x)``."""
+
+        def after(stage: str) -> Callable[..., Tensor]:
+            return lambda module, inputs, x: function(stage, x)
+
+        def before(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+            return function(PIXELS, *inputs)
+
+        with ExitStack() as hooks:
+            for stage in stages:
+                module = self.encoder.get_submodule(self.stages[stage].module)
+                if stage == PIXELS:
+                    hooks.enter_context(module.register_forward_pre_hook(before))
+                else:
+                    hooks.enter_context(module.register_forward_hook(after(stage)))
+            yield
 
 
 def freeze(network: Network, train: str, freeze_bn: bool) -> None:

@@ -1,12 +1,15 @@
 """Models of the user's own: an encoder that a function in a Python file makes.
 
 ``path/to/file.py:factory`` names a function that takes the image size and returns a module from
-images [B, 3, H, W] to features [B, d]. The linear head is added here.
+images [B, 3, H, W] to features [B, d]. The linear head is added here. The module may name its
+stages by an attribute, a dictionary ``stages`` from a name to that of a submodule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from protofed.errors import ProtofedError, raised_at
-from protofed.models.network import Network
+from protofed.models.network import Network, Stage
 from protofed.user_code import code_withheld, execute, is_trusted, parts_of
 
 _LOADED: dict[str, Callable[..., Any]] = {}
@@ -64,7 +67,13 @@ def own_model(name: str, classes: int, image_size: int) -> Network:
         encoder = factory(image_size)
         if not isinstance(encoder, nn.Module):
             raise ProtofedError(f"it returns {encoder!r:.100}", "it must return a torch module")
-        with torch.no_grad():
+        named = getattr(encoder, "stages", None)
+        named = named if isinstance(named, dict) else {}  # it may well be a module
+        seen: dict[str, list[Any]] = {}
+        with torch.no_grad(), ExitStack() as hooks:
+            for stage, module in named.items():
+                see = partial(_see, seen.setdefault(stage, []))
+                hooks.enter_context(encoder.get_submodule(module).register_forward_hook(see))
             feature = encoder.eval()(torch.zeros(2, 3, image_size, image_size))
         if not isinstance(feature, Tensor) or feature.ndim != 2 or len(feature) != 2:
             shape = list(feature.shape) if isinstance(feature, Tensor) else type(feature).__name__
@@ -72,6 +81,12 @@ def own_model(name: str, classes: int, image_size: int) -> Network:
                 f"it makes {shape} of 2 images of {image_size}×{image_size}",
                 "it must return an encoder without a head, whose features are [2, d]",
             )
+        for stage, shapes in seen.items():
+            if len(shapes) != 1 or len(shapes[0]) != 4:
+                raise ProtofedError(
+                    f"its stage {stage}, the module {named[stage]}, gives {shapes} for 2 images",
+                    "a stage is a module that is called once and gives maps [B, C, H, W]",
+                )
     except ProtofedError as error:
         raise ProtofedError(f"model {short_name(name)}: {error.message}", error.hint) from error
     except Exception as error:
@@ -80,4 +95,9 @@ def own_model(name: str, classes: int, image_size: int) -> Network:
             f"model {short_name(name)} fails with images of {image_size}×{image_size}: {error!r}",
             f"see {at}",
         ) from error
-    return Network(encoder.train(), feature.shape[1], classes)
+    stages = {stage: Stage(named[stage], shapes[0][1]) for stage, shapes in seen.items()}
+    return Network(encoder.train(), feature.shape[1], classes, stages)
+
+
+def _see(shapes: list[Any], module: nn.Module, inputs: Any, output: Any) -> None:
+    shapes.append(list(output.shape) if isinstance(output, Tensor) else [type(output).__name__])

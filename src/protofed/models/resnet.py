@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from protofed.models.network import Network, conv, normalize
+from protofed.models.network import Network, Stage, conv, normalize
 
 
 class ResidualBlock(nn.Module):
@@ -71,6 +71,7 @@ def _resnet(
     norm: str,
 ) -> Network:
     layers = [*stem]
+    stages = {"stem": Stage(str(len(layers) - 1), width)}
     inputs = width
     for stage, count in enumerate(blocks):
         inner = width * 2**stage
@@ -90,5 +91,6 @@ def _resnet(
                 )
             layers.append(ResidualBlock(nn.Sequential(*body[:-1]), shortcut))
             inputs = outputs
+        stages[f"stage{stage + 1}"] = Stage(str(len(layers) - 1), outputs)
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return Network(nn.Sequential(*layers), inputs, classes)
+    return Network(nn.Sequential(*layers), inputs, classes, stages)

@@ -24,7 +24,7 @@ import errno
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -461,6 +461,27 @@ class RunFolder:
             shutil.copymode(path.parent, target.parent)
             write_atomic(target, path.read_bytes())
             shutil.copymode(path, target)
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file of the folder by its name below it, for ``receive``."""
+        found = (p for p in self.path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        return {str(p.relative_to(self.path)): p.read_bytes() for p in found}
+
+    def receive(self, changed: Mapping[str, bytes | str], names: Collection[str]) -> None:
+        """Make this folder what a run's folder on another machine was at one moment.
+
+        ``changed`` has the files that are new there; a name in place of a content is the file here
+        that has it. ``names`` are all files there. The order is that of a run's own writes, so that
+        the folder can be resumed from whenever this is killed.
+        """
+        self._remove(*(name for name in reversed(FILES) if name not in names))
+        for name in sorted(changed, key=lambda n: FILES.index(n) if n in FILES else -1):
+            found = changed[name]
+            content = found if isinstance(found, bytes) else (self.path / found).read_bytes()
+            write_atomic(self.path / name, content, private=name.startswith("clients/"))
+        for path in (path for name in FOLDERS for path in (self.path / name).glob("*")):
+            if str(path.relative_to(self.path)) not in names:
+                path.unlink()
 
     def save_artifact(
         self, kind: str, round: int, content: Tree, metadata: Mapping[str, Any]

@@ -153,7 +153,7 @@ class StoredModel:
         name = card.models[client] if client else next(iter(card.models.values()))
         with torch.random.fork_rng(devices=[]):
             backbone = build(name, len(card.classes), card.image_size, card.width, card.norm)
-            sizes = Sizes(len(card.classes), backbone.features, card.image_size)
+            sizes = Sizes.of(backbone, len(card.classes), card.image_size)
             network = method.network(backbone, sizes).to(DTYPES[card.precision])
         own = self.clients[client] if client else {}
         try:

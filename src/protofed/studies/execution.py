@@ -1,7 +1,8 @@
 """Many runs, each a ``protofed run`` in a process of its own, and what a person sees of them.
 
 What passes between the processes is the run's folder. Several studies may use one pool at the same
-time: a folder that another process has locked is waited for.
+time: a folder that another process has locked is waited for. A *runner* says where the processes
+are: on this machine (``LocalRunner``) or on a cluster (``protofed.studies.cluster``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -50,7 +52,6 @@ class Job:
     folder: RunFolder
     hash: str
     state: str = "waiting"
-    process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     checked: float = float("-inf")
     before: int = 0
@@ -112,8 +113,26 @@ class Job:
         return spent / done * (self.config.rounds - len(self.records))
 
 
-def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
-    """Do what is not done yet, ``at_once`` at a time; returns the jobs that failed.
+class Runner(Protocol):
+    """Where runs are executed. Leaving it stops what still runs; each leaves a checkpoint."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    @property
+    def at_once(self) -> int:
+        """How many runs may be under way; it may change."""
+
+    def start(self, job: Job) -> None:
+        """Start a run, or resume it."""
+
+    def poll(self, job: Job, console: Console) -> None:
+        """Note what has become of a run that was started."""
+
+
+def run_all(jobs: Sequence[Job], runner: Runner, console: Console) -> list[Job]:
+    """Do what is not done yet; returns the jobs that failed.
 
     A failing run does not stop the others.
     """
@@ -124,8 +143,9 @@ def run_all(jobs: Sequence[Job], at_once: int, console: Console) -> list[Job]:
     if done:
         console.print(f"{done} of {len(jobs)} runs are already complete")
     if todo:
-        console.print(f"{len(todo)} runs, {min(at_once, len(todo))} at a time")
-        _run(jobs, todo, at_once, console)
+        with _stopped_by_sigterm(), runner:
+            console.print(f"{len(todo)} runs, {min(runner.at_once, len(todo))} at a time")
+            _run(jobs, todo, runner, console)
     return [job for job in jobs if job.state == "failed"]
 
 
@@ -168,37 +188,26 @@ def _settle(job: Job) -> None:
         job.message = f"{message} (to try again, delete {job.folder.path})"
 
 
-def _run(jobs: Sequence[Job], todo: Sequence[Job], at_once: int, console: Console) -> None:
-    began = time.perf_counter()
+def _run(jobs: Sequence[Job], todo: Sequence[Job], runner: Runner, console: Console) -> None:
+    began, at_once = time.perf_counter(), runner.at_once
     left = list(todo)
     for i, job in enumerate(left):  # the last ones, if they are fewer, share all cores
         job.at_once = min(at_once, len(left) - i // at_once * at_once)
     live = Live(console=console, transient=True, refresh_per_second=4)
-    with (
-        _stopped_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="protofed-") as scratch,
-        live if console.is_terminal else contextlib.nullcontext(),
-    ):
-        try:
-            while left:
-                _start_some(left, Path(scratch), at_once, console)
-                if any(job.state in ("running", "elsewhere", "waiting") for job in left):
-                    time.sleep(POLL_SECONDS)
-                for job in left:
-                    if job.state == "running":
-                        job.refresh()
-                        _poll(job, Path(scratch), console)
-                if console.is_terminal:
-                    live.update(display(jobs, began, at_once, console))
-                else:
-                    _print_rounds(left, console)
-                left = [job for job in left if job.state not in ("done", "failed")]
-        finally:
-            running = [job.process for job in left if job.state == "running" and job.process]
-            for process in running:  # let them write a checkpoint
-                process.terminate()
-            for process in running:
-                process.wait()
+    with live if console.is_terminal else contextlib.nullcontext():
+        while left:
+            _start_some(left, runner, console)
+            if any(job.state in ("running", "elsewhere", "waiting") for job in left):
+                time.sleep(POLL_SECONDS)
+            for job in left:
+                if job.state == "running":
+                    job.refresh()
+                    runner.poll(job, console)
+            if console.is_terminal:
+                live.update(display(jobs, began, runner.at_once, console))
+            else:
+                _print_rounds(left, console)
+            left = [job for job in left if job.state not in ("done", "failed")]
 
 
 @contextlib.contextmanager
@@ -214,9 +223,9 @@ def _stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Console) -> None:
+def _start_some(jobs: Sequence[Job], runner: Runner, console: Console) -> None:
     """Fill the free places; what other processes have is only checked now and then."""
-    free = at_once - sum(job.state == "running" for job in jobs)
+    free = runner.at_once - sum(job.state == "running" for job in jobs)
     for job in jobs:
         if free <= 0:
             return
@@ -234,41 +243,26 @@ def _start_some(jobs: Sequence[Job], scratch: Path, at_once: int, console: Conso
             job.stale, job.records = job.folder.rounds_written(), Records()
             text = "starts over, there is no checkpoint in its folder to resume from"
             print_plain(console, f"{job.name}: {text}")
-        _start(job, scratch)
+        job.refresh()
+        job.started, job.before = time.perf_counter(), len(job.records)
+        job.state = "running"
+        runner.start(job)
         free -= 1
 
 
-def _start(job: Job, scratch: Path) -> None:
-    config = scratch / f"{job.folder.path.name}.toml"
-    config.write_text(job.config.toml(), encoding="utf-8")
-    command = [sys.executable, "-m", "protofed", "run", "--quiet"]
-    command += ["--overwrite" if job.overwrite else "--resume"]
-    if job.config.workers is None:  # runs side by side share the cores
-        command += ["--workers", str(max(1, (os.cpu_count() or 1) // job.at_once))]
-    command += ["--tensorboard"] * job.tensorboard
-    command += ["--trust-code"]  # whose config this process has made: it has loaded the method
-    job.refresh()
-    job.started, job.before = time.perf_counter(), len(job.records)
-    with _errors(job, scratch).open("wb") as file:
-        job.process = subprocess.Popen(
-            [*command, "--config", str(config), "--out", str(job.folder.path)],
-            stdin=subprocess.DEVNULL,
-            stderr=file,
-        )
-    job.state = "running"
+def run_arguments(job: Job, workers: int) -> list[str]:
+    """What ``protofed`` is given to do a run; its config and its place are still to be added."""
+    arguments = ["run", "--quiet", "--overwrite" if job.overwrite else "--resume"]
+    if job.config.workers is None:
+        arguments += ["--workers", str(workers)]
+    arguments += ["--tensorboard"] * job.tensorboard
+    return [*arguments, "--trust-code"]  # this process has made the config and loaded the method
 
 
-def _errors(job: Job, scratch: Path) -> Path:
-    return scratch / f"{job.folder.path.name}.err"
-
-
-def _poll(job: Job, scratch: Path, console: Console) -> None:
-    assert job.process is not None
-    code = job.process.poll()
-    if code is None:
-        return
-    text = _errors(job, scratch).read_text("utf-8", errors="replace").strip()
-    for line in text.splitlines():
+def note_end(job: Job, code: int, errors: str, console: Console) -> None:
+    """Note how a run's process ended, from its exit code and what it wrote to stderr."""
+    lines = errors.strip().splitlines()
+    for line in lines:
         if line.startswith("warning: "):
             print_plain(console, f"{job.name}: {line}")
     if code == 0:
@@ -276,8 +270,49 @@ def _poll(job: Job, scratch: Path, console: Console) -> None:
     elif code == Busy.exit_code:
         job.state = "waiting"
     else:
-        last = text.splitlines()[-1] if text else f"exit code {code}"
+        last = lines[-1] if lines else f"exit code {code}"
         job.state, job.message = "failed", last.removeprefix("error: ")
+
+
+class LocalRunner:
+    """Runs as processes of this machine, which write their folders themselves."""
+
+    def __init__(self, at_once: int) -> None:
+        self.at_once = at_once
+
+    def __enter__(self) -> Self:
+        self._scratch = tempfile.TemporaryDirectory(prefix="protofed-")
+        self._processes: dict[Path, subprocess.Popen[bytes]] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():  # let them write a checkpoint
+            process.terminate()
+        for process in self._processes.values():
+            process.wait()
+        self._scratch.cleanup()
+
+    def start(self, job: Job) -> None:
+        config = self._file(job, "toml")
+        config.write_text(job.config.toml(), encoding="utf-8")
+        workers = max(1, (os.cpu_count() or 1) // job.at_once)  # runs side by side share the cores
+        command = [sys.executable, "-m", "protofed", *run_arguments(job, workers)]
+        with self._file(job, "err").open("wb") as file:
+            self._processes[job.folder.path] = subprocess.Popen(
+                [*command, "--config", str(config), "--out", str(job.folder.path)],
+                stdin=subprocess.DEVNULL,
+                stderr=file,
+            )
+
+    def poll(self, job: Job, console: Console) -> None:
+        code = self._processes[job.folder.path].poll()
+        if code is not None:
+            del self._processes[job.folder.path]
+            errors = self._file(job, "err").read_text("utf-8", errors="replace")
+            note_end(job, code, errors, console)
+
+    def _file(self, job: Job, suffix: str) -> Path:
+        return Path(self._scratch.name) / f"{job.folder.path.name}.{suffix}"
 
 
 # ---- what a person sees -------------------------------------------------------------------------
@@ -340,7 +375,7 @@ def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
 
 def _print_rounds(jobs: Sequence[Job], console: Console) -> None:
     for job in jobs:
-        if job.process is not None and len(job.records) > job.printed:  # not of another process
+        if job.started and len(job.records) > job.printed:  # not of another process
             left = job.seconds_left
             text = f"{job.name}  round {len(job.records)}/{job.config.rounds}  {job.accuracies}"
             print_plain(console, text + (f"  {duration(left)} left" if left else ""))

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from protofed.config import Config, require_rounds_to_keep, task_settings
+from protofed.config import Config, require_rounds_to_keep, short_task, task_settings
 from protofed.data import DataMissing, Task, load_task
 from protofed.data.info import FOLDER
 from protofed.errors import ProtofedError
@@ -40,11 +40,13 @@ def prepare(
     selection: Selection = Selection(),  # noqa: B008 (frozen)
     shard: tuple[int, int] | None = None,
     tensorboard: bool = False,
+    elsewhere: bool = False,
 ) -> tuple[Study, list[Job]]:
     """The study with what its folders of images hold, and the runs that fill its tables.
 
     Nothing is written, and every config is known to be good. ``shard`` (i, n) is part i of n of
-    the planned runs.
+    the planned runs. Of runs that are done ``elsewhere`` neither images nor GPU need be here, and
+    what is wrong with them is found there.
     """
     if tensorboard:
         require_tensorboard()
@@ -60,7 +62,8 @@ def prepare(
     one = len(study_tasks(study)) == 1
     for run in shard_of(planned, *shard) if shard is not None else planned:
         name = run.name.removeprefix(f"{run.task}  ").replace("  ", " ") if one else run.name
-        job = _job(run, runs, study.digests(run.config.task), name)
+        make = _job_elsewhere if elsewhere else _job
+        job = make(run, runs, study.digests(run.config.task), name)
         job.tensorboard, job.validated = tensorboard, study.kind == TUNE
         work.setdefault(job.folder.path.name, job)
     return study.with_images({**study.images, **_folder_images(planned)}), list(work.values())
@@ -125,6 +128,20 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
         raise type(error)(f"{run.name}: {error.message}", error.hint) from None
     own.memory = memory
     return own
+
+
+def _job_elsewhere(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Job:
+    config = run.config
+    require_rounds_to_keep(config)
+    stored = pool.candidates(config, digests)
+    if found := _complete(name, config, stored):
+        return found
+    for unfinished in stored:
+        if unfinished.folder is not None:
+            return Job(name, config, unfinished.folder, unfinished.hash)
+    # until the machine that does it has seen its images and its GPU: then the folder has its name
+    short = f"{short_task(config.task)}-{config.method.name}-{config.seed}-{config.hash}"
+    return Job(name, config, RunFolder(pool.path / short), "")
 
 
 def _complete(name: str, config: Config, stored: Sequence[StoredRun]) -> Job | None:

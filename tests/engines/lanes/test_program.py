@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("lanes_on_cpu")
 # ---- agreement with the loop ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fpl", "fedseproto", "fedmd", "feddyn"])
+@pytest.mark.parametrize("name", ["fpl", "fedseproto", "fedmd", "feddyn", "fedfa"])
 def test_methods_agree_with_the_loop(name: str) -> None:
     assert difference(*both(METHODS[name](), rounds=3)) < 1e-8
 

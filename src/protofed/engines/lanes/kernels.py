@@ -1,4 +1,4 @@
-"""The Triton kernels of ``batchnorm`` (batch normalization) and ``step`` (a step of SGD).
+"""The Triton kernels of ``batchnorm``, ``step`` (of SGD) and ``replacements`` (draws, styles).
 
 Batch normalization has R rows (batch × height × width, channels last), C channels, P parts.
 Program (p, b) works on the rows of part p, EACH tiles of TILE rows, and on a block of BLOCK
@@ -196,3 +196,139 @@ def _update(row, at, inside, lr, momentum, decay, MOMENTUM: tl.constexpr):
 @triton.jit
 def _pointers(address, at, dtype: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16) + at
+
+
+@triton.jit(do_not_specialize=["START", "N"])
+def draw(
+    key_, out_, START, N, A: tl.constexpr, KIND: tl.constexpr, GAMMA: tl.constexpr,
+    MIX_1: tl.constexpr, MIX_2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """N numbers of ``keys.uniform``, ``keys.normal`` or ``keys.beta``, as KIND says."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(key_)
+    u = _uniform(key, i.to(tl.int64) + START, GAMMA, MIX_1, MIX_2)
+    if KIND != "uniform":
+        v = _uniform(key, i.to(tl.int64) + N + START, GAMMA, MIX_1, MIX_2).to(tl.float64)
+        log, cos = tl.log(u.to(tl.float64)), tl.cos(tl.full((), 6.283185307179586, tl.float64) * v)
+        if KIND == "normal":
+            u = (tl.sqrt(-2 * log) * cos).to(tl.float32)
+        else:
+            w = (tl.exp(-log / tl.full((), A, tl.float64)) - 1) * cos * cos
+            u = (0.5 + tl.where(cos < 0, -0.5, 0.5) / tl.sqrt(1 + 1 / w)).to(tl.float32)
+    tl.store(out_ + i, u, mask=i < N)
+
+
+@triton.jit
+def _uniform(key, i, GAMMA: tl.constexpr, MIX_1: tl.constexpr, MIX_2: tl.constexpr):
+    x = (key + i * GAMMA).to(tl.uint64)  # where a shift to the right is a logical one
+    x = ((x ^ (x >> 30)).to(tl.int64) * MIX_1).to(tl.uint64)
+    x = ((x ^ (x >> 27)).to(tl.int64) * MIX_2).to(tl.uint64)
+    bits = (x ^ (x >> 31)) >> 41
+    return (bits.to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2⁻²³
+
+
+# Restyling has maps [B, N pixels, C channels], channels last, and styles [B, 2, C]. Program (b, k)
+# works on map b and a block of BLOCK channels; where there is a third number, on TILE of its rows.
+
+
+@triton.jit(do_not_specialize=["N"])
+def style(x_, style_, N, C, EPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """The style of a map: mean and deviation of its channels."""
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype = style_.dtype.element_ty
+    x_ += b * N * C
+    # Sums are of differences from the first row: squares of large means would cancel.
+    shift = tl.load(x_ + c, mask=c < C, other=0).to(dtype)
+    sums = tl.zeros((TILE, BLOCK), dtype)
+    squares = tl.zeros((TILE, BLOCK), dtype)
+    for first in range(0, N, TILE):
+        r = first + tl.arange(0, TILE)
+        inside = (r < N)[:, None] & (c < C)[None, :]
+        x = tl.load(x_ + r[:, None] * C + c[None, :], mask=inside, other=0).to(dtype)
+        d = tl.where(inside, x - shift[None, :], 0)
+        sums += d
+        squares += d * d
+    total = tl.sum(sums, 0)
+    rows, others = tl.full((), N, dtype), tl.maximum(N - 1, 1).to(dtype)
+    variance = tl.maximum(tl.sum(squares, 0) - total * total / rows, 0) / others
+    out = style_ + b * 2 * C + c
+    tl.store(out, shift + total / rows, mask=c < C)
+    tl.store(out + C, tl.sqrt(variance + EPS), mask=c < C)
+
+
+@triton.jit(do_not_specialize=["N"])
+def style_gradient(
+    x_, style_, dstyle_, dx_, N, C, TILE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The gradient of a map from that of its style."""
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype = style_.dtype.element_ty
+    mean, deviation = _style(style_, b, c, C)
+    dmean, ddeviation = _style(dstyle_, b, c, C)
+    rows, others = tl.full((), N, dtype), tl.maximum(N - 1, 1).to(dtype)
+    each, factor = dmean / rows, ddeviation / (others * deviation)
+    r = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = (r < N)[:, None] & (c < C)[None, :]
+    at = b * N * C + r[:, None] * C + c[None, :]
+    x = tl.load(x_ + at, mask=inside, other=0).to(dtype)
+    dx = each[None, :] + factor[None, :] * (x - mean[None, :])
+    tl.store(dx_ + at, dx, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def restyle(
+    x_, old_, new_, y_, N, C, SHIFT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A map with another style; without SHIFT only scaled, which is the gradient's part of it."""
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mean, new_mean, scale = _change(old_, new_, b, c, C)
+    r = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = (r < N)[:, None] & (c < C)[None, :]
+    at = b * N * C + r[:, None] * C + c[None, :]
+    y = tl.load(x_ + at, mask=inside, other=0).to(old_.dtype.element_ty) * scale[None, :]
+    if SHIFT:
+        y += (new_mean - mean * scale)[None, :]
+    tl.store(y_ + at, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def restyle_gradient(
+    x_, old_, new_, dy_, dx_, dold_, dnew_, N, C, TILE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The gradients of a map and of both styles."""
+    b, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype = old_.dtype.element_ty
+    mean, _, scale = _change(old_, new_, b, c, C)
+    sums = tl.zeros((TILE, BLOCK), dtype)
+    products = tl.zeros((TILE, BLOCK), dtype)
+    for first in range(0, N, TILE):
+        r = first + tl.arange(0, TILE)
+        inside = (r < N)[:, None] & (c < C)[None, :]
+        at = b * N * C + r[:, None] * C + c[None, :]
+        x = tl.load(x_ + at, mask=inside, other=0).to(dtype)
+        g = tl.load(dy_ + at, mask=inside, other=0).to(dtype)
+        tl.store(dx_ + at, g * scale[None, :], mask=inside)
+        sums += g
+        products += g * (x - mean[None, :])
+    dshift, dscale = tl.sum(sums, 0), tl.sum(products, 0)
+    deviation = tl.load(old_ + (2 * b + 1) * C + c, mask=c < C, other=1)
+    out = b * 2 * C + c
+    tl.store(dnew_ + out, dshift, mask=c < C)
+    tl.store(dnew_ + out + C, dscale / deviation, mask=c < C)
+    tl.store(dold_ + out, -scale * dshift, mask=c < C)
+    tl.store(dold_ + out + C, -scale * dscale / deviation, mask=c < C)
+
+
+@triton.jit
+def _style(style_, b, c, C):
+    at = style_ + b * 2 * C + c
+    return tl.load(at, mask=c < C, other=0), tl.load(at + C, mask=c < C, other=1)
+
+
+@triton.jit
+def _change(old_, new_, b, c, C):
+    mean, deviation = _style(old_, b, c, C)
+    new_mean, new_deviation = _style(new_, b, c, C)
+    # exactly 1 between equal styles, which a GPU's quotient may not be
+    scale = tl.where(new_deviation == deviation, 1.0, new_deviation / deviation)
+    return mean, new_mean, scale.to(deviation.dtype)

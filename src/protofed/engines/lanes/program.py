@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from protofed import fused
 from protofed.data.augment import Choices, cropped, crops, normalized
 from protofed.engines.lanes.bf16 import Bf16Weights
 from protofed.engines.lanes.random_tables import RandomTables
@@ -80,6 +81,7 @@ class Program:
         self.class_counts = torch.zeros(sizes.classes, **kinds)
         self.draws = client.draws
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.kernels = _kernels(device)
 
     def run(self, data: ClientData, round: int) -> None:
         """Queue all epochs for a client."""
@@ -115,6 +117,7 @@ class Program:
             self._warm_up()
         except NoSecondDerivative:
             _unfuse(self.network)
+            self.kernels = {}
             self._warn("has a gradient in its loss: BatchNorm runs in PyTorch's own kernels")
             self._warm_up()
         if isinstance(self.optimizer, Adam):
@@ -193,8 +196,16 @@ class Program:
         self.draws = client.draws
 
     def _loss(self, batch: Batch) -> Terms:
-        with self.setup.autocast(self.device):
+        with self.setup.autocast(self.device), fused.using(self.kernels):
             return self.optimizer_step.compute(lambda: loss_terms(self.phase, self.client, batch))
+
+
+def _kernels(device: torch.device) -> fused.Kernels:
+    try:
+        from protofed.engines.lanes.replacements import KERNELS
+    except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewhere
+        return {}
+    return KERNELS if device.type == "cuda" else {}
 
 
 @contextmanager

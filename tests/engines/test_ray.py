@@ -1,0 +1,154 @@
+"""The ray engine equals the loop bit for bit, also on a cluster that loses actors and nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.simulated_cluster import FAST, simulated_cluster, thaw
+
+from protofed import tree
+from protofed.cluster import connected
+from protofed.engines import ray as ray_engine
+from protofed.errors import ProtofedError
+from protofed.federation.simulation import Federation, Observer
+from protofed.methods import METHODS, method_class
+from protofed.runs.records import Record, without_times
+from protofed.runs.result import Result
+from protofed.runs.run import run
+from protofed.testing.checks import TINY, tiny_task
+
+pytest.importorskip("ray")
+
+SETTINGS = {
+    **TINY,
+    "rounds": 2,
+    "epochs": 1,
+    "clients": {"left": 1, "right": 2},
+    "samples": {"left": 18, "right": 10},
+}
+FAILS = """
+from dataclasses import dataclass
+from protofed.errors import ProtofedError
+from protofed.method import Method
+
+@dataclass(frozen=True)
+class Fails(Method):
+    name = "fails"
+
+    def loss(self, client, batch):
+        if client.name.startswith("right"):
+            raise ProtofedError(f"{client.name} fails", "on purpose")
+        return super().loss(client, batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    nodes = ({"num_cpus": 2, "num_gpus": 2}, {"num_cpus": 1})
+    with simulated_cluster(*nodes, config=FAST) as found, connected(found.address):
+        yield found
+
+
+def result(method: Any, observers: Sequence[Observer] = (), **settings: Any) -> Result:
+    task = tiny_task(samples=18, clients=3, spare=12)
+    return run(task, method, observers=observers, **{**SETTINGS, **settings})
+
+
+def same(a: Result, b: Result) -> bool:
+    models: list[Any] = [{"model": r.model, **r.client_models} for r in (a, b)]
+    return tree.equal(*models) and without_times(a.rounds) == without_times(b.rounds)
+
+
+CASES = {
+    "fpl": {},
+    "fedbn": {"participation": 0.5, "rounds": 3},  # private states, clients' own models are tested
+    "fedmd": {"model": "cnn3,cnn2"},  # public images
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_the_loop_bit_for_bit(cluster: Any, name: str) -> None:
+    assert same(result(name, **CASES[name]), result(name, engine="ray", workers=2, **CASES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - CASES.keys()))
+def test_every_other_method_does_too(cluster: Any, name: str) -> None:
+    assert same(result(name), result(name, engine="ray", workers=2))
+
+
+def test_an_actor_on_a_gpu_takes_a_group_of_clients(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With declared GPUs and the loop in place of lanes."""
+    monkeypatch.setitem(ray_engine.ENGINES, "cuda", ("loop", "cpu"))
+    groups: list[list[str]] = []
+
+    class Looks(Observer):
+        def start(self, federation: Federation, records: Sequence[Record]) -> None:
+            groups.extend(federation.engine._groups([*federation.clients.values()]))  # type: ignore[attr-defined]
+
+    settings = {"engine": "ray", "device": "cuda", "precision": "fp32"}
+    found = result("fedavg", [Looks()], **settings)
+    assert groups == [["left-0"], ["right-0", "right-1"]]
+    assert found.facts["device"] == "cuda"
+    assert same(found, result("fedavg", device="cpu"))
+
+
+class InRound(Observer):
+    """Does something to the engine when the first client of a round has finished."""
+
+    def __init__(self, acts: dict[int, Callable[[ray_engine.Ray], object]]) -> None:
+        self.acts = acts
+
+    def start(self, federation: Federation, records: Sequence[Record]) -> None:
+        self.engine = federation.engine
+
+    def client(self, round: int, done: int, total: int) -> None:
+        if done == 1 and round in self.acts:
+            self.acts.pop(round)(self.engine)  # type: ignore[arg-type]
+
+
+def test_lost_actors_and_nodes_change_nothing(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In round 2 an actor dies, in round 3 one freezes, in round 4 a node dies."""
+    import ray
+
+    monkeypatch.setattr(ray_engine, "SLOW_SECONDS", 1.0)
+    monkeypatch.setattr(ray_engine, "SLOWER", 0)
+    frozen: list[int] = []
+
+    def signal_one(number: int) -> Callable[[ray_engine.Ray], None]:
+        def act(engine: ray_engine.Ray) -> None:
+            seat = next(seat for seat in engine._seats if seat.started)
+            pid = ray.get(seat.actor.__ray_call__.remote(lambda _: os.getpid()))
+            os.kill(pid, number)
+            frozen.append(pid)
+
+        return act
+
+    def kill_node(_: ray_engine.Ray) -> None:
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+
+    settings = {"clients": {"left": 4, "right": 8}, "samples": 4, "rounds": 5}
+    acts = {2: signal_one(signal.SIGKILL), 3: signal_one(signal.SIGSTOP), 4: kill_node}
+    broken = InRound(dict(acts))
+    found = result("fedbn", [broken], engine="ray", workers=3, **settings)
+    thaw(*frozen)
+    assert broken.acts == {}
+    assert same(found, result("fedbn", **settings))
+
+
+def test_an_error_is_the_clients_own(cluster: Any, tmp_path: Path) -> None:
+    """Of a method in a file that the nodes do not have."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    method = method_class(f"{tmp_path / 'fails.py'}:Fails")()
+    (tmp_path / "fails.py").unlink()
+    with pytest.raises(ProtofedError, match=r"^right-0 fails \(on purpose\)$"):
+        result(method, engine="ray", workers=1)

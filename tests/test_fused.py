@@ -1,0 +1,28 @@
+"""Functions that an engine may replace."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from protofed.fused import replaceable, using
+
+
+@replaceable
+def double(x: int) -> int:
+    return 2 * x
+
+
+def test_a_replacement_lasts_as_long_as_its_context_and_only_in_its_thread() -> None:
+    with using({"double": lambda x: -x, "other": lambda x: 0}):
+        assert double(3) == -3
+        with using({}):
+            assert double(3) == 6
+        assert double(3) == -3
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(double, 3).result() == 6
+    assert double(3) == 6
+    with pytest.raises(KeyError), using({"double": lambda x: {}[x]}):
+        double(3)
+    assert double(3) == 6
