@@ -86,6 +86,9 @@ def small(argv: list[str]) -> list[str]:
         if (option := f"--{name.replace('_', '-')}") in argv:
             at = argv.index(option) + 1
             argv[at] = str(max(1, int(argv[at]) // divisor))
+    if "glyphs" in argv and "--augment" in argv:  # which they have only one of
+        at = argv.index("--augment")
+        del argv[at : at + 2]
     more = {f"--{name}": str(value) for name, value in SMALL.items()}
     more |= {"tune": {"--budget": "2"}, "study": {"--seeds": "1"}}.get(argv[0], {})
     if "--weights" in argv or re.search(r"--model \S+\.py:", " ".join(argv)):
