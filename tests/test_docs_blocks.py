@@ -48,6 +48,8 @@ FEWER = {"rounds": 20, "seeds": 5, "budget": 10, "warmup_rounds": 2, "image_size
 """Numbers of the pages are divided by these."""
 WIDTH = 90
 """More characters in a line do not fit the site's column."""
+LONG = ("studies", "heterogeneous", "unseen", "python")
+"""Pages that take ten seconds or more: `make slow` executes them."""
 DOWNLOADED = ("digits", "office_caltech", "pacs", "vlcs")
 
 
@@ -133,7 +135,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow) if p.stem in LONG else p for p in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_a_page(
     page: Path, workplace: Path, tmp_path: Path, no_drawing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

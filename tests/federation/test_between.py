@@ -95,6 +95,7 @@ def test_the_same_in_loop_workers_and_lanes(monkeypatch: pytest.MonkeyPatch) -> 
     assert difference(*both(Borrow())) < 1e-9
 
 
+@pytest.mark.slow
 def test_lanes_put_kernels_in_place_of_expressions(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {"uniform": 0, "restyle": 0}
 
