@@ -278,8 +278,7 @@ def _away(x: Tensor, origin: Tensor, signed: Tensor) -> Tensor:
 
 
 def _gray(x: Tensor) -> Tensor:
-    red, green, blue = x.split(1, 1)
-    return 0.299 * red + 0.587 * green + 0.114 * blue
+    return 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
 
 
 COLORS = (
