@@ -27,7 +27,7 @@ from protofed.testing.checks import TINY, _Interrupt, _same, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-ABLE = ("fedproto", "fedseproto", "local", "fedmd", "fedgh")
+ABLE = ("fedproto", "fedseproto", "fedtgp", "local", "fedmd", "fedgh")
 BOTH = {**TINY, "model": "cnn3,cnn2"}
 TABLE = {"left-0": "cnn2", "left-1": "cnn2", "right-0": "cnn3", "right-1": "cnn2"}
 
