@@ -73,6 +73,7 @@ def reference(image: Tensor, i: int, choices: Choices, augment: Augment) -> np.n
     [
         AUGMENTS["large"](True),
         AUGMENTS["large"](False),
+        AUGMENTS["color"](True),
         Augment(padding=0, resized_crop=(0.08, 1.0)),
         Augment(padding=2, jitter=(0.4, 0.4, 0.4, 0.4)),
         Augment(padding=2, flip=False, grayscale=0.5),
@@ -120,6 +121,20 @@ def test_factors_are_as_asked_and_orders_all_occur() -> None:
     torch.testing.assert_close(high, torch.tensor([1.4, 1.4, 1.4, 0.4]), atol=0.01, rtol=0)
     assert len(choices.order.unique(dim=0)) == 24
     assert abs(choices.gray.float().mean() - 0.1) < 0.02
+
+
+def test_color_is_crop_with_jitter() -> None:
+    plain, color = (
+        Choices.draw(np.random.default_rng(3), 4000, AUGMENTS[name](True), 32)
+        for name in ("crop", "color")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], color[:3], strict=True))
+    assert color.jitter is not None and color.size is None and color.gray is None
+    spread = torch.tensor([0.4, 0.4, 0.4, 0.1])
+    middle = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    low, high = color.jitter.min(0).values, color.jitter.max(0).values
+    torch.testing.assert_close(low, middle - spread, atol=0.01, rtol=0)
+    torch.testing.assert_close(high, middle + spread, atol=0.01, rtol=0)
 
 
 def test_the_plain_augmentation_draws_what_it_always_did() -> None:

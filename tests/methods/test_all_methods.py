@@ -266,6 +266,8 @@ PAPER_DEFAULTS = {
         **LAST_EPOCH,
     },
     "fedplvm": {"alpha": 0.25, "tau": 0.07, "lam": 1.0},
+    "fedrdn": {"draw": "image"},
+    "stablefdg": {"p": 0.5, "stage": "stage1", "highlighter": True},
     "i2pfl": {
         "tau": 0.07,
         "alpha": 0.4,

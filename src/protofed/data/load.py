@@ -76,7 +76,8 @@ def load_task(
         flip: whether training images are flipped at random.
         test_split: another way to divide the images, e.g. ``kfold_leaky`` of pacs.
         skip_bad: leave out files that cannot be decoded.
-        augment: ``crop`` or ``large``; of a folder, by default ``large`` from 96 pixels on.
+        augment: ``crop``, ``color`` or ``large``; of a folder, by default ``large`` from 96 pixels
+            on.
         max_image_pixels: images with more are bad; no more are decoded at a time.
         max_unpacked_gb: what a compressed file or an archive may unpack to, in gigabytes.
         pixel_range: the values ``LOW:HIGH`` that become black and white in images with more than

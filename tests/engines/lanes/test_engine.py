@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
+from tests.engines.lanes import cpu_stand_in
 from tests.engines.lanes.cpu_stand_in import both, difference, in_lanes
 
+from protofed.data import Task
 from protofed.engines.lanes import engine
 from protofed.engines.lanes.engine import Lanes
 from protofed.engines.lanes.lane import Lane
@@ -18,6 +21,7 @@ from protofed.errors import ProtofedError
 from protofed.federation import server as server_module
 from protofed.federation.simulation import Federation
 from protofed.methods import METHODS, FedAvg
+from protofed.testing.checks import tiny_task
 
 pytestmark = pytest.mark.usefixtures("lanes_on_cpu")
 
@@ -185,3 +189,22 @@ def test_a_last_batch_of_one_image_is_explained() -> None:
     settings = {"model": "resnet10", "width": 8, "samples": {"left": 9, "right": 10}}
     with pytest.raises(ProtofedError, match=r"client left-\d: a batch of one image.*--batch"):
         in_lanes(FedAvg(), **settings).run_round()
+
+
+def test_color_jitter_is_the_same_in_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def jittered(**kwargs: Any) -> Task:
+        task = tiny_task(**kwargs)
+        return replace(task, augment=replace(task.augment, jitter=(0.4, 0.4, 0.4, 0.1)))
+
+    plain, _ = both(FedAvg(), rounds=1)
+    monkeypatch.setattr(cpu_stand_in, "tiny_task", jittered)
+    loop, lanes = both(FedAvg(), rounds=1)
+    assert difference(loop, lanes) < 1e-9
+    assert difference(loop, plain) > 1e-3
+
+
+def test_residual_networks_with_group_norm_agree_with_the_loop() -> None:
+    settings = {"model": "resnet10", "width": 8, "norm": "group"}
+    loop, lanes = both(FedAvg(), rounds=1, **settings)
+    assert not any("running" in name for name in loop.server.state["model"])
+    assert difference(loop, lanes) < 1e-9

@@ -158,6 +158,7 @@ def test_longer_runs_end_at_the_same_accuracy(name: str) -> None:
     [
         {"participation": 0.5},
         {"norm": "group"},
+        {"norm": "group", "model": "resnet10", "width": 8},
         {"batch": 64},
         {"schedule": "cosine", "warmup_rounds": 1, "label_smoothing": 0.1, "sampling": "balanced"},
         {"schedule": "step", "step_every": 1, "optimizer": "adam", "clip_norm": 0.5},
