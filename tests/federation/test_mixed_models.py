@@ -27,7 +27,7 @@ from protofed.testing.checks import TINY, _Interrupt, _same, tiny_task
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
-ABLE = ("fedproto", "fedseproto", "local", "fedmd", "fedgh")
+ABLE = ("fedproto", "fedseproto", "fedtgp", "local", "fedmd", "fedgh")
 BOTH = {**TINY, "model": "cnn3,cnn2"}
 TABLE = {"left-0": "cnn2", "left-1": "cnn2", "right-0": "cnn3", "right-1": "cnn2"}
 
@@ -162,6 +162,7 @@ BYTES = {  # up and down, of a client in a later round
     "fedproto": (MEANS, MEANS),
     "fedgh": (MEANS, HEAD),
     "fedseproto": (MEANS, MEANS),
+    "fedtgp": (MEANS, MEANS),
 }
 
 
@@ -181,11 +182,14 @@ def test_nothing_but_prototypes_header_or_logits_travels(kept: Result) -> None:
 # ---- who is tested ------------------------------------------------------------------------------
 
 
-def accuracy(network: Any, task: Any, domain: str) -> float:
+def accuracy(network: Any, task: Any, domain: str, nearest: torch.Tensor | None) -> float:
+    """Of the head, or of the nearest of these prototypes."""
     images = task.domains[domain].test
     mean, std = (torch.tensor(v)[:, None, None] for v in (task.augment.mean, task.augment.std))
     with torch.no_grad():
-        said = network((images.x / 255 - mean) / std).logits.argmax(1)
+        z, logits = network((images.x / 255 - mean) / std)
+        scores = logits if nearest is None else -torch.cdist(z, nearest)
+    said = scores.argmax(1)
     return 100 * float((said == images.y).double().mean())
 
 
@@ -194,8 +198,11 @@ def test_every_client_is_tested_on_every_domain(kept: Result) -> None:
     clients = [row["client"] for row in kept.summary["clients"]]
     networks = {name: kept.network(name) for name in clients}
     record, own = kept.rounds[-1], {}
+    assert kept.stored is not None
+    trained = kept.config.method.name == "fedtgp"
+    nearest = kept.stored.received["prototypes"]["mean"] if trained else None
     for domain in ("left", "right"):
-        scores = {n: accuracy(network, task, domain) for n, network in networks.items()}
+        scores = {n: accuracy(network, task, domain, nearest) for n, network in networks.items()}
         assert record["accuracy"][domain] == pytest.approx(sum(scores.values()) / 4, abs=1e-3)
         own[domain] = sum(scores[f"{domain}-{i}"] for i in range(2)) / 2
         assert record["beside"]["own"][domain] == pytest.approx(own[domain], abs=1e-3)
