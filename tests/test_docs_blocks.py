@@ -48,6 +48,8 @@ FEWER = {"rounds": 20, "seeds": 5, "budget": 10, "warmup_rounds": 2, "image_size
 """Numbers of the pages are divided by these."""
 WIDTH = 90
 """More characters in a line do not fit the site's column."""
+LONG = ("studies", "heterogeneous", "unseen", "python")
+"""Pages that take ten seconds or more: `make slow` executes them."""
 DOWNLOADED = ("digits", "office_caltech", "pacs", "vlcs")
 
 
@@ -86,6 +88,9 @@ def small(argv: list[str]) -> list[str]:
         if (option := f"--{name.replace('_', '-')}") in argv:
             at = argv.index(option) + 1
             argv[at] = str(max(1, int(argv[at]) // divisor))
+    if "glyphs" in argv and "--augment" in argv:  # which they have only one of
+        at = argv.index("--augment")
+        del argv[at : at + 2]
     more = {f"--{name}": str(value) for name, value in SMALL.items()}
     more |= {"tune": {"--budget": "2"}, "study": {"--seeds": "1"}}.get(argv[0], {})
     if "--weights" in argv or re.search(r"--model \S+\.py:", " ".join(argv)):
@@ -120,7 +125,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, rng = tmp_path_factory.mktemp("docs"), np.random.default_rng(0)
     shutil.copytree(ROOT / "examples", folder / "examples")
     tree = [f"{d}/{c}/{i}.png" for d in ("north", "south") for c in range(10) for i in range(5)]
-    few = [name for name in tree if "/0/" in name or "/1/" in name]
+    few = [name for name in tree if name.split("/")[1] < "5"]  # as many as SMALL has samples
     for name in (*(f"PATH/{n}" for n in tree), *(f"photos/{n}" for n in few), "a.png", "b.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 255, (16, 16, 3), dtype=np.uint8)).save(folder / name)
@@ -130,7 +135,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow) if p.stem in LONG else p for p in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_a_page(
     page: Path, workplace: Path, tmp_path: Path, no_drawing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,14 @@ def fails(result, *words):
 # ---- what is right passes -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(METHODS))
+ALWAYS = {"fedbn", "fedmd", "fedproto", "fpl", "i2pfl", "mixstyle", "scaffold", "stablefdg"}
+"""One of each kind; the others take minutes together, and all have oracles beside."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.slow) for n in METHODS],
+)
 def test_every_method_of_the_package_passes(name):
     results = check(METHODS[name])
     assert [r.check for r in results] == list(CHECKS)

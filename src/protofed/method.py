@@ -27,7 +27,7 @@ import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from numbers import Integral, Real
@@ -502,8 +502,9 @@ class Client:
     """One client during one round: a plain class of tensors, so that a step can be captured.
 
     Hot hooks may use ``network``, ``received``, ``mine``, ``start``, ``parameters``, ``round``,
-    ``progress``, ``id``, ``drawn``, ``forward``, ``forward_with``, ``cross_entropy``, ``uniform``,
-    ``normal`` and ``beta``; the rest is for cold hooks.
+    ``progress``, ``id``, ``domain``, ``pixel_mean``, ``pixel_std``, ``drawn``, ``forward``,
+    ``forward_with``, ``cross_entropy``, ``uniform``, ``normal`` and ``beta``; the rest is for cold
+    hooks.
     """
 
     def __init__(
@@ -517,6 +518,7 @@ class Client:
         round: int = 0,
         rounds: int = 1,
         name: str = "server",
+        domain: str = "",
         clean: BatchSource | None = None,
         public: BatchSource | None = None,
         samples: int = 0,
@@ -524,8 +526,11 @@ class Client:
         min_class_count: int = 1,
         small_classes: Tensor | None = None,
         label_smoothing: float = 0.0,
+        mean: Sequence[float] = (0.0,),
+        std: Sequence[float] = (1.0,),
     ) -> None:
-        device = next(network.parameters()).device
+        own = next(network.parameters())
+        device = own.device
         self.method = method
         self.network = network
         self.classes = sizes.classes
@@ -545,6 +550,13 @@ class Client:
         """0 in the first round, 1 in the last."""
         self.id = torch.tensor(keys.key(name), device=device)
         """The client's name as a number, for hot hooks; ``ServerView.client_ids`` has them all."""
+        self.domain = torch.tensor(keys.key(domain), device=device)
+        """Its domain as a number; ``ServerView.domain_ids`` has those of all clients."""
+        self.pixel_mean, self.pixel_std = (
+            torch.tensor(values, dtype=own.dtype, device=device)[:, None, None]
+            for values in (mean, std)
+        )
+        """What images are normalized by: ``x * pixel_std + pixel_mean`` is in [0, 1]."""
         self.key = torch.zeros((), dtype=torch.int64, device=device)
         self.drawn: Slot = {}
         """This step's row of the method's ``draws``."""
@@ -590,11 +602,11 @@ class Client:
         """
         was_training = self.network.training
         self.network.eval()
-        with torch.no_grad():
-            call = partial(self._pass, x, between)
-            out = call_with(self.network, model, call)
-        self.network.train(was_training)
-        return out
+        try:
+            with torch.no_grad():
+                return call_with(self.network, model, partial(self._pass, x, between))
+        finally:
+            self.network.train(was_training)
 
     def _pass(self, x: Tensor, between: Between | None) -> Output:
         if between is None or not self.restyles:
@@ -678,10 +690,13 @@ class Client:
 
         def look(stage: str, x: Tensor) -> Tensor:
             found[stage].append(style_of(x))
+            if len({len(styles) for styles in found.values()}) == 1:  # the last stage
+                raise _AllSeen
             return x
 
         for x, _ in self._batches("train"):
-            self.forward_with(model or {}, x, look)
+            with suppress(_AllSeen):
+                self.forward_with(model or {}, x, look)
         return {stage: torch.cat(styles) for stage, styles in found.items()}
 
     def styles(self, model: Slot | None = None) -> Slot:
@@ -782,6 +797,10 @@ class Client:
         return self.clean(part)
 
 
+class _AllSeen(Exception):
+    """The rest of a pass is not needed."""
+
+
 def restyled_stages(method: Method, network: Network) -> tuple[str, ...]:
     """The method's stages in a network; an error if the network has no such stage."""
     names = tuple(network.stages)
@@ -841,10 +860,16 @@ class ServerView:
     clients: tuple[str, ...]
     sizes: Sizes
     seed: int = 0
+    domains: tuple[str, ...] = ()
+    """The domain of each of ``clients``."""
 
     def client_ids(self) -> Tensor:
         """``client.id`` of every client [M], in the order of ``clients``."""
         return torch.tensor([keys.key(name) for name in self.clients])
+
+    def domain_ids(self) -> Tensor:
+        """``client.domain`` of every client [M], in the order of ``clients``."""
+        return torch.tensor([keys.key(name) for name in self.domains])
 
     def generator(self, *purpose: int | str) -> np.random.Generator:
         """A random generator keyed by the run's seed, the round and a purpose."""

@@ -71,8 +71,15 @@ def model(w: Any) -> Any:
     return tree.load(w.out / "model.safetensors")[0]
 
 
-@pytest.mark.parametrize("method", ["fpl", "fedbn"])
-@pytest.mark.parametrize("round", [0, 2])
+@pytest.mark.parametrize(
+    ("round", "method"),
+    [
+        (0, "fpl"),
+        (2, "fedbn"),
+        pytest.param(0, "fedbn", marks=pytest.mark.slow),
+        pytest.param(2, "fpl", marks=pytest.mark.slow),
+    ],
+)
 def test_a_poisoned_round_is_repeated_without_the_liar(
     world: Callable[..., Any], caplog: pytest.LogCaptureFixture, method: str, round: int
 ) -> None:

@@ -271,7 +271,7 @@ def test_system_noise_is_standard_normal_and_not_repeated() -> None:
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in SENDERS if n not in ("fedgh", "fedplvm")])
+@pytest.mark.parametrize("name", [n for n in SENDERS if n not in ("fedgh", "fedplvm", "fedtgp")])
 def test_every_method_with_class_means_can_protect_them(name: str) -> None:
     found = make(name, proto_epsilon=LOOSE)
     records = [found.run_round() for _ in range(2)]

@@ -13,7 +13,7 @@ from tests.fuzz.driver import GOALS, State, fuzz, settle, table, workplace
 from tests.fuzz.harness import FUZZERS, Tally
 
 SECONDS = 180.0
-SHORT = {"inputs": 1, "corruptions": 1, "kills": 3}
+SHORT = {"inputs": 1, "corruptions": 1, "kills": 1}
 """Batches of the short form."""
 
 

@@ -128,7 +128,7 @@ def _cases() -> dict[str, Callable[[], dict[str, Any]]]:
 
     for method in sorted(METHODS):
         add(method, method)
-    for method in ("fedgh", "fedmd", "fedproto", "fedseproto", "local"):
+    for method in ("fedgh", "fedmd", "fedproto", "fedseproto", "fedtgp", "local"):
         add(f"{method} with different models", method, model="cnn3,cnn2")
     for method in ("copa", "fedavg", "fpl", "i2pfl"):
         add(f"{method} without south", method, leave_out="south")

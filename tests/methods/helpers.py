@@ -1,6 +1,7 @@
 """What the tests of several methods build on: small networks, given features, recorded rounds."""
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ def numbers(seed, *shape):
 
 class Given(nn.Module):
     """Says for 'image' i the given feature and logits: x is a vector of row numbers."""
+
+    stages: ClassVar = {}
 
     def __init__(self, z, logits):
         super().__init__()

@@ -25,6 +25,7 @@ from protofed.methods import (
     FedProc,
     FedProto,
     FedSeProto,
+    FedTGP,
     Scaffold,
     create,
 )
@@ -213,6 +214,7 @@ QUICK = ("gradients", "weights 0 = FedAvg", "missing class", "serialization", "c
         FedMD(public="left", digest_epochs=2, digest_batch=5),
         FedSeProto(kl="moments", decoder_step=10.0),
         FedSeProto(share="prototypes", proto_pass="last_epoch"),
+        FedTGP(share="model", server_epochs=2),
         create("fpl", {"reading": "printed"}),
         # summed over d, these weights are a hundred times too large for the tiny task
         create("i2pfl", {"reading": "printed", "lambda_intra": 0.01}),
@@ -310,6 +312,26 @@ PAPER_DEFAULTS = {
         "digest_lr": 0.001,
     },
     "fedgh": {"eta": 0.01, "header_epochs": 10, "header_batch": 10, **POST},
+    "fedccrl": {
+        "ratio": 0.1,
+        "alpha": 0.1,
+        "severity": 3.0,
+        "chains": 3,
+        "depth": 3,
+        "tau": 0.1,
+        "lambda1": 0.1,
+        "lambda2": 0.1,
+    },
+    "feddap": {"lambda1": 10.0, "lambda2": 1.0, "tau": 0.02, "fusion": 0.001, **LAST_EPOCH},
+    "fedtgp": {
+        "lam": 10.0,
+        "margin": 100.0,
+        "eta": 0.01,
+        "server_epochs": 100,
+        "server_batch": 10,
+        **POST,
+        "share": "prototypes",
+    },
 }
 PER_TASK = {
     ("i2pfl", "office_caltech"): {"tau": 0.02},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -212,16 +213,16 @@ def test_the_example_in_the_documentation_is_a_study(
     text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
     example = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
     assert example is not None
-    method = '"""Mine."""\nfrom dataclasses import dataclass\nfrom protofed.method import Method\n'
-    method += "\n@dataclass(frozen=True)\nclass Mine(Method):\n    pass\n"
-    (tmp_path / "mymethod.py").write_text(method)
+    shutil.copytree(Path(__file__).parents[2] / "examples", tmp_path / "examples")
     (tmp_path / "mine.toml").write_text(example.group(1))
     monkeypatch.chdir(tmp_path)
-    method_class("mymethod.py:Mine")  # a study's own code is executed only if it is trusted
+    method_class(
+        "examples/cosine_proto.py:CosineProto"
+    )  # a study's own code is executed only if it is trusted
     made = load("mine.toml")
     # FPL at three values, and three rows more; one task as it is, one with four domains left out
     assert len(plan(made)) == 5 * 6 * (1 + 4)
-    assert made.printed["glyphs"]["Mine"].std == 0.4
+    assert made.printed["glyphs"]["Cosine"].std == 0.4
 
 
 def test_a_study_like_another_takes_what_it_does_not_give(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ class Coordinator:
             list(members.sites),
             rounds=config.rounds,
             seed=config.seed,
+            domains=[site.domain for site in members.sites.values()],
             participation=config.participation,
             average=config.average,
             robust=config.robust,
@@ -264,7 +265,7 @@ class Coordinator:
             if len(nodes) >= count or left <= 0:
                 return nodes
             missing = ", ".join(n for n in self.members.sites if n not in nodes)
-            text = f"waiting for sites: {len(nodes)} of {count} are connected; missing: {missing}"
+            text = f"waiting for sites: {len(nodes)} of {count} are ready; missing: {missing}"
             if text != logged:
                 log.warning("%s (for at most %.0f s more)", text, left)
                 logged = text

@@ -58,6 +58,7 @@ def train_client(
         round=round,
         rounds=setup.rounds,
         name=data.name,
+        domain=data.domain,
         clean=own.clean,
         public=next_public_batches(setup, data, round),
         samples=len(own.parts["train"]),
@@ -65,6 +66,8 @@ def train_client(
         min_class_count=setup.min_class_count,
         small_classes=own.small_classes(),
         label_smoothing=setup.training.label_smoothing,
+        mean=setup.augment.mean,
+        std=setup.augment.std,
     )
     load_model(network, client.start)
     key = (setup.seed, round, data.name)

@@ -32,6 +32,7 @@ class Server:
         *,
         rounds: int,
         seed: int,
+        domains: Sequence[str] = (),
         participation: float = 1.0,
         average: str = "samples",
         robust: str = "none",
@@ -40,6 +41,8 @@ class Server:
         device: torch.device | str = "cpu",
     ) -> None:
         self.method, self.sizes, self.clients = method, sizes, tuple(clients)
+        self.domains = tuple(domains or clients)
+        """The domain of each client; if none is given, each has its own."""
         self.rounds, self.seed = rounds, seed
         self.participation, self.average = participation, average
         self.robust, self.robust_fraction = robust, robust_fraction
@@ -57,7 +60,8 @@ class Server:
         self._slots: set[str] = set()
 
     def view(self) -> ServerView:
-        return ServerView(self.state, self.round, self.rounds, self.clients, self.sizes, self.seed)
+        now = (self.state, self.round, self.rounds)
+        return ServerView(*now, self.clients, self.sizes, self.seed, self.domains)
 
     def sample(self) -> list[str]:
         """The clients of this round, in the federation's order."""

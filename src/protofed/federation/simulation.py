@@ -196,6 +196,7 @@ class Federation:
             list(self.clients),
             rounds=config.rounds,
             seed=config.seed,
+            domains=[share.domain for share in self.shares],
             participation=config.participation,
             average=config.average,
             robust=config.robust,

@@ -27,7 +27,7 @@ class TrainingStep:
         self.network = federation.make_network()
         self.received = federation.server.broadcast()
         self.site, *others = federation.clients.values()
-        self.another = others[0].name
+        self.another = others[-1]
         self.mine = federation.store.get(self.site.name)
         self.epochs = federation.setup.training.epochs
         self.phases = method.phases(1, self.epochs)
@@ -80,7 +80,7 @@ class TrainingStep:
     def inputs(self, later: bool = False) -> list[Any]:
         """Everything that a step reads; ``later``: all changed that may differ between steps."""
         buffers = {n for n, _ in self.network.named_buffers()}
-        factor = 1.1 if later else 1.0
+        factor, client = (1.1, self.another) if later else (1.0, self.site)
         model = {n: t.clone() if n in buffers else t * factor for n, t in self.model.items()}
         return [
             {n: t.requires_grad_() for n, t in model.items() if n not in buffers},
@@ -89,7 +89,8 @@ class TrainingStep:
             *(tree.map_tensors(t, partial(_scaled, factor)) for t in (self.received, self.mine)),
             torch.tensor(2 if later else 1),
             torch.tensor(1.0 if later else 0.5),
-            torch.tensor(keys.key(self.another if later else self.site.name)),
+            torch.tensor(keys.key(client.name)),
+            torch.tensor(keys.key(client.domain)),
             torch.tensor(12 if later else 11),
             self._drawn(1 if later else 0),
         ]
@@ -99,7 +100,7 @@ class TrainingStep:
         parameters, buffers, batch, received, mine, *rest = inputs
         client = self._client(received, mine)
         client.parameters = parameters
-        client.round, client.progress, client.id, client.key, client.drawn = rest
+        client.round, client.progress, client.id, client.domain, client.key, client.drawn = rest
         loss = partial(phase.loss, client, Batch(*batch))
         total = torch.stack([*call_with(self.network, parameters | buffers, loss).values()]).sum()
         wanted = list(_moving(phase, parameters).values())
@@ -107,8 +108,10 @@ class TrainingStep:
         return [total, *(g for g in grads if g is not None)]
 
     def _client(self, received: Tree, mine: Tree) -> Client:
-        what, name = (self.method, self.network, self.sizes), self.site.name
-        client = Client(*what, received=received, mine=mine, round=1, rounds=3, name=name)
+        client = Client(
+            self.method, self.network, self.sizes, received=received, mine=mine, round=1, rounds=3,
+            name=self.site.name, domain=self.site.domain, mean=(0.5,), std=(0.5,),
+        )  # fmt: skip
         client.begin_step(11)
         client.drawn = self._drawn(0)
         return client

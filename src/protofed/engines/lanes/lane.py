@@ -97,6 +97,7 @@ class Lane:
             _copy_into(client.mine, mine)
             client.round.fill_(round)
             client.id.fill_(keys.key(data.name))
+            client.domain.fill_(keys.key(data.domain))
             client.progress.fill_(round / max(1, setup.rounds - 1))
             batches = self.tables.batches(data)
             client.name, client.samples = data.name, len(batches.parts["train"])
@@ -132,6 +133,8 @@ class Lane:
                 mine=tree.map_tensors(mine, torch.clone),
                 min_class_count=self.setup.min_class_count,
                 label_smoothing=self.setup.training.label_smoothing,
+                mean=self.setup.augment.mean,
+                std=self.setup.augment.std,
             )
         return self._clients[shapes]
 
