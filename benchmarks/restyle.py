@@ -2,10 +2,15 @@
 
     python benchmarks/restyle.py DATA
 
-Office-Caltech with I²PFL's protocol (ResNet-10, batch 32), bf16, one run at a time. Restyled are
-pixels, stem and stage 1: each sample, with probability 0.5, to the statistics of a random client
-plus noise, which every client sends after each round. ``plain`` computes it as tensor expressions,
-``kernels`` as lanes do. The ways take turns; the ratio is that of the medians.
+Office-Caltech with I²PFL's protocol (ResNet-10, batch 32), bf16. Restyled are pixels, stem and
+stage 1: each sample, with probability 0.5, to the statistics of a random client plus noise.
+
+    no kernels        draws and restyling as tensor expressions
+    plain             restyling as tensor expressions
+    kernels           as lanes do
+    the step alone    the same; clients do not collect and send their statistics
+
+The ways take turns; the ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -50,9 +55,10 @@ class Restyled(I2PFL):
     def between(self, client: Client, stage: str, x: Tensor) -> Tensor:
         bank = client.received["styles"][stage]
         own = style_of(x).detach()
-        pick = client.uniform(len(x), len(bank)).argmax(1)
-        new = bank[pick, 0] + client.normal(*own.shape) * bank[pick, 1]
-        taken = (client.uniform(len(x), 1, 1) < 0.5) & (bank[pick, :1, 1] > 0)
+        coin, choice = client.uniform(1 + len(bank), len(x)).split([1, len(bank)])
+        mean, spread = bank[choice.argmax(0)].unbind(1)
+        new = mean + client.normal(*own.shape) * spread
+        taken = (coin[0, :, None, None] < 0.5) & (mean[:, 1:] > 0)
         return restyle(x, own, torch.where(taken, new, own))
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
@@ -62,6 +68,18 @@ class Restyled(I2PFL):
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         styles = {s: torch.stack([u["styles"][s] for u in updates]) for s in STAGES}
         return {**super().aggregate(server, mean, updates), "styles": styles}
+
+
+@dataclass(frozen=True)
+class Alone(Restyled):
+    """The same without collecting styles: the step alone."""
+
+    name = "i2pfl_restyled_alone"
+
+    def upload(self, client: Client) -> tuple[Tree, Tree]:
+        message, private = I2PFL.upload(self, client)
+        bank = client.received["styles"]
+        return {**message, "styles": {s: torch.ones_like(bank[s][0]) for s in STAGES}}, private
 
 
 def plain(device: torch.device) -> Kernels:
@@ -82,6 +100,7 @@ def main() -> None:
         "restyled, no kernels": (Restyled(), lambda device: {}),
         "restyled, plain": (Restyled(), plain),
         "restyled, kernels": (Restyled(), WITH_KERNELS),
+        "the step alone": (Alone(), WITH_KERNELS),
     }
     federations = {}
     for name, (method, kernels) in ways.items():

@@ -243,6 +243,9 @@ def test_an_unknown_task_and_method():
     with pytest.raises(ProtofedError, match="unknown task 'glyph'") as error:
         make_config("glyph")
     assert "glyphs" in error.value.hint
+    with pytest.raises(ProtofedError, match="unknown task '/my/photos'") as error:
+        make_config("/my/photos")
+    assert "--task folder:/my/photos" in error.value.hint
     with pytest.raises(ProtofedError, match="unknown method 'fedprot'"):
         make_config(method="fedprot")
 

@@ -699,19 +699,21 @@ SETTINGS: dict[str, Setting] = {
 """The settings by name, in field order: all of a config but its task and method."""
 
 
-_OPTIONS = [name for name, s in SETTINGS.items() if s.later and s.panel == TRAINING]
+_OPTIONS = [
+    name
+    for name, s in SETTINGS.items()
+    if s.later and s.panel == TRAINING and name not in ("weights", "train")
+]
 
 
 def training_options(values: Mapping[str, Any]) -> list[str]:
     """The options of training that are not at their defaults, as ``clip_norm 1``.
 
-    Without those that every protocol sets.
+    Without those that every protocol sets, and those that ``model_in_words`` has.
     """
     used = {
         n: values[n] for n in _OPTIONS if values.get(n, SETTINGS[n].default) != SETTINGS[n].default
     }
-    if "weights" in used:
-        used["weights"] = Path(used["weights"]).name
     return [f"{n} {v:g}" if isinstance(v, float) else f"{n} {v}" for n, v in used.items()]
 
 

@@ -27,7 +27,7 @@ import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from numbers import Integral, Real
@@ -590,11 +590,11 @@ class Client:
         """
         was_training = self.network.training
         self.network.eval()
-        with torch.no_grad():
-            call = partial(self._pass, x, between)
-            out = call_with(self.network, model, call)
-        self.network.train(was_training)
-        return out
+        try:
+            with torch.no_grad():
+                return call_with(self.network, model, partial(self._pass, x, between))
+        finally:
+            self.network.train(was_training)
 
     def _pass(self, x: Tensor, between: Between | None) -> Output:
         if between is None or not self.restyles:
@@ -678,10 +678,13 @@ class Client:
 
         def look(stage: str, x: Tensor) -> Tensor:
             found[stage].append(style_of(x))
+            if len({len(styles) for styles in found.values()}) == 1:  # the last stage
+                raise _AllSeen
             return x
 
         for x, _ in self._batches("train"):
-            self.forward_with(model or {}, x, look)
+            with suppress(_AllSeen):
+                self.forward_with(model or {}, x, look)
         return {stage: torch.cat(styles) for stage, styles in found.items()}
 
     def styles(self, model: Slot | None = None) -> Slot:
@@ -780,6 +783,10 @@ class Client:
         if self.clean is None:
             raise RuntimeError("the server has no samples: only clients do")
         return self.clean(part)
+
+
+class _AllSeen(Exception):
+    """The rest of a pass is not needed."""
 
 
 def restyled_stages(method: Method, network: Network) -> tuple[str, ...]:

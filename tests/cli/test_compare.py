@@ -377,6 +377,7 @@ def test_a_sweep_says_what_validation_chooses(
     assert "note: Chosen by validation accuracy: fedavg, lr=0.1." in " ".join(done.out.split())
     done = protofed(*args, "0.2")
     assert done.code == 2 and "too few images to validate on: 1 of domain 'scan', 2" in done.err
+    assert "(raise --validate, or" in done.err
 
 
 def test_over_takes_hyper_parameters_and_settings(

@@ -59,7 +59,7 @@ def test_predict(trained: Result, images: Path, tmp_path: Path) -> None:
         assert row["class"] != row["runner_up"]
         assert row["prototype_domain"] in ("scan", "photo") and row["far"] in ("yes", "no")
     said = call("predict", trained.folder, images / "0.png", "-o", tmp_path / "p.csv")
-    assert "1 images" in said and "far from all prototypes" in said
+    assert "1 image," in said and "far from all prototypes" in said
     (row,) = csv.DictReader((tmp_path / "p.csv").open())
     assert row["class"] == rows[0]["class"]
     alone = call("predict", trained.folder / "model.safetensors", images / "0.png")
@@ -82,7 +82,7 @@ def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
 def test_evaluate(trained: Result, tmp_path: Path) -> None:
     assert trained.folder is not None
     said = call("evaluate", trained.folder, "-o", tmp_path / "e")
-    assert "balanced" in said and "average" in said
+    assert "balanced" in said and "average" in said and "calibration" in said and "…" not in said
     found = json.loads((tmp_path / "e" / "evaluation.json").read_text())
     for domain in ("scan", "photo"):
         accuracy = trained.rounds[-1]["accuracy"][domain]

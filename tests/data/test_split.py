@@ -436,7 +436,7 @@ def test_domains_with_too_few_images_to_validate_on_are_named() -> None:
     held = hold_out(task, shares, 0.2, seed=0)
     with pytest.raises(ProtofedError, match=r"0\.2 leaves too few.*: 8 of domain 'b' ") as error:
         validation_rows(task, held, 0.2)
-    assert "raise --validate" in error.value.hint
+    assert "raise --validate to 0.53, or" in error.value.hint
     half = hold_out(task, shares, 0.5, seed=0)
     found = validation_rows(task, half, 0.5)
     assert {d: len(rows) for d, rows in found.items()} == {"a": 90, "b": 22}

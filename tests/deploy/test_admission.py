@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.deploy.loopback_world import TINY, Deployment
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
-from protofed.deploy import admission
+from protofed.deploy import admission, programs
 from protofed.deploy.certificates import host_names
 from protofed.deploy.members import read_members
 from protofed.deploy.programs import NODES_FILE
@@ -49,6 +50,33 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
         admission, "unregister", lambda folder, node: seen.append(("unregister", node))
     )
     return seen
+
+
+def test_sites_that_are_admitted_while_the_server_starts_are_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "f"
+    deploy("init", home, "--sites", "north,south", "--classes", "x,y", "--keys-at-sites")
+    requests = [home / "sites" / site / f"{site}.request" for site in ("north", "south")]
+    for site in ("north", "south"):
+        deploy("join", "--dir", home, "--site", site)
+    starting, registered = iter([True]), list[str]()
+    monkeypatch.setattr(programs, "check_free", lambda *_: None)
+    monkeypatch.setattr(programs, "running", lambda *_: nullcontext())
+    monkeypatch.setattr(programs, "_until_one_ends", lambda **_: ("SuperLink", 0))
+    monkeypatch.setattr(
+        programs,
+        "_until_listening",
+        lambda *_: next(starting, False) and deploy("admit", *requests, "--dir", home),
+    )
+    monkeypatch.setattr(
+        programs,
+        "_register",
+        lambda _, members: registered.extend(n for n, m in members.sites.items() if m.key),
+    )
+    with pytest.raises(ProtofedError, match="the SuperLink ended"):
+        programs.serve(home / "server", tell=lambda _: None)
+    assert registered == ["north", "south"]
 
 
 def certificate(path: Path) -> x509.Certificate:

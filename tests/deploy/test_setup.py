@@ -30,6 +30,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
     assert [m.domain for m in members.sites.values()] == ["north", "north", "c"]
     assert members.clients() == {"north": 2, "c": 1}
     assert members.minimum == 2 and members.classes == ("cat", "dog")
+    assert members.image_size == 224 and "resizes its images to 224×224 pixels" in done.output
     for secret in ("server/server.key", "ca/ca.key", "sites/a/node.key"):
         assert stat.S_IMODE((out / secret).stat().st_mode) == 0o600
     for site in "abc":
@@ -51,6 +52,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
     for site in "abc":
         assert f"protofed deploy site --dir sites/{site} --site {site} --data" in page
     assert "`--public /path/to/public`" in page and "Without `--public`" not in page
+    assert "protofed deploy confirm --dir server" in page and "the last fifth of each class" in page
     again = CliRunner().invoke(app, words)
     assert isinstance(again.exception, ProtofedError) and "already exists" in str(again.exception)
 

@@ -15,9 +15,11 @@ from flwr.app import Message
 from tests.deploy.spoiled import set_values
 
 from protofed import tree
-from protofed.deploy.spending import SPENT_FILE
+from protofed.deploy.messages import Request
+from protofed.deploy.spending import SPENT_FILE, Spending, Trained
 from protofed.deploy.wire import read_tree
 from protofed.errors import ProtofedError
+from protofed.federation.privacy import Budget, Privacy
 from protofed.files import read_json
 from protofed.runs.records import read_records
 
@@ -50,6 +52,18 @@ def test_the_spending_of_a_run_is_in_its_records_and_at_the_sites(
         assert found["spent"]["prototypes"]["epsilon"] == pytest.approx(200.0)
         assert spent(w, site).stat().st_mode & 0o777 == 0o600
         assert not list(spent(w, site).parent.glob("*.safetensors"))  # the run is over
+
+
+def test_a_message_is_paid_for_before_it_is_made(tmp_path: Path) -> None:
+    """Or a site that is killed in between would have a reply that no budget knows of."""
+    spending = Spending(tmp_path, Privacy(Budget("prototypes", 3.0, 1e-5, 1.0, releases=1)), keep=1)
+
+    def train() -> Trained:
+        assert spending.releases == 1
+        return {}, {"state": ""}
+
+    request = Request("north", "0" * 10, 0, train=True, evaluate=False, accepted="")
+    assert spending.once(request, {}, train, lambda _: True)[1]["releases"] == 1
 
 
 def test_noise_differs_between_two_runs_of_the_same_seed(world: Callable[..., Any]) -> None:

@@ -194,7 +194,10 @@ def test_styles_of_the_received_model_and_of_the_current_one() -> None:
         torch.testing.assert_close(client.sample_styles(client.start)[stage], styles)
         torch.testing.assert_close(found[stage][0], styles.mean(0))
         torch.testing.assert_close(found[stage][1], styles.std(0, correction=0))
+    ran: list[int] = []
+    client.network.encoder[4].register_forward_hook(lambda *_: ran.append(1))  # type: ignore[index]
     current = client.styles()
+    assert not ran  # what follows the last stage is not computed
     assert torch.equal(current["pixels"], found["pixels"])
     assert not torch.allclose(current["stage1"], found["stage1"])
     assert client.network.training

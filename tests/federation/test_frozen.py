@@ -20,6 +20,7 @@ from protofed.models.weights import public_name
 from protofed.observers.progress import protocol_line
 from protofed.runs import load_run, run
 from protofed.runs.records import without_times
+from protofed.studies.tables import caption
 from protofed.testing.checks import SHORT, tiny_task
 from protofed.tree import Tree
 
@@ -107,6 +108,13 @@ def weights(path: Path, scale: float = 1.0) -> dict[str, Tensor]:
     return {f"encoder.{n}": t for n, t in state.items()}
 
 
+@pytest.mark.parametrize("name", ["fpl", "fedproto", "i2pfl", "fedplvm", "moon"])
+def test_a_loss_on_frozen_features_changes_nothing(name: str) -> None:
+    models = [run(tiny_task(), m, **SHORT, train="head").model for m in ("fedavg", name)]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(t, models[1][n]) for n, t in models[0].items())
+
+
 def test_a_run_starts_from_a_file(tmp_path: Path) -> None:
     held = weights(tmp_path / "w.pth")
     given: dict[str, Any] = {**IMAGENET, "train": "head", "rounds": 1}
@@ -115,7 +123,11 @@ def test_a_run_starts_from_a_file(tmp_path: Path) -> None:
     assert with_file.summary["pretrained"] == {
         "digest": with_file.facts["weights_digest"], "train": "head"
     }  # fmt: skip
-    assert "weights from w.pth, backbone frozen," in protocol_line(with_file.config)
+    line = protocol_line(with_file.config)
+    assert "weights from w.pth, backbone frozen," in line and line.count("w.pth") == 1
+    digest = with_file.facts["weights_digest"]
+    assert "1 round, clients" in caption([with_file])
+    assert f"weights from w.pth ({digest}), backbone frozen" in caption([with_file])
     without = run(tiny_task(), **given)
     assert without.summary["pretrained"]["digest"] is None
     assert not torch.equal(without.model["encoder.0.weight"], held["encoder.0.weight"])

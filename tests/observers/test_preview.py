@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tests.cli.commands import call
 
@@ -57,6 +58,20 @@ def test_every_choice_has_its_reason(scans: Path) -> None:
     assert " ms an image here (" in rows["time"]
     silent = preview(make_config(task.name, flip=False, pixel_range="0:4095", device="cpu"), task)
     assert not any("--no-flip" in line or "pixel range" in line for line in silent)
+
+
+def test_weights_that_do_not_fit_are_an_error_before_anything_is_measured(
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, given = load_task(f"folder:{scans}"), {"model": "resnet18_imagenet", "train": "head"}
+    small = make_config(task.name, **given, width=8, device="cpu")
+    (told,) = (line for line in preview(small, task) if line.startswith("  train "))
+    assert "head: the backbone is frozen" in told
+    torch.save({"conv1.weight": torch.zeros(8, 3, 7, 7)}, tmp_path / "w.pt")
+    monkeypatch.setattr("protofed.observers.preview.one_thread", None)
+    bad = make_config(task.name, **given, width=8, device="cpu", weights=str(tmp_path / "w.pt"))
+    with pytest.raises(ProtofedError, match=r"do not fit resnet18_imagenet: \d+ missing"):
+        preview(bad, task)
 
 
 def test_a_run_and_a_comparison_tell_before_they_start(scans: Path, tmp_path: Path) -> None:

@@ -172,6 +172,16 @@ def test_every_format(tmp_path: Path) -> None:
     assert (float(last["paper"]), float(last["ours_minus_paper"])) == (50, -4.5)
 
 
+def test_a_table_names_rows_that_a_frozen_backbone_made_equal(tmp_path: Path) -> None:
+    make_study(study(settings={**TINY, "train": "head"}), tmp_path / "a", rising)
+    (note,) = table_of(StudyFolder.open(tmp_path / "a")).notes
+    assert note.startswith("FedAvg, FPL: equal losses and accuracies in every round.")
+    make_study(study(settings={**TINY, "train": "head"}), tmp_path / "b")
+    assert table_of(StudyFolder.open(tmp_path / "b")).notes == ()
+    make_study(study(), tmp_path / "c", rising)
+    assert table_of(StudyFolder.open(tmp_path / "c")).notes == ()
+
+
 # ---- facts of the runs --------------------------------------------------------------------------
 
 

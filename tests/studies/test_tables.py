@@ -324,6 +324,8 @@ def test_the_caption_names_the_hyper_parameters_that_are_not_defaults():
     changed = METHODS["fpl"].create({"tau": 0.5})
     runs[1] = replace(runs[1], config=replace(runs[1].config, method=changed))
     assert "hyper-parameters: each method's defaults (fpl: tau=0.5);" in caption(runs)
+    runs[1] = replace(runs[1], summary={**runs[1].summary, "method": "fpl, tau=0.5"})
+    assert "each method's defaults but for what a row's name says;" in caption(runs)
     for label, said in (("FPL, tau=0.5", False), ("FPL, mine", True)):
         labeled = replace(runs[1], summary={**runs[1].summary, "method": label})
         assert ("(FPL, mine: tau=0.5)" in caption([runs[0], labeled])) == said

@@ -69,9 +69,10 @@ def init(
         str | None,
         typer.Option(metavar="SITE=DOMAIN,...", help="Domains; default: each site its own."),
     ] = None,
-    image_size: Annotated[int, typer.Option(min=8, max=1024, help="Pixels of an image's side.")] = (
-        32
-    ),
+    image_size: Annotated[
+        int | None,
+        typer.Option(min=8, max=1024, help="Pixels of an image's side; default: 224."),
+    ] = None,
     pixel_range: Annotated[
         str | None,
         typer.Option(metavar="LOW:HIGH", help="Black and white in images of more than 8 bits."),
@@ -124,7 +125,7 @@ def init(
         address=address,
         hosts=words(hosts),
         classes=words(classes),
-        image_size=image_size,
+        image_size=image_size or (32 if task else 224),
         pixel_range=pixel_range,
         domains=pairs,
         task=task,
@@ -137,6 +138,8 @@ def init(
     )
     if task is None and not classes:
         say(f"fill in classes = [...] in every federation.toml under {folder}, or use --classes")
+    if task is None and image_size is None:
+        say("every site resizes its images to 224×224 pixels; --image-size sets another size")
     say(f"{folder}/README.md says which command runs where")
 
 
@@ -199,7 +202,10 @@ def site(
     if home.members.task is None:  # what is wrong with the images is said now, not in round 1
         task = home.members.skeleton()
         train, test = folder_images(home, task.classes, task.image_size)
-        say(f"site {home.name}: {len(train)} training and {len(test)} test images")
+        held = {*train.y.tolist(), *test.y.tolist()}
+        absent = [c for label, c in enumerate(task.classes) if label not in held]
+        none = f", none of {', '.join(absent)}" if absent else ""
+        say(f"site {home.name}: {len(train)} training and {len(test)} test images{none}")
     if home.public is not None:
         say(f"site {home.name}: public folder: {check_public(home)}")
     join(home, patience, say)
@@ -220,23 +226,26 @@ def join(folder: DirOption = Path(), name: SiteOption = None) -> None:
 
 @deploy_app.command(context_settings=HELP)
 def admit(
-    request: Annotated[Path, typer.Argument(metavar="FILE", help="What deploy join has written.")],
+    requests: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="What deploy join has written.")
+    ],
     folder: DirOption = Path(),
     ca: CaOption = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="The site has a key already: replace it.")
     ] = False,
 ) -> None:
-    """On the server: let a site in with the key of its request, at once if the server runs.
+    """On the server: let sites in with the keys of their requests, at once if the server runs.
 
-    Compare the fingerprint with the one that the site has seen, by telephone for example.
+    Compare each fingerprint with the one that the site has seen, by telephone for example.
     """
     _need_flower()
     from protofed.deploy.admission import admit as let_in
     from protofed.deploy.setup import server_folder
 
     home = server_folder(folder)
-    let_in(home, request, ca or home.parent / "ca", replace, say)
+    for request in requests:
+        let_in(home, request, ca or home.parent / "ca", replace, say)
 
 
 @deploy_app.command(context_settings=HELP)

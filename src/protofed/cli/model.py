@@ -80,7 +80,7 @@ def predict(
     write_atomic(out, text.getvalue())
     far = sum(row.get("far") == "yes" for row in rows)
     note = f", {far} of them far from all prototypes" if "far" in rows[0] else ""
-    say(f"{len(rows)} images{note}: {out}")
+    say(f"{len(rows)} image{'s' * (len(rows) > 1)}{note}: {out}")
 
 
 def _predictions(
@@ -222,7 +222,7 @@ def _print_metrics(found: dict[str, Metrics]) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("domain")
     for name in next(iter(rows.values())):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for domain, row in rows.items():
         cells = [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()]
         table.add_row(domain, *cells)

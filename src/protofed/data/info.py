@@ -32,6 +32,9 @@ def describe(name: str) -> TaskInfo:
         raise ProtofedError("task folder: which folder?", "write --task folder:PATH")
     if name.startswith(FOLDER):
         return TaskInfo(name, None, None, None, None, None, test_splits=TEST_SPLITS)
+    if "/" in name:
+        hint = f"for a folder of images, write --task {FOLDER}{name:.100}"
+        raise ProtofedError(f"unknown task '{name:.100}'", hint)
     raise unknown("task", name, (*TASKS, "folder:PATH"))
 
 

@@ -154,6 +154,10 @@ def validation_rows(
     else:
         found = {d: torch.cat([s.held_out for s in shares if s.domain == d]) for d in domains}
     if few := {d: len(rows) for d, rows in found.items() if len(rows) < FEWEST_TO_VALIDATE}:
+        enough = ""
+        if isinstance(validate, float):
+            part = validate * (FEWEST_TO_VALIDATE + 1) / max(1, min(few.values()))
+            enough = f" to {part:.2f}" * (part < 1)
         raise ProtofedError(
             f"validate = {validate} leaves too few images to validate on: "
             + ", ".join(f"{n} of domain '{d}'" for d, n in few.items())
@@ -163,7 +167,9 @@ def validation_rows(
                 "--samples gives clients fewer",
                 VAL_FOLDERS: "put them into domain/val/class/image, beside train and test; "
                 "--validate 0.1 holds out a part of each client's images instead",
-            }.get(str(validate), "raise --validate, or give clients more images: --samples"),
+            }.get(
+                str(validate), f"raise --validate{enough}, or give clients more images: --samples"
+            ),
         )
     return found
 

@@ -264,7 +264,7 @@ class Coordinator:
             if len(nodes) >= count or left <= 0:
                 return nodes
             missing = ", ".join(n for n in self.members.sites if n not in nodes)
-            text = f"waiting for sites: {len(nodes)} of {count} are connected; missing: {missing}"
+            text = f"waiting for sites: {len(nodes)} of {count} are ready; missing: {missing}"
             if text != logged:
                 log.warning("%s (for at most %.0f s more)", text, left)
                 logged = text

@@ -208,6 +208,7 @@ def serve(
     env = environment(folder / "flower", **{FOLDER_VARIABLE: str(folder.resolve())})
     with stoppable(), running(command, env) as link:
         _until_listening(link, *inside)
+        members = read_members(folder)  # with the sites that were admitted in the meantime
         _until_listening(link, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         work = _executor("server", join_address(*inside), secret, own_ca)
         with running(work, env) as executor:
@@ -327,9 +328,13 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
                 raise ProtofedError(
                     f"site '{site.name}' cannot join {site.members.address} ({name}: exit code "
                     f"{code}, explained above)",
-                    "compare ca.crt, node.key and the address with the server's",
+                    "compare ca.crt, node.key and the address with the server's; a site that made "
+                    "its own key has to be admitted there",
                 )
-            tell(f"not connected ({name}: exit code {code}); retrying in {RETRY_SECONDS:g} s")
+            tell(
+                f"not connected ({name}: exit code {code}); retrying in {RETRY_SECONDS:g} s. Does "
+                "the server run, and has the operator admitted this site?"
+            )
             time.sleep(RETRY_SECONDS)
 
 

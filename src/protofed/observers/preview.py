@@ -40,6 +40,11 @@ def preview(asked: Config, task: Task) -> list[str]:
     if "augment" in words and config.flip:
         words["augment"] += "; mirrored too, --no-flip if left and right differ"
     rows = {name.replace("_", " "): text for name, text in words.items()}
+    if config.train == "head":
+        rows["train"] = (
+            "head: the backbone is frozen, so a loss on features (of FPL or MOON, say) changes "
+            "nothing; --train all trains everything"
+        )
     if told := _imbalance(task):
         rows["classes"] = told
     rows["memory"] = str(estimate(config, task))
@@ -97,7 +102,8 @@ def _time(config: Config, task: Task) -> str:
 def _seconds_an_image(config: Config, task: Task) -> float:
     """The time of a training step on this machine, augmentation included, by its images."""
     device, dtype = torch.device(config.device), DTYPES[config.precision]
-    network = initial_network(config, task).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = initial_network(config, task, weights=config.weights)
+    network.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = next(d.train for d in task.domains.values() if len(d.train))
     n = config.batch if device.type == "cuda" else min(config.batch, PROBE_IMAGES)
     rows = torch.arange(n) % len(images)

@@ -126,7 +126,7 @@ def held_out(config: Config) -> tuple[str | float, str]:
             words = f"{100 * float(part):g} % of each client's images, held out of its training"
         since = "" if part in named else f", since {errors[UNUSED].message}"
         return part, f"validated on {words} (validate = {part}){since}"
-    why = errors[UNUSED]
+    why = errors[HELD_OUT[-1]]
     raise ProtofedError(f"there are too few images to choose by: {why.message}", why.hint)
 
 

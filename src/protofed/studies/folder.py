@@ -235,7 +235,7 @@ class StudyFolder:
             notes = (*notes, text)
         choices = self._choices(rows) if study.kind != TUNE else self._choice(task.name)
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
-        notes = (*notes, *self._mixed(task.name), *choices, *left_out)
+        notes = (*notes, *self._mixed(task.name), *self._equal(task.name), *choices, *left_out)
         return TaskTable(task.name, shown, rows, base or "FedAvg", head, details, notes)
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
@@ -277,6 +277,22 @@ class StudyFolder:
                 shown = " and ".join(v[:12] for v in values)
                 notes.append(f"The runs of this table differ in {words}: {shown}.")
         return notes
+
+    def _equal(self, task: str) -> list[str]:
+        """The rows that a frozen backbone made equal."""
+        groups: dict[str, list[str]] = {}
+        for label in dict.fromkeys(run.line.label for run in self.runs if run.task == task):
+            runs = [s for s in self._of_line(task, label).values() if s is not None]
+            # a server's rule shows in the losses from the second round on
+            if runs and all(s.settings.get("train") == "head" and len(s.records) > 1 for s in runs):
+                seen = [[(r["accuracy"], r["loss"].get("ce")) for r in s.records] for s in runs]
+                groups.setdefault(repr(seen), []).append(label)
+        return [
+            f"{', '.join(labels)}: equal losses and accuracies in every round. With the backbone "
+            "frozen (train = head), a loss on features changes nothing."
+            for labels in groups.values()
+            if len(labels) > 1
+        ]
 
     def _choices(self, rows: Sequence[TableRow]) -> list[str]:
         """Which values of each sweep, or else which row, the validation accuracy chooses."""

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
+from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -534,7 +535,7 @@ def describe(
         )
     parts += [
         f"task {first['task']} ({summary.get('data', '?').rstrip('.')})",
-        f"protocol {one('protocol')}, {', '.join([one('rounds') + ' rounds', *options])}, "
+        f"protocol {one('protocol')}, {', '.join([_rounds(one('rounds')), *options])}, "
         f"clients × samples: {clients}" + _special(first, summary),
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}",
         f"{one('precision')} on {one('device')}",
@@ -564,12 +565,15 @@ def _aim(labels: Collection[str], baseline: str, target: float | None) -> str:
 def _hyper_parameters(measures: Sequence[Measure]) -> str:
     """Which methods have other hyper-parameters than their defaults, unless their label says it."""
     found: dict[str, str] = {}
+    named = ""
     for m in measures:
         words = [f"{k}={v}" for k, v in changed_options(m.settings).items()]
+        if any(word in m.label for word in words):
+            named = " but for what a row's name says"
         if words := [word for word in words if word not in m.label]:
             found[m.label] = f"{m.label}: {', '.join(words)}"
     given = f" ({'; '.join(found.values())})" if found else ""
-    return f"hyper-parameters: each method's defaults{given}"
+    return f"hyper-parameters: each method's defaults{named}{given}"
 
 
 def _on_unseen(measures: Sequence[Measure]) -> str:
@@ -628,12 +632,18 @@ def seed_warning(seeds: int, fewest: int | None = None) -> str:
     return f" (fewer than {FEW_SEEDS} seeds: intervals are wide and rough)"
 
 
+def _rounds(n: str) -> str:
+    return "1 round" if n == "1" else f"{n} rounds"
+
+
 def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     words = []
     if len(names := model_names(settings["model"])) > 1:
         words.append(f"with different models ({' and '.join(names)})")
     if (start := summary.get("pretrained")) is not None:
-        words += [f"from weights {start['digest']}"] if start["digest"] else []
+        if start["digest"]:
+            file = Path(settings.get("weights") or "a file").name
+            words.append(f"weights from {file} ({start['digest']})")
         words += ["backbone frozen"] if start["train"] == "head" else []
     if (alpha := settings.get("dirichlet")) is not None:
         words.append(f"label skew Dirichlet({alpha:g})")

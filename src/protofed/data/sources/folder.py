@@ -34,7 +34,7 @@ _VALIDATION = ("val", "valid", "validation", "dev")
 _SPLIT_NAMES = {*_TRAINING, *_TESTING, *_VALIDATION}
 _TEST_PART = 5  # one in five
 
-_TREE = "the tree has to be domain/class/image"
+_TREE = "the tree has to be domain/class/image, with a folder for each site or camera"
 _SPLIT_TREE = "domain/{train,test}/class/image"
 
 
