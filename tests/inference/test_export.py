@@ -37,7 +37,7 @@ def test_onnx(model: TrainedModel, tmp_path: Path) -> None:
     np.testing.assert_allclose(found, model.predict_proba(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["copa", "fedsr", "fedseproto"])
+@pytest.mark.parametrize("method", ["copa", "fedsr", "fedseproto", "stablefdg"])
 def test_pt2_of_methods_with_rules_and_modules_of_their_own(method: str, tmp_path: Path) -> None:
     own = trained(tmp_path / "r", method)
     export_pt2(own, tmp_path / "m.pt2")

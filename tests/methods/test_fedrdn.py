@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engines.lanes.cpu_stand_in import both, difference, pretend
 from torch import Tensor
 
 import protofed
@@ -147,15 +146,6 @@ def test_it_starts_as_fedavg_does() -> None:
     ours, plain = (run(tiny_task(), m, **{**SHORT, "rounds": 1}) for m in (FedRDN(), FedAvg()))
     trained = {n: t for n, t in ours.model.items() if n != "statistics"}
     assert tree.equal({"model": trained}, {"model": plain.model})
-
-
-def test_the_same_in_loop_workers_and_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, workers = (
-        run(tiny_task(), FedRDN(), **{**SHORT, "engine": engine}) for engine in ("loop", "workers")
-    )
-    assert tree.equal({"model": loop.model}, {"model": workers.model})
-    pretend(monkeypatch)
-    assert difference(*both(FedRDN())) < 1e-9
 
 
 def test_a_models_file_has_the_mean_and_no_clients_statistics(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engines.lanes.cpu_stand_in import both, difference, pretend
 from torch import Tensor
 
 from protofed import keys, tree
@@ -247,15 +246,6 @@ def test_training_pairs_samples_of_a_class() -> None:
 
 
 # ---- the rounds ----------------------------------------------------------------------------------
-
-
-def test_the_same_in_loop_workers_and_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, workers = (
-        run(tiny_task(), StableFDG(), **{**SHORT, "engine": e}) for e in ("loop", "workers")
-    )
-    assert tree.equal({"model": loop.model}, {"model": workers.model})
-    pretend(monkeypatch)
-    assert difference(*both(StableFDG())) < 1e-9
 
 
 def test_an_unknown_stage_is_refused() -> None:
