@@ -245,7 +245,7 @@ def test_with_too_few_sites_the_run_waits_and_ends(
         pytest.raises(ProtofedError, match=r"1 sites are connected .* and a round needs 2"),
     ):
         w.coordinator().run()
-    assert "1 of 2 are connected; missing: print-0, photo-0" in caplog.text
+    assert "1 of 2 are ready; missing: print-0, photo-0" in caplog.text
 
 
 def test_too_few_replies_average_nothing_and_end_after_three_attempts(

@@ -18,6 +18,7 @@ SITES = ("scan-0", "print-0")
 SAMPLES = ("--samples", "scan=30,print=24")
 
 
+@pytest.mark.drill
 def test_sites_over_loopback_equal_the_simulator(deployment: Deployment, tmp_path: Path) -> None:
     deployment.init("--gather-seconds", "200", "--minimum", "2", sites=SITES)
     for name in SITES:

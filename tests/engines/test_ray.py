@@ -82,6 +82,7 @@ def test_every_other_method_does_too(cluster: Any, name: str) -> None:
     assert same(result(name), result(name, engine="ray", workers=2))
 
 
+@pytest.mark.slow
 def test_an_actor_on_a_gpu_takes_a_group_of_clients(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ class InRound(Observer):
             self.acts.pop(round)(self.engine)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_lost_actors_and_nodes_change_nothing(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +147,7 @@ def test_lost_actors_and_nodes_change_nothing(
     assert same(found, result("fedbn", **settings))
 
 
+@pytest.mark.slow
 def test_an_error_is_the_clients_own(cluster: Any, tmp_path: Path) -> None:
     """Of a method in a file that the nodes do not have."""
     (tmp_path / "fails.py").write_text(FAILS)

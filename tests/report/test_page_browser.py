@@ -27,7 +27,14 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
-@pytest.fixture(params=[(375, "light"), (375, "dark"), (1280, "light"), (1280, "dark")])
+@pytest.fixture(
+    params=[
+        (375, "light"),
+        (1280, "dark"),
+        pytest.param((375, "dark"), marks=pytest.mark.slow),
+        pytest.param((1280, "light"), marks=pytest.mark.slow),
+    ]
+)
 def page(browser: Any, report: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     width, scheme = request.param
     context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)

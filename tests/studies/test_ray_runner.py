@@ -150,6 +150,7 @@ def test_ctrl_c_brings_checkpoints_home_and_leaves_nothing_running(
     assert not [*Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{ALIVE}")]
 
 
+@pytest.mark.slow
 def test_lost_actors_runs_and_nodes_change_nothing(cluster: Any, tmp_path: Path) -> None:
     """One run loses its actor, one its process, and one is on a node that freezes."""
     made = study(rows={"FedBN": "fedbn"}, seeds=[0, 1, 2], settings=LONG)
