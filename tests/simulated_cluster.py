@@ -48,7 +48,7 @@ def simulated_cluster(
 def _started(start: Callable[[], Any]) -> Any:
     """A raylet gives up if Ray's other processes take 20 s to start, as on a busy machine."""
     for _ in range(4):
-        with suppress(Exception):  # Ray has no narrower one
+        with suppress(Exception, SystemExit):  # Ray has no narrower one
             return start()
     return pytest.skip("Ray does not start: the machine is too busy")
 
