@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
 from protofed import load_model, run
+from protofed.cli import model
 from protofed.cli.app import app
 from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.inference.calibration import held_out_images
-from protofed.inference.metrics import fit_temperature
+from protofed.inference.metrics import fit_temperature, measure
 from protofed.inference.model import softmax
 from protofed.runs import Result
 
@@ -82,7 +84,7 @@ def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
 def test_evaluate(trained: Result, tmp_path: Path) -> None:
     assert trained.folder is not None
     said = call("evaluate", trained.folder, "-o", tmp_path / "e")
-    assert "balanced" in said and "average" in said and "calibration" in said and "…" not in said
+    assert "balanced" in said and "average" in said
     found = json.loads((tmp_path / "e" / "evaluation.json").read_text())
     for domain in ("scan", "photo"):
         accuracy = trained.rounds[-1]["accuracy"][domain]
@@ -90,6 +92,14 @@ def test_evaluate(trained: Result, tmp_path: Path) -> None:
     assert (tmp_path / "e" / "confusion-fpl.png").is_file()
     with pytest.raises(ProtofedError, match="unknown task"):
         call("evaluate", trained.folder, "--task", "glyph")
+
+
+def test_the_table_of_an_evaluation_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(model, "console", Console(file=out, width=80))
+    found = measure(np.eye(3), np.arange(3))
+    model._print_metrics({"art_painting": found, "photo": found})
+    assert {"art_painting", "accuracy", "precision", "calibration"} <= {*out.getvalue().split()}
 
 
 def test_export(trained: Result, tmp_path: Path) -> None:

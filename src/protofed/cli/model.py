@@ -219,8 +219,8 @@ def _print_metrics(found: dict[str, Metrics]) -> None:
         names = list(next(iter(rows.values())))[1:]
         mean = {n: fmean(row[n] for row in rows.values()) for n in names}
         rows["average"] = {"images": sum(m.images for m in found.values()), **mean}
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("domain")
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
+    table.add_column("domain", no_wrap=True)
     for name in next(iter(rows.values())):
         table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for domain, row in rows.items():
