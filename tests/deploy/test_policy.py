@@ -88,7 +88,7 @@ def test_what_is_outside_is_refused_by_the_settings_name(world: Callable[..., An
             ask(w, policy + "\napproval = true")  # nobody is asked to approve it
         asked, refused = audit(w)[-2:]
         assert (asked["event"], refused["event"]) == ("asked", "refused")
-        assert (refused["why"], refused["run"], refused["round"]) == (said, w.run.hash, 0)
+        assert (refused["why"], refused["run"], refused["round"]) == (said, w.run.hash, 1)
     ask(w, INSIDE, round=1)
     assert audit(w)[-1]["event"] == "sent"
 

@@ -79,7 +79,10 @@ def predict(
         return
     write_atomic(out, text.getvalue())
     far = sum(row.get("far") == "yes" for row in rows)
-    note = f", {far} of them far from all prototypes" if "far" in rows[0] else ""
+    note = ""
+    if "far" in rows[0]:
+        beyond = f"cosine distance above {float(rows[0]['far_beyond']):.3f}"
+        note = f", {far} of them far from all prototypes ({beyond})"
     say(f"{len(rows)} image{'s' * (len(rows) > 1)}{note}: {out}")
 
 
@@ -118,6 +121,7 @@ def _predictions(
                 "prototype_domain": near.domains[i],
                 "prototype_distance": f"{near.distances[i]:.4f}",
                 "far": "yes" if near.far[i] else "no",
+                "far_beyond": f"{near.threshold:.4f}",
             }
         rows.append(row)
     return rows

@@ -252,7 +252,7 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
     audit, about = AuditLog(site.folder), dict[str, Any]()
     try:
         request = read(content, Request)
-        about = {"run": request.run, "round": request.round}
+        about = {"run": request.run, "round": request.round + request.train}  # counted from 1
         if request.site != site.name:
             raise Refused(f"this is site '{site.name}', but the message is for '{request.site}'")
         run, received = unpack(spec, site.members.methods), read_tree(content)
