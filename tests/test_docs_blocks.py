@@ -48,7 +48,7 @@ FEWER = {"rounds": 20, "seeds": 5, "budget": 10, "warmup_rounds": 2, "image_size
 """Numbers of the pages are divided by these."""
 WIDTH = 90
 """More characters in a line do not fit the site's column."""
-LONG = ("studies", "heterogeneous", "unseen", "python")
+LONG = ("studies", "heterogeneous", "unseen", "python", "models")
 """Pages that take ten seconds or more: `make slow` executes them."""
 DOWNLOADED = ("digits", "office_caltech", "pacs", "vlcs")
 

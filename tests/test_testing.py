@@ -18,6 +18,7 @@ from protofed.methods import METHODS, FedAvg, FedProto
 from protofed.runs.run import run
 from protofed.testing import CHECKS, check, run_checks
 from protofed.testing.checks import SHORT, TINY, tiny_task
+from tests.some_methods import SOME
 
 HERE = min(__file__, os.path.relpath(__file__), key=len)
 
@@ -52,14 +53,7 @@ def fails(result, *words):
 # ---- what is right passes -----------------------------------------------------------------------
 
 
-ALWAYS = {"fedbn", "fedmd", "fedproto", "fpl", "i2pfl", "mixstyle", "scaffold", "stablefdg"}
-"""One of each kind; the others take minutes together, and all have oracles beside."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.slow) for n in METHODS],
-)
+@pytest.mark.parametrize("name", SOME)
 def test_every_method_of_the_package_passes(name):
     results = check(METHODS[name])
     assert [r.check for r in results] == list(CHECKS)

@@ -14,6 +14,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Error, Message
 from tests.deploy.spoiled import set_values
+from tests.some_methods import REPEATS
 
 from protofed import tree
 from protofed.deploy import operator
@@ -34,8 +35,12 @@ FEW = {"scan": 14, "print": 12, "photo": 11}
 MIXED = ("fedgh", "fedmd", "fedproto", "fedseproto", "local")
 """Methods whose clients may have different models."""
 SHARE_NO_MODEL = ("fedmd", "local")
-CASES = [(name, "cnn2") for name in METHODS if name not in SHARE_NO_MODEL]
-CASES += [(name, "cnn3,cnn2") for name in MIXED]
+CASES = [
+    pytest.param(name, "cnn2", marks=marks)
+    for name, marks in REPEATS.items()
+    if name not in SHARE_NO_MODEL
+]
+CASES += [pytest.param(name, "cnn3,cnn2", marks=REPEATS[name]) for name in MIXED]
 
 
 def _numbers(records: Any) -> list[dict[str, Any]]:

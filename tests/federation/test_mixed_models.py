@@ -283,7 +283,7 @@ def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path) -> None:
     slots, _ = tree.load(tmp_path / "run" / "model.safetensors")
     assert len(slots["client"]) == 4 * 2 * 5  # four clients, two BatchNorms of five entries
     assert "beside" not in result.rounds[-1]  # a domain's figure is its own clients' already
-    scores = [accuracy(result.network(f"left-{i}"), task, "left") for i in range(2)]
+    scores = [accuracy(result.network(f"left-{i}"), task, "left", None) for i in range(2)]
     assert result.rounds[-1]["accuracy"]["left"] == pytest.approx(sum(scores) / 2, abs=1e-3)
     shared, own = result.network(), result.network("left-0")
     assert shared.state_dict().keys() == own.state_dict().keys()

@@ -96,3 +96,10 @@ def test_a_second_derivative_is_refused() -> None:
         y = restyle(x, style_of(x), style_of(x) * 2)
     with pytest.raises(NoSecondDerivative):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_one_style_for_all_maps() -> None:
+    x = maps((3, 5, 4, 4), torch.float32)
+    own = style_of(x)
+    plain, kernel = both(restyle, x, own, own[:1] + 0.5)
+    torch.testing.assert_close(kernel, plain)

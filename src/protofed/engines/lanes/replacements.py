@@ -50,7 +50,8 @@ def style_of(x: Tensor, eps: float = EPS) -> Tensor:
 
 
 def restyle(x: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    y: Tensor = _Restyle.apply(x, old, new)
+    size = (len(x), 2, x.shape[1])  # one style may be given for all maps
+    y: Tensor = _Restyle.apply(x, old.expand(size), new.expand(size))
     return y
 
 
