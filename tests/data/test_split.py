@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -225,6 +227,24 @@ def test_repair_replaces_only_classes_held_twice() -> None:
     task = made({"a": [0] * 40 + [1, 2, 3, 4]}, repair=True)
     share = split(task, {"a": 1}, {"a": 5}, 0)[0]
     assert class_counts(task, share) == [1, 1, 1, 1, 1]
+
+
+def test_repair_of_a_client_does_not_look_at_all_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def counting(function: Any) -> Any:
+        def counted(*arrays: Any, **more: Any) -> Any:
+            nonlocal looked
+            looked += sum(map(np.size, arrays))
+            return function(*arrays, **more)
+
+        return counted
+
+    for name in ("unique", "setdiff1d", "flatnonzero"):
+        monkeypatch.setattr(np, name, counting(getattr(np, name)))
+    clients, images = 200, 4000  # 20 each, of 5 classes
+    split(balanced(images, repair=True), {"a": clients}, {"a": images // clients}, 0)
+    assert looked < 0.05 * clients * images
 
 
 def test_repair_that_cannot_be_is_an_error() -> None:

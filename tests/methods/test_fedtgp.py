@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from tests.methods.helpers import D, Given, K, cross_entropy, numbers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from protofed.federation.spool import Spool
 from protofed.method import Batch, Client, ServerView, Sizes, Update
@@ -39,6 +40,25 @@ def generator(seed=0):
 
 
 # ---- the margin ----------------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.size = max(self.size, found.numel())
+        return found
+
+
+def test_the_margin_of_many_classes_makes_no_table_of_all_pairs_and_features():
+    classes, features = 100, 20
+    with LargestTensor() as largest:
+        margin(Prototypes(numbers(0, classes, 1, features), torch.ones(classes, 1)), 100.0)
+    assert largest.size == classes**2
 
 
 def means(*rows):

@@ -91,9 +91,10 @@ def split(
             parts = np.split(order, np.cumsum(sizes))[:-1]
         else:
             parts = _label_skew(order, labels, sizes, dirichlet, (seed, domain))
+        places = _places(labels)
         for i, (rows, note) in enumerate(zip(parts, notes, strict=True)):
             if repair:
-                rows, repaired = _repair(f"{domain}-{i}", rows, labels, task.classes, seed)
+                rows, repaired = _repair(f"{domain}-{i}", rows, labels, places, task.classes, seed)
                 note = "; ".join(filter(None, (note, repaired)))
             shares.append(Share(f"{domain}-{i}", domain, torch.from_numpy(rows), note))
     if not shares:
@@ -212,13 +213,20 @@ def _sizes(
     return sizes, notes
 
 
+def _places(labels: Ints) -> dict[int, Ints]:
+    """The rows of each label, both in ascending order."""
+    order = np.argsort(labels, kind="stable")
+    values, first = np.unique(labels[order], return_index=True)
+    return dict(zip(values.tolist(), np.split(order, first[1:]), strict=True))
+
+
 def _label_skew(
     order: Ints, labels: Ints, sizes: list[int], alpha: float, key: tuple[int, str]
 ) -> list[Ints]:
     """Rows of each client by its own Dirichlet draw of classes; see ``split``."""
-    classes, frequency = np.unique(labels, return_counts=True)
-    places = [np.flatnonzero(labels[order] == c) for c in classes]  # positions in ``order``
-    taken = np.zeros(len(classes), np.int64)
+    places = list(_places(labels[order]).values())  # positions in ``order``
+    frequency = np.array([len(place) for place in places])
+    taken = np.zeros(len(places), np.int64)
     parts = []
     for i, size in enumerate(sizes):
         rng = keys.generator(*key, i, "dirichlet")
@@ -231,8 +239,8 @@ def _label_skew(
             if weights.sum() < 1e-300:  # everything it prefers is used up
                 weights = left.astype(np.float64)
             counts = np.minimum(apportion(missing, weights), left)
-            for place, start, n in zip(places, taken, counts, strict=True):
-                mine.append(place[start : start + n])
+            for c in np.flatnonzero(counts):
+                mine.append(places[c][taken[c] : taken[c] + counts[c]])
             taken += counts
             missing -= int(counts.sum())
         parts.append(order[np.sort(np.concatenate(mine))])
@@ -240,10 +248,15 @@ def _label_skew(
 
 
 def _repair(
-    name: str, rows: Ints, labels: Ints, classes: tuple[str, ...], seed: int
+    name: str,
+    rows: Ints,
+    labels: Ints,
+    places: Mapping[int, Ints],
+    classes: tuple[str, ...],
+    seed: int,
 ) -> tuple[Ints, str]:
     """The client's rows, completed so that they have each class of the domain, and a note."""
-    missing = np.setdiff1d(labels, labels[rows])
+    missing = np.setdiff1d(list(places), labels[rows])
     if not len(missing):
         return rows, ""
     rows = rows.copy()
@@ -254,9 +267,9 @@ def _repair(
         if not len(spare):
             raise ProtofedError(
                 f"{name} has {len(rows)} samples of {len(own)} classes, too few for the "
-                f"{len(np.unique(labels))} classes of its domain",
+                f"{len(places)} classes of its domain",
                 "raise --samples, or allow missing classes with --no-repair",
             )
-        rows[rng.choice(spare)] = rng.choice(np.flatnonzero(labels == label))
+        rows[rng.choice(spare)] = rng.choice(places[label])
     names = ", ".join(classes[label] for label in missing)
     return rows, f"had no sample of {names}: given one each, drawn from the whole training split"

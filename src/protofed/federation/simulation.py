@@ -616,8 +616,8 @@ def _taken(images: Images, rows: Tensor, device: torch.device) -> Images:
 
 def _table_row(task: Task, share: Share, model: str) -> dict[str, Any]:
     labels = task.domains[share.domain].train.y[share.rows]
-    counts = torch.bincount(labels, minlength=len(task.classes)).tolist()
-    held = {c: n for c, n in zip(task.classes, counts, strict=True) if n}
+    found, counts = labels.unique(return_counts=True)
+    held = {task.classes[k]: n for k, n in zip(found.tolist(), counts.tolist(), strict=True)}
     row = {"client": share.name, "domain": share.domain, "model": model}
     noted = {"note": share.note} if share.note else {}
     held_by = {"samples": len(share.rows), "classes": len(held), "per_class": held}

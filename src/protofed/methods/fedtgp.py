@@ -142,7 +142,9 @@ def margin(C: Prototypes, most: float) -> float:
     Q_Nd = Q.mean[Q.mask > 0]
     if len(Q_Nd) < 2:
         return most
-    distance_NN = (Q_Nd[:, None] - Q_Nd).norm(dim=-1).fill_diagonal_(math.inf)
+    # row by row: [N, N, d] would be gigabytes for a thousand classes
+    distance_NN = torch.stack([(q_d - Q_Nd).norm(dim=-1) for q_d in Q_Nd])
+    distance_NN.fill_diagonal_(math.inf)
     return min(float(distance_NN.min(1).values.max()), most)
 
 
