@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from protofed.cli.app import app
 from protofed.deploy import admission, programs
 from protofed.deploy.certificates import host_names
-from protofed.deploy.members import read_members
+from protofed.deploy.members import Member, read_members
 from protofed.deploy.programs import NODES_FILE
 from protofed.errors import ProtofedError
 from protofed.files import read_json, write_json
@@ -43,9 +43,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What the running server is told."""
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr(admission, "is_serving", lambda folder: True)
-    monkeypatch.setattr(
-        admission, "register", lambda folder, m: seen.append(("register", m.name)) or "n2"
-    )
+
+    def register(folder: Path, members: list[Member]) -> dict[str, str]:
+        seen.extend(("register", m.name) for m in members)
+        return {m.name: "n2" for m in members}
+
+    monkeypatch.setattr(admission, "register", register)
     monkeypatch.setattr(
         admission, "unregister", lambda folder, node: seen.append(("unregister", node))
     )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
+import httpx
+from flwr.supercore.control import ControlHttpClient
+
 from protofed.deploy import programs
+from protofed.deploy.members import read_members
 from protofed.deploy.setup import init
 from protofed.deploy.site import read_site_config
 from protofed.errors import ProtofedError
@@ -44,6 +50,33 @@ def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
             programs.flwr(home, "ls", programs.CONNECTION, seconds=60)
         assert "protofed deploy server --dir" in str(caught.value)
         programs.write_connection(home, "127.0.0.1:9", str(home / "ca.crt"))
+
+
+def test_keys_are_registered_over_one_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init(tmp_path / "f", ["a", "b"], classes=["x", "y"], minimum=1)
+    home, sites = tmp_path / "f" / "server", ["a", "b"]
+    members = [read_members(home).sites[name] for name in sites]
+    programs.write_connection(home, "127.0.0.1:9", str(home / "ca.crt"))
+    with pytest.raises(ProtofedError, match="no server of f runs on this machine"):
+        programs.register(home, members)
+    seen: list[Any] = []
+
+    def register(client: ControlHttpClient, request: Any) -> Any:
+        seen.append((client, request.name, request.public_key))
+        if request.name == "b" and len(seen) > 2:
+            url = httpx.Request("POST", "https://127.0.0.1:9")
+            raise httpx.HTTPStatusError("", request=url, response=httpx.Response(409, text="taken"))
+        return SimpleNamespace(node_id=len(seen))
+
+    monkeypatch.setattr(ControlHttpClient, "RegisterNode", register)
+    assert programs.register(home, members) == {"a": "1", "b": "2"}
+    clients, names, keys = zip(*seen, strict=True)
+    assert len(set(map(id, clients))) == 1 and names == ("a", "b")
+    assert [read_members(home).site_with_key(key) for key in keys] == sites
+    with pytest.raises(ProtofedError, match="refused the key of site 'b': taken"):
+        programs.register(home, members)
 
 
 def test_flower_is_told_nothing_but_where_the_server_is(tmp_path: Path) -> None:

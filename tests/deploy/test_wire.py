@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("flwr")
 
 import torch
-from flwr.app import Array, ArrayRecord, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from tests.deploy.flower_world import through_wire
 
 from protofed import tree
@@ -82,3 +84,25 @@ def test_more_than_the_limit_is_refused_unread() -> None:
 def test_a_record_of_another_kind_is_refused() -> None:
     with pytest.raises(Refused, match="unknown record"):
         read_tree(RecordDict({"arrays": ArrayRecord({"w": to_array(torch.zeros(1))})}))
+
+
+def test_what_messages_share_is_serialized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = dict(add_tree(RecordDict(), VARIED))
+    messages = [
+        Message(RecordDict({**records, "own": ConfigRecord({"site": name})}), 7, MessageType.TRAIN)
+        for name in ("a", "bb", "ccc")
+    ]
+    sizes = [through_wire(message)[1] for message in messages]
+    assert len(set(sizes)) > 1
+    serialized = 0
+
+    def deflate(array: Array, real: Any = Array.deflate) -> bytes:
+        nonlocal serialized
+        serialized += 1
+        return real(array)
+
+    monkeypatch.setattr(Array, "deflate", deflate)
+    assert wire.message_bytes(messages[:1]) == sizes[:1]
+    alone, serialized = serialized, 0
+    assert wire.message_bytes(messages) == sizes
+    assert serialized == alone

@@ -88,7 +88,7 @@ def admit(
     if is_serving(folder):
         _unregister(folder, site)
         nodes = read_json(folder / NODES_FILE)
-        write_json(folder / NODES_FILE, nodes | {site: register(folder, admitted.sites[site])})
+        write_json(folder / NODES_FILE, nodes | register(folder, [admitted.sites[site]]))
     tell(f"site {site} is admitted with the key {fingerprint(key)}")
 
 

@@ -551,7 +551,8 @@ class Coordinator:
             life = self.members.round_seconds + 5
             messages[name] = Message(content, nodes[name], kind, ttl=life, group_id=str(round))
             got.down += tree.nbytes(received)
-            got.wire[name] = {"down": wire.message_bytes(messages[name]), "up": 0}
+        for name, size in zip(messages, wire.message_bytes(messages.values()), strict=True):
+            got.wire[name] = {"down": size, "up": 0}
         waiting: dict[str, str] = {}
         for name, message_id in zip_longest(messages, self.grid.push_messages(messages.values())):
             if message_id:
@@ -575,7 +576,7 @@ class Coordinator:
         try:
             if message.metadata.src_node_id != node:
                 raise Refused("the reply came from another node")
-            got.wire[name]["up"] = wire.message_bytes(message)
+            [got.wire[name]["up"]] = wire.message_bytes([message])
             answer, reply = check_answer(
                 message.content, request, self.expected, self.fixed.get(name)
             )

@@ -19,9 +19,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,19 +249,39 @@ def _until_listening(link: subprocess.Popen[bytes], host: str, port: int) -> Non
 def _register(folder: Path, members: Members) -> None:
     """Register the sites' keys, which the SuperLink keeps in memory only."""
     known = [site for site in members.sites.values() if site.key]
-    with ThreadPoolExecutor(4) as pool:  # each call takes seconds
-        numbers = list(pool.map(partial(register, folder), known))
-    names = [site.name for site in known]
-    write_json(folder / NODES_FILE, dict(zip(names, numbers, strict=True)))
+    write_json(folder / NODES_FILE, register(folder, known))
 
 
-def register(folder: Path, member: Member) -> str:
-    """Tell the running SuperLink a site's key; returns the number of its node."""
-    path = folder / "flower" / f"{member.name}.pub"
-    path.write_text(member.key + "\n", "utf-8")
-    answer = flwr(folder, "supernode", "register", str(path), CONNECTION, "--name", member.name)
-    path.unlink()
-    return str(answer.get("node-id"))
+def register(folder: Path, members: Iterable[Member]) -> dict[str, str]:
+    """Tell the running SuperLink the keys of sites; returns the number of each one's node.
+
+    Over one connection: ``flwr`` would take seconds for each of them.
+    """
+    import httpx
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+    from flwr.proto.control_pb2 import RegisterNodeRequest
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    ca, numbers = Path(_connection(folder)["root-certificates"]), dict[str, str]()
+    version = RuntimeVersionHttpInterceptor(component_name="flwr CLI")
+    with ControlHttpClient.from_server_address(
+        join_address(*operator_address(folder)), False, ca.read_bytes(), [version]
+    ) as control:
+        for member in members:
+            key: Any = load_ssh_public_key(member.key.encode())
+            request = RegisterNodeRequest(public_key=public_key_to_bytes(key), name=member.name)
+            try:
+                numbers[member.name] = str(control.RegisterNode(request).node_id)
+            except httpx.TransportError:
+                raise _no_server(folder) from None
+            except httpx.HTTPStatusError as error:
+                text = " ".join(error.response.text.split())[:600]
+                raise ProtofedError(
+                    f"the SuperLink refused the key of site '{member.name}': {text}"
+                ) from None
+    return numbers
 
 
 def unregister(folder: Path, node: str) -> None:
@@ -353,8 +371,20 @@ def connection_file(folder: Path) -> Path:
 
 def operator_address(folder: Path) -> tuple[str, int]:
     """Where the operator's commands reach the SuperLink that was started last."""
+    return host_port(_connection(folder)["address"])
+
+
+def _connection(folder: Path) -> dict[str, str]:
     raw = tomllib.loads(connection_file(folder).read_text("utf-8"))
-    return host_port(raw["superlink"][CONNECTION]["address"])
+    found: dict[str, str] = raw["superlink"][CONNECTION]
+    return found
+
+
+def _no_server(folder: Path) -> ProtofedError:
+    return ProtofedError(
+        f"no server of {read_members(folder).name} runs on this machine",
+        f"start one: protofed deploy server --dir {folder}",
+    )
 
 
 def write_connection(folder: Path, address: str, ca: str) -> None:
@@ -365,12 +395,8 @@ def write_connection(folder: Path, address: str, ca: str) -> None:
 
 def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any]:
     """Run Flower's command line and return the JSON object it prints."""
-    no_server = ProtofedError(
-        f"no server of {read_members(folder).name} runs on this machine",
-        f"start one: protofed deploy server --dir {folder}",
-    )
     if not connection_file(folder).is_file():
-        raise no_server
+        raise _no_server(folder)
     try:
         done = subprocess.run(
             [_program("flwr"), *arguments, "--format", "json"],
@@ -380,7 +406,7 @@ def flwr(folder: Path, *arguments: str, seconds: float = 120.0) -> dict[str, Any
     except subprocess.TimeoutExpired:
         raise ProtofedError(f"flwr {arguments[0]} did not finish within {seconds:g} s") from None
     if "SuperLink is unavailable" in done.stdout + done.stderr:
-        raise no_server
+        raise _no_server(folder)
     _, brace, rest = done.stdout.partition("{")
     try:
         found: dict[str, Any] = json.loads(brace + rest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 
 import torch
 from flwr.app import Array, ArrayRecord, Message, RecordDict
@@ -86,8 +87,21 @@ def read_tree(content: RecordDict, limit: int | None = None) -> Tree:
     return tree
 
 
-def message_bytes(message: Message) -> int:
-    """Size of a message as Flower serializes it, without what TLS and HTTP add."""
-    from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+def message_bytes(messages: Iterable[Message]) -> list[int]:
+    """Sizes of messages as Flower serializes them, without what TLS and HTTP add.
 
-    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+    What several of them share is serialized once.
+    """
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_all_nested_objects,
+        no_object_id_recompute,
+    )
+
+    sizes: dict[str, int] = {}
+    found = []
+    with no_object_id_recompute():
+        for message in messages:
+            parts = get_all_nested_objects(message)
+            sizes |= {i: len(part.deflate()) for i, part in parts.items() if i not in sizes}
+            found.append(sum(sizes[i] for i in parts))
+    return found
