@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tests.some_methods import REPEATS
 
 from protofed import tree
 from protofed.deploy import operator
-from protofed.deploy.coordinator import Coordinator
+from protofed.deploy.coordinator import POLLS_PER_SECOND, Coordinator
 from protofed.deploy.spec import unpack
 from protofed.deploy.wire import read_tree, to_array
 from protofed.errors import ProtofedError
@@ -206,6 +207,17 @@ def test_an_error_and_a_silent_site_are_named(world: Callable[..., Any]) -> None
     (record,) = read_records(w.out / "rounds.jsonl")
     assert record["problems"] == {BAD: "no reply within 1 s"}
     assert record["clients"] == 2
+
+
+def test_the_more_sites_are_silent_the_less_often_they_are_asked_for(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = world(rounds=1)
+    pauses, pull = list[float](), w.grid.pull_messages
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    w.grid.pull_messages = lambda ids: pull(ids) if pauses else []
+    w.coordinator().run()
+    assert max(pauses) == 3 / POLLS_PER_SECOND
 
 
 def test_a_sites_error_is_one_line(

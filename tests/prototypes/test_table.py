@@ -100,3 +100,10 @@ def test_sums_of_bfloat16_are_float32() -> None:
         mean, mask = table.per_class_mean()
     assert mean.dtype == mask.dtype == torch.float32
     assert mean.tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("level", ["first", "last"])
+def test_a_table_of_clusters_is_at_most_half_of_what_was_clustered(level: str) -> None:
+    torch.manual_seed(0)
+    rows = [torch.rand(owners, 4) for owners in (*range(2, 12), 11)]
+    assert Prototypes.clusters(rows, level).mask.shape[1] <= 11 // 2

@@ -56,6 +56,8 @@ from protofed.runs.records import Record
 
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
+POLLS_PER_SECOND = 20
+"""The most questions for replies: each takes the SuperLink milliseconds, and sites wait for it."""
 APPROVAL_POLLS = 30
 """Polls between two attempts at a round that sites have yet to approve."""
 JUMP = 4.0
@@ -528,7 +530,7 @@ class Coordinator:
                     self._problem(got, name, f"no reply within {limit:g} s")
                 break
             if waiting:
-                time.sleep(min(self.poll, left))
+                time.sleep(min(max(self.poll, len(waiting) / POLLS_PER_SECOND), left))
         got.seconds = time.monotonic() - began
         self.ledger.count_bytes(got.wire)
         return got
