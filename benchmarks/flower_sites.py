@@ -293,8 +293,7 @@ def needs(sites: int) -> None:
         print(f"  idle               {at('idle_cpu'):.1f} cores, {at('idle_mb') / 1e3:.1f} GB")
         print(f"  SuperLink          {at('superlink_cpu'):,.0f} CPU s a round, one process")
         print(f"  coordinator        {at('coordinator_cpu'):,.0f} CPU s a round, one process")
-        memory = at("superlink_mb") + at("coordinator_mb")
-        print(f"  memory in a round  {memory / 1e3:.1f} GB")
+        print(f"  memory in a round  {at('superlink_mb') / 1e3:.1f} GB, SuperLink")
         print(f"  a round takes      {waits / 60:,.0f} min and the sites' training")
 
 

@@ -11,6 +11,7 @@ from protofed import engines as engines
 from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
+from protofed.federation import robust
 from protofed.federation.attacks import STRENGTH, attacked, choose_attackers, flipped
 from protofed.federation.robust import outlyingness, robust_updates, trimmed_mean
 from protofed.federation.simulation import Federation
@@ -114,6 +115,17 @@ def test_krum_drops_what_is_far_from_the_others_in_any_slot() -> None:
     messages.insert(1, {"model": {"w": torch.tensor(near[0])}} | table((1.0, -9.0)))
     kept = joined("krum", updates(*messages))
     assert [u.name for u in kept] == ["0", "2", "3", "4"]
+
+
+def test_distances_are_the_same_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    given = updates(*({"model": {"w": torch.randn(7, 3), "b": torch.randn(5)}} for _ in range(6)))
+    whole, sizes = outlyingness(given, {"model"}, 1), list[torch.Size]()
+    monkeypatch.setattr(robust, "BLOCK", 4)
+    squared = robust._squared
+    monkeypatch.setattr(robust, "_squared", lambda x: sizes.append(x.shape) or squared(x))
+    assert outlyingness(given, {"model"}, 1) == pytest.approx(whole, rel=1e-12)
+    assert max(columns for _, columns in sizes) == 4
 
 
 def test_clients_without_a_class_in_common_are_not_outliers() -> None:

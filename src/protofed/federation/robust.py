@@ -28,6 +28,9 @@ from protofed.federation.bounds import prototypes_of, shortened, size
 from protofed.method import Update
 from protofed.tree import Slot
 
+BLOCK = 1 << 16
+"""Coordinates that are compared at a time: all of them, of all clients, may not fit into memory."""
+
 
 def robust_updates(
     kind: str, fraction: float, updates: Sequence[Update], slots: Iterable[str], start: Slot
@@ -146,8 +149,11 @@ def _distances(sent: list[Slot]) -> Tensor | None:
         floats = [n for n, t in sent[0].items() if t.is_floating_point()]
         if not floats or any(s[n].shape != sent[0][n].shape for s in sent for n in floats):
             return None
-        flat = torch.stack([torch.cat([s[n].double().flatten() for n in floats]) for s in sent])
-        return _squared(flat.cpu())
+        total = torch.zeros(len(sent), len(sent), dtype=torch.float64)
+        for n in floats:
+            for block in zip(*(s[n].flatten().split(BLOCK) for s in sent), strict=True):
+                total += _squared(torch.stack(block).double().cpu())
+        return total
     means = torch.stack([_class_means(*table) for table in tables], 1).cpu()  # [K, M, d]
     owner = torch.stack(
         [there.reshape(len(there), -1).any(1) for _, there in tables], 1
