@@ -4,7 +4,7 @@
 
 FPL on Office-Caltech with the protocol of I²PFL, each run a process, in four ways:
 
-    1           one at a time (a third of the runs)
+    1           one at a time (a quarter of the runs)
     6           six at a time, which take turns on the GPU
     6, MPS      six at a time through NVIDIA's Multi-Process Service
     auto        what `protofed study run` does by default: MPS, and runs added while that gains
@@ -64,7 +64,7 @@ def main() -> None:
     measure(1, 1, False, {**settings, "rounds": 1})
     for name in names:
         most, mps = WAYS[name]
-        runs = max(1, given.runs // 3) if most == 1 else given.runs
+        runs = max(1, given.runs // 4) if most == 1 else given.runs
         took, steps = measure(runs, most, mps, {**settings, "rounds": given.rounds})
         print(
             f"{name:8} {runs:3} runs of {given.rounds} rounds in {took:6.1f} s: "

@@ -216,7 +216,7 @@ def environments(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
 
 
 def do(pool: Path, count: int, most: int | None = None, mps: bool | None = False) -> str:
-    jobs = [Job(f"{i}", CONFIG, RunFolder(pool / f"{i}"), "") for i in range(count)]
+    jobs = [Job(f"{i}", config(), RunFolder(pool / f"{i}"), "") for i in range(count)]
     out = io.StringIO()
     console = Console(file=out, width=200)
     assert run_all(jobs, GpuRunner(jobs, console, most, mps), console) == []
@@ -253,33 +253,64 @@ def test_two_runs_start_only_where_there_is_room(
     assert "4 runs, 4 at a time" in do(tmp_path / "b", 4)
 
 
+class Large(Process):
+    """A run that takes memory of the only GPU while it runs, and does a round whenever asked."""
+
+    gpus: Gpus
+    size: ClassVar[int]
+    running: ClassVar[int] = 0
+    most: ClassVar[int] = 0
+
+    def __init__(self, *_: object, env: dict[str, str], **__: object) -> None:
+        super().__init__(env=env)
+        self._take(1)
+
+    def poll(self) -> int | None:
+        self.asked += 1
+        if self.asked < 20:
+            return None
+        self._take(-1)
+        return 0
+
+    def _take(self, runs: int) -> None:
+        Large.running += runs
+        Large.most = max(Large.most, Large.running)
+        self.gpus.free[0] -= runs * Large.size
+
+
+@pytest.mark.parametrize(("size", "most"), [(2 * GB, 16), (20 * GB, 4)])
+def test_memory_limits_how_many_are_added(
+    tmp_path: Path, gpus: Callable[[int], Gpus], environments: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch, size: int, most: int,
+) -> None:  # fmt: skip
+    """On a GPU with 100 GB, twice what is added must be free."""
+
+    def refresh(job: Job) -> None:
+        seconds = {"train": 1.0, "evaluate": 0.1}
+        accuracy = {"accuracy": {"scan": 1.0}, "average": 1.0}
+        job.records.append({**accuracy, "seconds": seconds, "steps": 10})
+
+    for name, value in {"gpus": gpus(1), "size": size, "running": 0, "most": 0}.items():
+        monkeypatch.setattr(Large, name, value, raising=False)
+    monkeypatch.setattr(execution.subprocess, "Popen", Large)
+    monkeypatch.setattr(Job, "refresh", refresh)
+    out = do(tmp_path, 40)
+    assert Large.most == most
+    said = [line.split(" do ")[0] for line in out.splitlines() if " do " in line]
+    assert said == [f"{n} runs at a time" for n in (range(4, 17, 2) if most == 16 else (3, 4))]
+
+
 def test_no_run_is_started_without_memory_for_it(
     tmp_path: Path, gpus: Callable[[int], Gpus], environments: list[dict[str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The GPU has room for two runs of 40 GB, and a third that was started would fail."""
-    found, running, most = gpus(1), [0], [0]
-
-    def change(by: int) -> None:
-        running[0] += by
-        most[0] = max(most[0], running[0])
-        found.free[0] = (100 - 40 * running[0]) * GB
-
-    class Large(Process):
-        def __init__(self, *command: object, **more: Any) -> None:
-            super().__init__(*command, **more)
-            change(1)
-
-        def poll(self) -> int | None:
-            if (code := super().poll()) is not None:
-                change(-1)
-            return code
-
+    """The runs are larger than those by which a number was found."""
+    for name, value in {"gpus": gpus(1), "size": 40 * GB, "running": 0, "most": 0}.items():
+        monkeypatch.setattr(Large, name, value, raising=False)
     monkeypatch.setattr(execution.subprocess, "Popen", Large)
-    # as if more runs had been found to be faster before
-    monkeypatch.setattr(RunsPerGpu, "at_once", property(lambda _: 4 if running[0] else 1))
+    monkeypatch.setattr(RunsPerGpu, "at_once", property(lambda _: 4 if Large.running else 1))
     do(tmp_path, 6)
-    assert most == [2]
+    assert Large.most == 2
 
 
 def test_gpus_by_name(gpus: Callable[[int], Gpus], monkeypatch: pytest.MonkeyPatch) -> None:
