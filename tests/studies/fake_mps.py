@@ -19,6 +19,7 @@ if [ "$1" = -d ]; then
     sleep 600 >/dev/null 2>&1 &
     echo $! >"$pipe/control"
     echo "$CUDA_VISIBLE_DEVICES $(stat -c %a "$pipe/..")" >"$FAKE_MPS/started"
+    cut -d' ' -f6 /proc/$$/stat >"$FAKE_MPS/session"
     echo $! >"$FAKE_MPS/pid"
     exit 0
 fi
@@ -56,8 +57,8 @@ class FakeMps:
     def has_ended(self) -> bool:
         """Whether it ends within ten seconds, and its folder goes."""
         for _ in range(500):
-            if not [*(self.folder / "temp").iterdir()]:
-                return not self.is_running()
+            if not [*(self.folder / "temp").iterdir()] and not self.is_running():
+                return True
             time.sleep(0.02)
         return False
 

@@ -98,9 +98,10 @@ def test_runs_are_added_while_that_gains(monkeypatch: pytest.MonkeyPatch, rounds
 
 
 def test_a_gpu_that_one_run_fills_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Simulated(monkeypatch, RunsPerGpu(1, first=1, most=16, rounds=40))
-    gpu.run([config()] * 8, lambda _: 1.0, start=0.5)
-    assert gpu.said == ["2 runs at a time do 1.00 times the work of 1: back to 1"]
+    """It works as fast as before while the second run starts, which is no gain."""
+    gpu = Simulated(monkeypatch, RunsPerGpu(1, first=1, most=16, rounds=400))
+    gpu.run([config(rounds=400)] * 4, lambda _: 1.0, start=20)
+    assert gpu.said == ["2 runs at a time do 1.02 times the work of 1: back to 1"]
     assert gpu.count.at_once == 1
 
 
@@ -114,12 +115,48 @@ def test_short_runs_overlap_their_starts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpu.count.at_once == 2
 
 
-def test_slow_methods_do_not_look_like_a_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two fast runs are measured first, and two slow ones join them."""
-    gpu = Simulated(monkeypatch, RunsPerGpu(1, first=2, most=4, rounds=40))
-    gpu.run([config()] * 2 + [config(lr=0.02)] * 8, grows_to(4))
-    assert gpu.count.at_once == 4
-    assert gpu.said[0].startswith("4 runs at a time do 1.3")
+def test_fast_methods_do_not_look_like_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slow runs are measured first, and fast ones join them."""
+    gpu = Simulated(monkeypatch, RunsPerGpu(1, first=2, most=8, rounds=40))
+    gpu.run([config(lr=0.02)] * 2 + [config()] * 8, lambda _: 1.0, start=1)
+    assert gpu.count.at_once == 2
+    assert [line.split(" do ")[0] for line in gpu.said] == ["4 runs at a time"]
+
+
+def test_the_first_round_of_a_run_belongs_to_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_runner, "perf_counter", lambda: 0.0)
+    count, said = RunsPerGpu(1, first=1, most=2, rounds=40), ""
+    while not said:
+        jobs = [Job(n, config(), RunFolder(n), "") for n in "ab"[: count.at_once]]
+        for job in jobs:
+            count.started(job)
+        for seconds in (50.0, float(len(jobs))):
+            for job in jobs:
+                job.records.append({"seconds": {"train": seconds}, "steps": 10})
+                count.observe(job)
+        for job in jobs:
+            count.ended(job)
+        said = count.judge(lambda _: True)
+    assert said == "2 runs at a time do 1.00 times the work of 1: back to 1"
+
+
+def test_another_number_of_runs_is_no_measurement() -> None:
+    """When a study starts from few again, the runs that are under way are more than that."""
+    count = RunsPerGpu(1, first=2, most=8, rounds=40)
+    first, second, third = (Job(n, config(), RunFolder(n), "") for n in "abc")
+
+    def do_rounds(*jobs: Job) -> str:
+        for _ in range(10):
+            for job in jobs:
+                job.records.append({"seconds": {"train": 1.0}, "steps": 10})
+                count.observe(job)
+        return f"{count.judge(lambda _: True)}{count.at_once}"
+
+    for job in (first, second, third):
+        count.started(job)
+    assert do_rounds(first, second, third) == "2"
+    count.ended(third)
+    assert do_rounds(first, second) == "4"
 
 
 def test_memory_and_cores_are_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ def test_a_daemon_in_a_private_folder(fake: FakeMps) -> None:
         assert variables["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
         assert fake.started == ["GPU-a,GPU-b", "700"]
         assert fake.is_running()
+        session = int((fake.folder / "session").read_text())
+        assert session != os.getsid(0), "Ctrl-C in a terminal does not reach it"
         assert "CUDA_MPS_PIPE_DIRECTORY" not in os.environ
     assert fake.has_ended()
 

@@ -73,12 +73,10 @@ def _flat(measured: Measured) -> list[float]:
 
 @dataclass
 class Underway:
-    """A run under way: what kind of run it is, and the round that is measured next."""
+    """A run under way: which configuration it has, whatever its seed, and the rounds seen of it."""
 
-    job: Job
     kind: str
-    next: int | None = None
-    """None before its first round is done, in which graphs are recorded."""
+    seen: int
 
 
 class RunsPerGpu:
@@ -100,7 +98,7 @@ class RunsPerGpu:
 
     def _try(self, count: int, before: Measured | None = None) -> None:
         self._now, self._before = Measured(count), before
-        self._settled = self._full = self._steady = False
+        self._settled = self._full = False
         self._starting: set[Path] = set()
         """Runs that fill the GPUs up to this count and have not completed a round."""
 
@@ -112,7 +110,7 @@ class RunsPerGpu:
         elif job.config.task not in self._tasks:
             self._try(self._now.count)  # more of them may fill a GPU
         self._tasks.add(job.config.task)
-        self._running[job.folder.path] = Underway(job, replace(job.config, seed=0).hash)
+        self._running[job.folder.path] = Underway(replace(job.config, seed=0).hash, job.before)
         if not self._full:
             self._starting.add(job.folder.path)
             self._full = len(self._running) >= self.at_once
@@ -123,21 +121,14 @@ class RunsPerGpu:
 
     def observe(self, job: Job) -> None:
         """Take note of the rounds that a run has completed."""
-        run, done = self._running[job.folder.path], len(job.records)
-        if done == job.before:
-            return
-        if run.next is None:
-            run.next = job.before + 1
+        run = self._running[job.folder.path]
+        new = job.records[run.seen :]
+        if new and run.seen == job.before:
             self._now.starts.append(perf_counter() - job.started)
             self._starting.discard(job.folder.path)
-        if self._full and not self._starting and not self._steady:
-            self._steady = True
-            for other in self._running.values():
-                if other.next is not None:  # the round under way began with fewer runs
-                    other.next = len(other.job.records) + 1
-        new = job.records[run.next :]
-        run.next = max(run.next, done)
-        if self._steady and len(self._running) == self.at_once:
+            new = new[1:]  # graphs are recorded in the first round
+        run.seen = len(job.records)
+        if self._full and not self._starting and len(self._running) == self.at_once:
             for record in new:
                 seconds = max(1e-3, sum(record["seconds"].values()))
                 self._now.rounds.append(seconds)
