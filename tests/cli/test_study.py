@@ -162,6 +162,19 @@ def test_a_small_study_with_real_runs(protofed: Protofed, monkeypatch: pytest.Mo
     assert StudyFolder.open(folder).study.override["settings"]["samples"] == 10
 
 
+@pytest.mark.slow
+def test_switches_with_real_runs(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = run_in_process(monkeypatch)
+    args = ["study", "run", "switches", "--on", "glyphs", "--methods", "fedavg", "--seeds", 2]
+    code, out, err = protofed(*args, *TINY, "--out", "runs/small")
+    assert (code, err) == (0, "")
+    assert len(started) == 16
+    assert "average: samples → uniform" in out and "effects.png" in out
+    assert protofed("study", "pack", "small", "--to", "results/small", "--images", 0).code == 0
+    assert "FedAvg: 8 of 8 settings." in Path("results/small/table.md").read_text("utf-8")
+    assert "16 of the settings" in " ".join(protofed("study", "show", "switches").out.split())
+
+
 BAD: dict[str, tuple[list[str], list[str]]] = {
     "no such study": (["fpl-tabel2"], ["fpl-table2"]),
     "no such task": (["fpl-table2", "--tasks", "pacs"], ["'pacs'"]),

@@ -12,6 +12,7 @@ from tests.studies.made_runs import DOMAINS, make_study, rising, study
 
 from protofed.report import plot
 from protofed.report.figures import sweep
+from protofed.report.figures import sweeps as sweeps_of
 from protofed.report.study_figures import write_figures
 from protofed.studies.folder import StudyFolder
 from protofed.studies.plan import PlannedRun
@@ -132,3 +133,21 @@ def test_a_sweep_is_read_by_its_validation_accuracy(tmp_path: Path, over: dict[s
         assert "best" not in test.alt
     for panel in drawn.panels:
         panel.draw(Figure().subplots())
+
+
+def test_switches_are_drawn_as_effects(tmp_path: Path) -> None:
+    over = {"tau": [0.02, 0.5], "flip": [True, False], "lr": [0.1, 0.2]}
+    shared = {name: over[name] for name in ("flip", "lr")} | {"batch": [8, 4]}
+    sweeps = [{"rows": ["FPL"], "over": over}, {"rows": ["FedAvg"], "over": shared}]
+
+    def plain(run: PlannedRun) -> dict[str, float]:
+        effect = 3.0 + run.seed * (run.line.row.method == "fedavg")
+        return dict.fromkeys(DOMAINS, 40.0 + effect * (not run.line.point["flip"]))
+
+    folder = make_study(study(kind="sweep", sweep=sweeps), tmp_path / "s", plain)
+    assert write_figures(folder, folder.tables(), kinds=("png",)) == ["effects.png"]
+    (drawn,) = sweeps_of(folder.study, folder.tables()[0])
+    assert [key.label for key in drawn.legend] == ["FPL", "FedAvg", "FPL − FedAvg"]
+    assert drawn.panels[0].alt == (
+        "Effects whose interval does not contain 0: FPL, flip: True → False: +3.0."
+    )

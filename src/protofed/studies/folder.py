@@ -27,6 +27,7 @@ from protofed.runs.records import VALIDATION, Records, joined
 from protofed.runs.result import Result
 from protofed.studies import render, tables
 from protofed.studies.definition import TUNE, Line, Study, StudyTask, load
+from protofed.studies.effects import Effects, effect_caption, effect_grid, effects
 from protofed.studies.history import RunHistory, join_left_out
 from protofed.studies.plan import AVERAGE, PlannedRun, Selection, columns, plan, study_tasks
 from protofed.studies.tables import Measure, TableLine, TableRow
@@ -54,12 +55,21 @@ class TaskTable:
     details: str
     """All the rest that a reader of the numbers may ask, in one paragraph."""
     notes: tuple[str, ...]
+    effects: Sequence[Effects] = ()
+    """Of a sweep over parameters with two values each."""
 
     def grid(self) -> tuple[list[str], list[TableLine]]:
         return tables.grid(self.rows, self.columns, self.baseline)
 
     def costs(self) -> tuple[list[str], list[TableLine]]:
         return tables.cost_grid(self.rows, self.baseline)
+
+    def effect_grid(self) -> tuple[list[str], list[TableLine]]:
+        return effect_grid(self.effects)
+
+    @property
+    def effect_caption(self) -> str:
+        return effect_caption(self.effects)
 
     @property
     def caption(self) -> str:
@@ -236,7 +246,10 @@ class StudyFolder:
         choices = self._choices(rows) if study.kind != TUNE else self._choice(task.name)
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
         notes = (*notes, *self._mixed(task.name), *self._equal(task.name), *choices, *left_out)
-        return TaskTable(task.name, shown, rows, base or "FedAvg", head, details, notes)
+        found_effects = effects(study, rows)
+        return TaskTable(
+            task.name, shown, rows, base or "FedAvg", head, details, notes, found_effects
+        )
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
         """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
@@ -397,12 +410,17 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
         for t in made:
             note = " ".join((t.details, *t.notes))
             parts.append(render.to_latex(*t.grid(), f"{study.title}: {t.task}. {t.head}", note))
+            if t.effects:
+                caption = f"{study.title}: {t.task}, effects."
+                parts.append(render.to_latex(*t.effect_grid(), caption, t.effect_caption))
             parts.append(render.to_latex(*t.costs(), f"{study.title}: {t.task}, costs."))
         return "\n".join(parts)
     if form == "html":
         heads = (f"<h4>{escape(t.task)}</h4>" for t in made)
         texts = (
-            render.to_html(*t.grid()) + render.to_html(*t.costs(), " ".join((t.caption, *t.notes)))
+            render.to_html(*t.grid())
+            + (render.to_html(*t.effect_grid(), t.effect_caption) if t.effects else "")
+            + render.to_html(*t.costs(), " ".join((t.caption, *t.notes)))
             for t in made
         )
         return "\n".join(head + text for head, text in zip(heads, texts, strict=True))
@@ -411,6 +429,8 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
         head = f"## {t.task}\n\n" if len(made) > 1 else ""
         notes = "".join(f"- {note}\n" for note in t.notes)
         text = render.to_markdown(*t.grid(), t.head)
+        if t.effects:
+            text += f"\n{render.to_markdown(*t.effect_grid(), t.effect_caption)}"
         text += f"\n{render.to_markdown(*t.costs(), t.details)}" if t.runs else ""
         parts.append(head + text + ("\n" + notes) * bool(notes))
     head = f"# {study.title}\n\n" + f"{study.paper}\n\n" * bool(study.paper)

@@ -374,7 +374,7 @@ def grid(
         own = [TableCell(r.label + (f" ({r.state})" if r.state else ""))]
         if r.accuracy:
             own += [cell(r, c, NO_VALUE * (c not in (WORST, SPREAD))) for c in columns]
-            own += [TableCell(_signed(r.differences.get(r.main)))] * compared
+            own += [TableCell(signed(r.differences.get(r.main)))] * compared
             own += [cell(r, n) for n in beside]
             own += [TableCell(f"{r.seeds}/{r.wanted}")] * partial
         empty = not (r.accuracy or r.state)
@@ -475,7 +475,8 @@ def _spread(value: Spread | None) -> str:
     return f"{value.mean:.1f}" + (f" ± {value.std:.1f}" if value.std is not None else "")
 
 
-def _signed(value: Spread | None) -> str:
+def signed(value: Spread | None) -> str:
+    """A difference with its standard error and interval; empty if there is none."""
     if value is None or value.half is None:
         return "" if value is None else _sign(value.mean)
     noise = ", noise" if value.noise else ""
