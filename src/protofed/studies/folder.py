@@ -29,6 +29,7 @@ from protofed.studies import render, tables
 from protofed.studies.definition import TUNE, Line, Study, StudyTask, load
 from protofed.studies.effects import Effects, effect_caption, effect_grid, effects
 from protofed.studies.history import RunHistory, join_left_out
+from protofed.studies.origin import Origin
 from protofed.studies.plan import AVERAGE, PlannedRun, Selection, columns, plan, study_tasks
 from protofed.studies.tables import Measure, TableLine, TableRow
 
@@ -238,6 +239,7 @@ class StudyFolder:
         if every:
             what = "Validation accuracy" if validated else "Test accuracy"
             head, details = tables.describe(every, what, base, study.target)
+            details += f" {self.origin(task.name)}"
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
         absent = [r.label for r in rows if not r.was_run] if every else []
         if absent:
@@ -280,9 +282,16 @@ class StudyFolder:
         known = label in self.study.diverged.get(task, ())
         return tables.DIVERGED if known or any(found.diverged for found in stopped) else ""
 
+    def origin(self, task: str = "") -> Origin:
+        """What the runs of a task, or of all tasks, were made with and what they took."""
+        return Origin.of(self._stored(task))
+
+    def _stored(self, task: str = "") -> list[StoredRun]:
+        return [s for run, s in self.runs.items() if task in ("", run.task) and s is not None]
+
     def _mixed(self, task: str) -> list[str]:
         """What of the runs' facts differs, though they stand in one table."""
-        stored = [s for run, s in self.runs.items() if run.task == task and s is not None]
+        stored = self._stored(task)
         notes = []
         for name, words in FACTS_IN_WORDS.items():
             values = sorted({str(s.facts.get(name)) for s in stored})
