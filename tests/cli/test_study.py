@@ -12,7 +12,7 @@ from tests.studies.in_process import run_in_process, start_nothing
 from tests.studies.made_runs import make_runs, make_study, raw, study
 
 from protofed.runs.pool import PACKED
-from protofed.studies.definition import parse
+from protofed.studies.definition import builtin, parse
 from protofed.studies.execution import Job
 from protofed.studies.folder import StudyFolder
 
@@ -163,16 +163,22 @@ def test_a_small_study_with_real_runs(protofed: Protofed, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_switches_with_real_runs(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = run_in_process(monkeypatch)
-    args = ["study", "run", "switches", "--on", "glyphs", "--methods", "fedavg", "--seeds", 2]
-    code, out, err = protofed(*args, *TINY, "--out", "runs/small")
-    assert (code, err) == (0, "")
-    assert len(started) == 16
-    assert "average: samples → uniform" in out and "effects.png" in out
-    assert protofed("study", "pack", "small", "--to", "results/small", "--images", 0).code == 0
-    assert "FedAvg: 8 of 8 settings." in Path("results/small/table.md").read_text("utf-8")
-    assert "16 of the settings" in " ".join(protofed("study", "show", "switches").out.split())
+def test_every_study_runs_on_glyphs(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_process(monkeypatch)
+    for name in builtin():
+        some = ("--methods", "fedavg") if name == "robust" else ()  # it has 135 runs a seed
+        args = ("study", "run", name, "--on", "glyphs", "--seeds", 1, *TINY, *some)
+        code, _, err = protofed(*args, "--out", f"runs/{name}")
+        assert (code, err) == (0, ""), name
+        assert protofed("study", "pack", name, "--to", f"results/{name}", "--images", 0).code == 0
+        assert protofed("study", "table", f"results/{name}").code == 0
+    table = Path("results/switches/table.md").read_text("utf-8")
+    assert "| average: samples → uniform | " in table and "FPL: 16 of 64 settings" in table
+
+
+def test_show_says_that_settings_are_a_fraction(protofed: Protofed) -> None:
+    out = " ".join(protofed("study", "show", "switches").out.split())
+    assert "batch = 64, 32 (of FPL; 16 of the settings)" in out
 
 
 BAD: dict[str, tuple[list[str], list[str]]] = {

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from tests.studies.made_runs import DOMAINS, make_study, rising, study
+from tests.studies.made_runs import DOMAINS, PAPER, make_study, rising, study
 
 from protofed.report import plot
-from protofed.report.figures import sweep
+from protofed.report.figures import against_paper, sweep
 from protofed.report.figures import sweeps as sweeps_of
 from protofed.report.study_figures import write_figures
 from protofed.studies.folder import StudyFolder
@@ -151,3 +151,21 @@ def test_switches_are_drawn_as_effects(tmp_path: Path) -> None:
     assert drawn.panels[0].alt == (
         "Effects whose interval does not contain 0: FPL, flip: True → False: +3.0."
     )
+
+
+def test_what_a_paper_prints_is_drawn_beside_ours(tmp_path: Path) -> None:
+    folder = make_study(study(printed={"glyphs": PAPER}), tmp_path / "s")
+    (table,) = folder.tables()
+    assert {label: (s.mean, paper) for label, (s, paper) in table.beside_paper().items()} == {
+        "FPL": (5.0, 10.0)
+    }
+    made = against_paper({"mine, glyphs": table})
+    cells, differences = made.panels
+    # FedAvg is 0.5 above the paper, FPL 4.5 below it, in four domains and on average
+    assert cells.alt == (
+        "Ours − paper: 10 cells between -4.5 and +0.5 points, averages -2.0 in the mean."
+    )
+    assert "1 of 1 have an interval without 0" in differences.alt
+    assert [key.label for key in made.legend] == ["FedAvg", "FPL", "a domain"]
+    for panel in made.panels:
+        panel.draw(Figure().subplots())

@@ -24,8 +24,8 @@ def test_runs_at_the_same_time_count_once_in_wall_clock(tmp_path: Path) -> None:
     folder = StudyFolder.create(tmp_path / "s", made, tmp_path)
     # 4.5 s each: 95.5 to 102, and 194.5 to 200
     assert folder.tables()[0].details.endswith(
-        f"Runs: 4, on made up (3 runs) and a GPU (1), numerics {NUMERICS}, commit unknown (3 runs) and "
-        "abc1234 (1), 18 s in all, wall-clock 12 s."
+        f"Runs: 4, on made up (3 runs) and a GPU (1), numerics {NUMERICS}, commit unknown "
+        "(3 runs) and abc1234 (1), 18 s in all, wall-clock 12 s."
     )
 
 

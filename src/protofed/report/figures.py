@@ -5,6 +5,7 @@ The command line, notebooks, studies and the report all draw with these.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from protofed.analysis import Clusters, Distances, Floats, Ints
 from protofed.config import EACH
-from protofed.report.palette import CLASS_COLORS, COLORS, Look, looks_of, method_look
+from protofed.report.palette import CLASS_COLORS, COLORS, OLIVE, SKY, Look, looks_of, method_look
 from protofed.report.plot import INK, LINE, Key, Panel, Plot, faint, ink, linestyle, scaled
 from protofed.runs.records import VALIDATION, over_rounds
 from protofed.studies.definition import TUNE, Study, point_label, show
@@ -351,6 +352,71 @@ def effects(found: Sequence[Effects], heading: str = "") -> Plot:
     alt = f"Effects whose interval does not contain 0: {'; '.join(clear) or 'none'}."
     panel = Panel("effects", alt, draw, 6.4, 0.8 + 0.09 * (len(found) + 1) * len(names))
     return Plot("effects", effect_caption(found), (panel,), keys, heading=heading)
+
+
+def against_paper(tables: Mapping[str, TaskTable]) -> Plot:
+    """Ours − paper, of all that a paper prints and was measured, a line for each table."""
+    names = list(tables)
+    domains: list[tuple[float, int]] = []
+    averages: list[tuple[float, int, str]] = []
+    differences: list[tuple[Spread, int, str]] = []
+    for y, table in enumerate(tables.values()):
+        for row in (row for row in table.rows if row.accuracy):
+            cells = {c: s.mean - row.paper.get(c, np.nan) for c, s in row.accuracy.items()}
+            domains += [(v, y) for c, v in cells.items() if c != AVERAGE and np.isfinite(v)]
+            if np.isfinite(cells.get(AVERAGE, np.nan)):
+                averages.append((cells[AVERAGE], y, row.method))
+            if (both := table.beside_paper().get(row.label)) is not None:
+                ours, paper = both
+                gap = Spread.of([v - paper for v in ours.values])
+                differences.append((gap, y, row.method))
+    keys = {m: Key(label, method_look(m).color, "o") for m, label in _HEART.items()}
+    other, one = Key("another method", OLIVE, "o"), Key("a domain", SKY, ".")
+
+    def draw_cells(axis: Axes) -> None:
+        for value, y in domains:
+            axis.plot(value, y, ".", color=one.color, markersize=scaled(3.5), alpha=0.7)
+        for value, y, method in averages:
+            color = keys.get(method, other).color
+            axis.plot(value, y, "o", color=color, markersize=scaled(4.5), alpha=0.9)
+        _interval_axis(axis, names, "points, ours − paper")
+
+    def draw_differences(axis: Axes) -> None:
+        many = Counter(y for _, y, _ in differences)
+        seen: Counter[int] = Counter()
+        for value, y, method in differences:
+            at = y + 0.8 * (seen[y] + 0.5) / many[y] - 0.4
+            seen[y] += 1
+            _draw_intervals(axis, keys.get(method, other), [at], [value])
+        _interval_axis(axis, names, "points, (ours − baseline) − (paper's)")
+
+    every = [v for v, _ in domains] + [v for v, *_ in averages]
+    alt = (
+        f"Ours − paper: {len(every)} cells between {min(every):+.1f} and {max(every):+.1f} points, "
+        f"averages {np.mean([v for v, *_ in averages]):+.1f} in the mean."
+    )
+    apart = sum(not s.noise for s, *_ in differences)
+    alt_2 = (
+        f"Differences to the baseline, ours − paper: {apart} of {len(differences)} "
+        "have an interval without 0."
+    )
+    height = 0.9 + 0.5 * len(names)
+    panels = (
+        Panel("accuracy", alt, draw_cells, 5.1, height),
+        Panel("difference to the baseline", alt_2, draw_differences, 5.1, height),
+    )
+    used = {method for *_, method in averages}
+    legend = [key for m, key in keys.items() if m in used] + [other] * bool(used - keys.keys())
+    caption = (
+        "Every number that a paper prints and that was measured here, ours − paper. Right: of the "
+        "differences to the baseline on average, paired by seed, with 95 % intervals (hollow: the "
+        "interval contains 0; without one: a single seed)."
+    )
+    return Plot("ours-minus-paper", caption, panels, (*legend, one), columns=2)
+
+
+_HEART = {"fedavg": "FedAvg", "fpl": "FPL", "i2pfl": "I²PFL", "fedseproto": "FedSeProto"}
+"""The methods that ``against_paper`` tells apart."""
 
 
 def _main_column(table: TaskTable) -> tuple[str, str]:

@@ -31,7 +31,7 @@ from protofed.studies.effects import Effects, effect_caption, effect_grid, effec
 from protofed.studies.history import RunHistory, join_left_out
 from protofed.studies.origin import Origin
 from protofed.studies.plan import AVERAGE, PlannedRun, Selection, columns, plan, study_tasks
-from protofed.studies.tables import Measure, TableLine, TableRow
+from protofed.studies.tables import Measure, Spread, TableLine, TableRow
 
 FORMATS = {"markdown": "md", "csv": "csv", "latex": "tex"}
 """The formats of the tables that are written, and the endings of their files."""
@@ -64,6 +64,14 @@ class TaskTable:
 
     def costs(self) -> tuple[list[str], list[TableLine]]:
         return tables.cost_grid(self.rows, self.baseline)
+
+    def beside_paper(self) -> dict[str, tuple[Spread, float]]:
+        """By row: our difference to the baseline on average, and the paper's, if there are both."""
+        base = next((r for r in self.rows if r.label == self.baseline), None)
+        both = (
+            (r, r.differences.get(AVERAGE), tables.printed_difference(r, base)) for r in self.rows
+        )
+        return {r.label: (ours, paper) for r, ours, paper in both if ours and paper is not None}
 
     def effect_grid(self) -> tuple[list[str], list[TableLine]]:
         return effect_grid(self.effects)
