@@ -110,15 +110,18 @@ def test_no_switch_is_aliased_with_two_others() -> None:
                     assert sum(a * b for a, b in zip(own, column, strict=True)) == 0, (name, other)
     switches = {name for sweep in made.sweeps for name in sweep.over}
     assert switches == {
-        "average", "finch_level", "upcr_reduction", "ema", "proto_pass", "flip", "batch",
+        "average", "finch_level", "upcr", "ema", "proto_pass", "flip", "batch",
     }  # fmt: skip
     assert len(made.seeds) == 5
+    (alone,) = [line.row.options for line in made.lines if line.sweep is None]
+    assert alone == {"upcr_reduction": "sum"}
 
 
 def test_the_first_setting_of_every_method_is_its_default() -> None:
     first: dict[str, str] = {}
     for run in plan(load("switches"), Selection(seeds=(0,))):
-        first.setdefault(run.config.method.name, run.config.hash)
+        if run.line.sweep is not None:
+            first.setdefault(run.config.method.name, run.config.hash)
     default = plan(load("readings"), Selection(seeds=(0,)))
     hashes = {run.config.hash for run in default if "printed" not in run.line.label}
     assert {*first} == {"fedavg", "fpl", "i2pfl"} and {*first.values()} <= hashes
