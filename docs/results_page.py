@@ -95,7 +95,11 @@ class Results:
             lines.append(_line(cells))
         header = ["study", "runs", "on", "precision", "numerics", "commit", "s, all runs",
                   "wall-clock, s"]  # fmt: skip
-        return [_table(header, lines, left=1)]
+        return [
+            "Wall-clock is the time in which at least one run was under way: on one GPU, which "
+            "runs share, its GPU-seconds. Runs of one numerics number share their arithmetic.",
+            _table(header, lines, left=1),
+        ]
 
     def _study(self, folder: StudyFolder) -> Iterator[str]:
         study, notes = folder.study, folder.path / "notes.md"

@@ -91,7 +91,7 @@ def _complete(row: TableRow | None) -> bool:
 def _fitted(
     sweep: Sweep, points: Sequence[Mapping[str, Any]], rows: Sequence[TableRow]
 ) -> dict[str, Spread]:
-    varied = [n for n in sweep.over if len({point[n] for point in points}) == 2]
+    varied = [n for n in sweep.over if len({sweep.sign(point, n) for point in points}) == 2]
     signs = np.array([[1, *(sweep.sign(point, n) for n in varied)] for point in points])
     if not varied or np.linalg.matrix_rank(signs) < signs.shape[1]:
         return {}
