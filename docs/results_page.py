@@ -14,7 +14,7 @@ from pathlib import Path
 from protofed.report.figures import against_paper
 from protofed.report.plot import Plot, render
 from protofed.runs.pool import PACKED
-from protofed.studies.definition import builtin
+from protofed.studies.definition import Study, builtin
 from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.origin import shares
 from protofed.studies.render import to_markdown
@@ -108,7 +108,7 @@ class Results:
         for table in self.tables[folder.path.name]:
             if table.runs:
                 yield f"### {study.title.partition(':')[0]}: {table.task}"
-                yield from _task(table)
+                yield from _task(table, _default_settings(study))
         for picture in sorted(folder.path.glob("*.png")):
             shown = picture.relative_to(ROOT)
             yield f"![{picture.stem} of {folder.path.name}](../{shown})"
@@ -116,11 +116,19 @@ class Results:
             yield _text(notes)
 
 
-def _task(table: TaskTable) -> Iterator[str]:
+def _default_settings(study: Study) -> list[str]:
+    """The lines that are not swept, and the first of each sweep."""
+    first = {(line.sweep, line.row.label): line.label for line in reversed(study.lines)}
+    return [
+        line.label for line in study.lines if line.sweep is None or line.label in first.values()
+    ]
+
+
+def _task(table: TaskTable, defaults: list[str]) -> Iterator[str]:
     if table.effects:
         yield to_markdown(*table.effect_grid(), table.effect_caption).strip()
-        return
-    there = [row for row in table.rows if row.was_run]
+        yield "The first setting of each row, and what is not swept:"
+    there = [r for r in table.rows if r.was_run and (r.label in defaults or not table.effects)]
     printed = any(row.paper for row in there)
     compared = table.beside_paper() if printed else {}
     delta = any(AVERAGE in row.differences for row in there)

@@ -40,19 +40,18 @@ def effects(study: Study, rows: Sequence[TableRow]) -> list[Effects]:
 
     Effects on the difference to the baseline follow for the parameters that it shares.
     """
-    by_label = {row.label: row for row in rows}
+    complete = {row.label: row for row in rows if row.seeds == row.wanted}
     found = []
     for number, sweep in enumerate(study.sweeps):
         for label in sweep.rows if sweep.is_factorial else ():
             lines = [s for s in study.lines if (s.sweep, s.row.label) == (number, label)]
-            own = {s.label: by_label[s.label] for s in lines if s.label in by_label}
-            points = [s.point for s in lines if _complete(own.get(s.label))]
-            values = [own[s.label] for s in lines if _complete(own.get(s.label))]
-            if made := _fitted(sweep, points, values):
-                scope = _scope(sweep, points, len(lines))
-                found.append(Effects(label, values[0].method, made, scope))
+            there = [(s.point, complete[s.label]) for s in lines if s.label in complete]
+            if made := _fitted(sweep, there):
+                scope = _scope(sweep, [point for point, _ in there], len(lines))
+                found.append(Effects(label, there[0][1].method, made, scope))
     base = next((e for e in found if e.label == study.baseline), None)
-    return found + [_difference(e, base) for e in found if base is not None and e is not base]
+    others = [_difference(e, base) for e in found if base is not None and e is not base]
+    return found + [e for e in others if e.of]
 
 
 def resolution(sweep: Sweep) -> int | None:
@@ -61,7 +60,7 @@ def resolution(sweep: Sweep) -> int | None:
     With four, no effect of one parameter is aliased with an interaction of two; with five, those
     interactions are not aliased with each other either.
     """
-    points = sweep.points()
+    points = sweep.points() if sweep.generators else []
     for size in range(1, len(sweep.over) + 1):
         for names in combinations(sweep.over, size):
             if len({prod(sweep.sign(point, n) for n in names) for point in points}) == 1:
@@ -84,18 +83,12 @@ def _scope(sweep: Sweep, points: Sequence[Mapping[str, Any]], planned: int) -> s
     return f"{text} ({planned} planned{none}; interactions may show as effects)"
 
 
-def _complete(row: TableRow | None) -> bool:
-    return row is not None and row.seeds == row.wanted
-
-
-def _fitted(
-    sweep: Sweep, points: Sequence[Mapping[str, Any]], rows: Sequence[TableRow]
-) -> dict[str, Spread]:
-    varied = [n for n in sweep.over if len({sweep.sign(point, n) for point in points}) == 2]
-    signs = np.array([[1, *(sweep.sign(point, n) for n in varied)] for point in points])
+def _fitted(sweep: Sweep, there: Sequence[tuple[Mapping[str, Any], TableRow]]) -> dict[str, Spread]:
+    varied = [n for n in sweep.over if len({sweep.sign(point, n) for point, _ in there}) == 2]
+    signs = np.array([[1, *(sweep.sign(point, n) for n in varied)] for point, _ in there])
     if not varied or np.linalg.matrix_rank(signs) < signs.shape[1]:
         return {}
-    accuracy = np.array([row.accuracy[row.main].values for row in rows])
+    accuracy = np.array([row.accuracy[row.main].values for _, row in there])
     # rounded: what the solver leaves of a zero differs between machines
     moved = np.linalg.lstsq(signs, -2 * accuracy, rcond=None)[0][1:].round(9)
     return {
@@ -105,10 +98,12 @@ def _fitted(
 
 
 def _difference(one: Effects, base: Effects) -> Effects:
+    pairs = {
+        name: (s.values, base.of[name].values) for name, s in one.of.items() if name in base.of
+    }
     shared = {
-        name: Spread.of([a - b for a, b in zip(s.values, base.of[name].values, strict=True)])
-        for name, s in one.of.items()
-        if name in base.of
+        name: Spread.of([round(a - b, 9) for a, b in zip(*both, strict=True)])
+        for name, both in pairs.items()
     }
     return Effects(f"{one.label} − {base.label}", one.method, shared, "", base.label)
 
