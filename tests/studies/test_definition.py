@@ -234,7 +234,7 @@ def test_the_example_in_the_documentation_is_a_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
-    example = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
+    example = re.search(r"mine.toml -->\n```toml\n(.*?)```", text, re.DOTALL)
     assert example is not None
     shutil.copytree(Path(__file__).parents[2] / "examples", tmp_path / "examples")
     (tmp_path / "mine.toml").write_text(example.group(1))
