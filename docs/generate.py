@@ -1,4 +1,4 @@
-"""Write docs/methods (a page for every method, and their index) and docs/settings.md.
+"""Write docs/methods (a page for every method, and their index), settings.md and results.md.
 
 ``python docs/generate.py``, or ``make docs``.
 
@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from results_page import results, write_figure
 
 from protofed import tree
 from protofed.config import PANELS, PROTOCOLS, SETTINGS, TASK_PROTOCOL
@@ -44,6 +45,7 @@ def pages() -> dict[Path, str]:
         PAGES / "README.md": _index(),
         **{PAGES / f"{name}.md": _page(cls) for name, cls in METHODS.items()},
         ROOT / "docs" / "settings.md": _settings(),
+        ROOT / "docs" / "results.md": results().page(),
     }
 
 
@@ -350,6 +352,7 @@ def main() -> None:
             path.unlink()
     for path, text in written.items():
         path.write_text(text, "utf-8")
+    write_figure()
 
 
 if __name__ == "__main__":

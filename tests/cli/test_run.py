@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def test_run_prints_a_table_and_writes_a_folder(protofed: Protofed, tmp_path: Pa
     assert "round 1/1" in out
     assert "Test accuracy in %" in out
     assert summary["seed"] == 3
+    assert abs(time.time() - summary["finished"]) < 600
     assert summary["hyper_parameters"]["tau"] == 0.5
     assert {p.name for p in (tmp_path / "it").iterdir()} >= {
         "config.toml", "rounds.jsonl", "summary.json", "model.safetensors", "curves.png",

@@ -14,7 +14,7 @@ from tests.studies.made_runs import make_runs, make_study, raw, study
 
 from protofed.runs.pool import PACKED
 from protofed.studies import launch
-from protofed.studies.definition import parse
+from protofed.studies.definition import builtin, parse
 from protofed.studies.execution import Job
 from protofed.studies.folder import StudyFolder
 
@@ -162,6 +162,25 @@ def test_a_small_study_with_real_runs(protofed: Protofed, monkeypatch: pytest.Mo
     assert "3 of 4 rows were not run: " in out and "both (FPL)." in " ".join(out.split())
     (folder,) = Path("runs").glob("fpl-table1-on-glyphs-*")
     assert StudyFolder.open(folder).study.override["settings"]["samples"] == 10
+
+
+@pytest.mark.slow
+def test_every_study_runs_on_glyphs(protofed: Protofed, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_in_process(monkeypatch)
+    for name in builtin():
+        some = ("--methods", "fedavg") if name == "robust" else ()  # it has 135 runs a seed
+        args = ("study", "run", name, "--on", "glyphs", "--seeds", 1, *TINY, *some)
+        code, _, err = protofed(*args, "--out", f"runs/{name}")
+        assert (code, err) == (0, ""), name
+        assert protofed("study", "pack", name, "--to", f"results/{name}", "--images", 0).code == 0
+        assert protofed("study", "table", f"results/{name}").code == 0
+    table = Path("results/switches/table.md").read_text("utf-8")
+    assert "| average: samples → uniform | " in table and "FPL: 16 of 64 settings" in table
+
+
+def test_show_says_that_settings_are_a_fraction(protofed: Protofed) -> None:
+    out = " ".join(protofed("study", "show", "switches").out.split())
+    assert "batch = 64, 32 (of FPL; 16 of the settings)" in out
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def numbers(run: Path) -> dict[str, Any]:
     }
 
 
-_VARIES = ("seconds", "engine", "versions")
+_VARIES = ("seconds", "finished", "engine", "versions")
 
 
 def difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:

@@ -58,7 +58,7 @@ def without_accuracy(text):
     return {
         k: v
         for k, v in told.items()
-        if k not in ("seconds", "beside", "checksum", "records")
+        if k not in ("seconds", "finished", "beside", "checksum", "records")
         and not (k in single and isinstance(v, float))
         and not (k != "tested" and isinstance(v, dict) and v.keys() & {"left", "right"})
     }

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from tests.studies.made_runs import DOMAINS, make_study, rising, study
+from tests.studies.made_runs import DOMAINS, PAPER, make_study, rising, study
 
 from protofed.report import plot
-from protofed.report.figures import sweep
+from protofed.report.figures import against_paper, sweep
+from protofed.report.figures import sweeps as sweeps_of
 from protofed.report.study_figures import write_figures
 from protofed.studies.folder import StudyFolder
 from protofed.studies.plan import PlannedRun
@@ -131,4 +132,40 @@ def test_a_sweep_is_read_by_its_validation_accuracy(tmp_path: Path, over: dict[s
         assert "validation average" in chosen.title and "best at tau = 0.02" in chosen.alt
         assert "best" not in test.alt
     for panel in drawn.panels:
+        panel.draw(Figure().subplots())
+
+
+def test_switches_are_drawn_as_effects(tmp_path: Path) -> None:
+    over = {"tau": [0.02, 0.5], "flip": [True, False], "lr": [0.1, 0.2]}
+    shared = {name: over[name] for name in ("flip", "lr")} | {"batch": [8, 4]}
+    sweeps = [{"rows": ["FPL"], "over": over}, {"rows": ["FedAvg"], "over": shared}]
+
+    def plain(run: PlannedRun) -> dict[str, float]:
+        effect = 3.0 + run.seed * (run.line.row.method == "fedavg")
+        return dict.fromkeys(DOMAINS, 40.0 + effect * (not run.line.point["flip"]))
+
+    folder = make_study(study(kind="sweep", sweep=sweeps), tmp_path / "s", plain)
+    assert write_figures(folder, folder.tables(), kinds=("png",)) == ["effects.png"]
+    (drawn,) = sweeps_of(folder.study, folder.tables()[0])
+    assert [key.label for key in drawn.legend] == ["FPL", "FedAvg", "FPL − FedAvg"]
+    assert drawn.panels[0].alt == (
+        "Effects whose interval does not contain 0: FPL, flip: True → False: +3.0."
+    )
+
+
+def test_what_a_paper_prints_is_drawn_beside_ours(tmp_path: Path) -> None:
+    folder = make_study(study(printed={"glyphs": PAPER}), tmp_path / "s")
+    (table,) = folder.tables()
+    assert {label: (s.mean, paper) for label, (s, paper) in table.beside_paper().items()} == {
+        "FPL": (5.0, 10.0)
+    }
+    made = against_paper({"mine, glyphs": table})
+    cells, differences = made.panels
+    # FedAvg is 0.5 above the paper, FPL 4.5 below it, in four domains and on average
+    assert cells.alt == (
+        "Ours − paper: 10 cells between -4.5 and +0.5 points, averages -2.0 in the mean."
+    )
+    assert "1 of 1 have an interval without 0" in differences.alt
+    assert [key.label for key in made.legend] == ["FedAvg", "FPL", "a domain"]
+    for panel in made.panels:
         panel.draw(Figure().subplots())

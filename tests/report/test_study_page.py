@@ -179,3 +179,10 @@ def test_features_over_rounds_say_so_and_which_rounds_are_not_there(tmp_path: Pa
     assert "at the end of the run and after the rounds named below. t-SNE" in text
     assert "that round's model" in text and "the final model" not in text
     assert "round 7: the run has 2." in text
+
+
+def test_effects_of_switches_are_a_table(tmp_path: Path) -> None:
+    over = {"tau": [0.02, 0.5], "flip": [True, False], "lr": [0.1, 0.2]}
+    made = study(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}])
+    text = page_of(made, tmp_path)
+    assert "flip: True → False" in text and "FPL: 8 of 8 settings." in text

@@ -101,11 +101,17 @@ def test_what_is_unfinished_diverged_or_damaged(tmp_path: Path) -> None:
 
 def test_packed_runs_answer_like_folders(tmp_path: Path) -> None:
     made = study(settings={**TINY, "data": "/somewhere/images"})
-    make_runs(made, tmp_path / "runs")
+    runs = make_runs(made, tmp_path / "runs")
     asked = [(run.config, ()) for run in plan(made)]
     pool = Pool(tmp_path / "runs")
-    lines = [run.line() for run in pool.runs]
-    assert not any("somewhere" in line for line in lines), "where the images lay"
+    assert not any("somewhere" in run.line() for run in pool.runs), "where the images lay"
+    rounds = runs["FPL", 0] / "rounds.jsonl"
+    before = rounds.read_text()
+    by_client = '{"by_client": {"scan-0": {"loss": {"ce": 1.0}}}, '
+    rounds.write_text("".join(by_client + line[1:] for line in before.splitlines(True)))
+    lines = [run.line() for run in Pool(tmp_path / "runs").runs]
+    assert not any("by_client" in line for line in lines), "too large to keep"
+    rounds.write_text(before)
     write_packed(tmp_path / "packed" / PACKED, lines)
     packed = Pool(tmp_path / "packed")
     assert packed.packed and not pool.packed
@@ -119,9 +125,9 @@ def test_packed_runs_answer_like_folders(tmp_path: Path) -> None:
         assert ours.result().accuracy == theirs.result().accuracy
         assert ours.line() == theirs.line()
     # in any order, the same bytes
-    before = (tmp_path / "packed" / PACKED).read_bytes()
+    bits = (tmp_path / "packed" / PACKED).read_bytes()
     write_packed(tmp_path / "packed" / PACKED, reversed(lines))
-    assert (tmp_path / "packed" / PACKED).read_bytes() == before
+    assert (tmp_path / "packed" / PACKED).read_bytes() == bits
 
 
 @pytest.mark.parametrize("text", [b"{\n", b"[]\n", b"{}\n", None, b""])

@@ -35,6 +35,19 @@ def test_rows_sweeps_and_seeds() -> None:
     assert len(plan(made)) == 6
 
 
+def factorial(**generators: Any) -> dict[str, Any]:
+    over = {"tau": [0.1, 0.2], "lr": [0.1, 0.2], "upcr": [0, 1], "cpcl": [0, 1]}
+    return {"sweep": [{"over": over, "rows": ["FPL"], "generators": generators}]}
+
+
+def test_generators_take_a_fraction_of_the_grid() -> None:
+    made = study(**factorial(cpcl=["tau", "lr", "upcr"]))
+    points = [line.point for line in made.lines if line.sweep is not None]
+    assert len(points) == 8
+    assert points[0] == {"tau": 0.1, "lr": 0.1, "upcr": 0, "cpcl": 0}
+    assert points[1] == {"tau": 0.1, "lr": 0.1, "upcr": 1, "cpcl": 1}
+
+
 ROW = {"FedAvg": "fedavg"}
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"titel": "x"}, ["'titel'", "title"]),
@@ -64,6 +77,16 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ["2 lines are called 'FedAvg, lr="],
     ),
     ({"rows": ROW, "sweep": [{"over": {"lr": [0.0100000001, 0.01]}}]}, ["2 lines are called"]),
+    (factorial(tau=["upcr", "cpcl"], lr=["upcr", "cpcl"]), ["same parameters"]),
+    (factorial(tau=["lr"]), ["generator of tau", "two other"]),
+    (factorial(tau=["lr", "lr"]), ["generator of tau", "each once"]),
+    (factorial(tau=["tau", "lr"]), ["'tau'", "generator of tau"]),
+    (factorial(tao=["lr", "upcr"]), ["'tao'", "tau"]),
+    (factorial(tau="lr"), ["tau must be a list"]),
+    (
+        {"sweep": [{"over": {"tau": [0.1, 0.2]}, "rows": ["FPL"], "generators": {"tau": ["lr"]}}]},
+        ["three parameters"],
+    ),
     ({"printed": {"digits": {"FPL": 1.0}}}, ["'digits'", "glyphs"]),
     ({"printed": {"glyphs": {"FLP": 1.0}}}, ["'FLP'", "FPL"]),
     ({"printed": {"glyphs": {"FedAvg": [1.0, 2.0]}}}, ["[printed.glyphs] has no columns", "write"]),
@@ -211,7 +234,7 @@ def test_the_example_in_the_documentation_is_a_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "studies.md").read_text()
-    example = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
+    example = re.search(r"mine.toml -->\n```toml\n(.*?)```", text, re.DOTALL)
     assert example is not None
     shutil.copytree(Path(__file__).parents[2] / "examples", tmp_path / "examples")
     (tmp_path / "mine.toml").write_text(example.group(1))

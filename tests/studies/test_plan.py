@@ -146,6 +146,14 @@ def test_the_paper_s_table_runs_on_glyphs() -> None:
         assert columns(made, task) == (*DOMAINS, "average")
 
 
+def test_what_is_swept_is_swept_on_another_task_too() -> None:
+    swept = [{"rows": ["FPL"], "over": {"batch": [8, 4]}}]
+    rows = {"FPL": {"method": "fpl", "settings": {"lr": 0.5}}}
+    made = study(rows=rows, sweep=swept, seeds=1).overridden("digits")
+    found = [(run.config.batch, run.config.lr) for run in plan(made)]
+    assert found == [(8, 0.01), (4, 0.01)]  # the learning rate belonged to the old task
+
+
 # ---- folders of images --------------------------------------------------------------------------
 
 

@@ -65,6 +65,8 @@ def print_tables(made: Sequence[TaskTable]) -> None:
         if len(made) > 1:
             console.print(f"\n[bold]{escape(table.task)}[/bold]")
         print_table(*table.grid())
+        if table.effects:
+            print_table(*table.effect_grid(), table.effect_caption)
         if table.runs:
             print_table(*table.costs())
         console.print(f"[dim]{escape(table.caption)}[/dim]")

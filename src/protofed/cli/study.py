@@ -89,7 +89,8 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
     console.print(table)
     for swept in study.sweeps:
         over = "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in swept.over.items())
-        console.print(escape(f"swept: {over} (of {', '.join(swept.rows)})"), highlight=False)
+        some = f"; {len(swept.points())} of the settings" if swept.generators else ""
+        console.print(escape(f"swept: {over} (of {', '.join(swept.rows)}{some})"), highlight=False)
     seeds = ", ".join(map(str, study.seeds))
     runs = len({run.config.hash for run in plan(study)})
     console.print(f"seeds {seeds}; {runs} runs in all", highlight=False)

@@ -5,6 +5,7 @@ The command line, notebooks, studies and the report all draw with these.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +19,11 @@ from matplotlib.ticker import MaxNLocator
 
 from protofed.analysis import Clusters, Distances, Floats, Ints
 from protofed.config import EACH
-from protofed.report.palette import CLASS_COLORS, COLORS, Look, looks_of
+from protofed.report.palette import CLASS_COLORS, COLORS, OLIVE, SKY, Look, looks_of, method_look
 from protofed.report.plot import INK, LINE, Key, Panel, Plot, faint, ink, linestyle, scaled
 from protofed.runs.records import VALIDATION, over_rounds
 from protofed.studies.definition import TUNE, Study, point_label, show
+from protofed.studies.effects import Effects, effect_caption, parameters
 from protofed.studies.history import RunHistory
 from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title
 
@@ -184,14 +186,15 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
 def sweeps(study: Study, table: TaskTable) -> list[Plot]:
     if study.kind == TUNE:  # it has a figure of its own
         return []
-    found = (sweep(study, i, table) for i in range(len(study.sweeps)))
+    found = [sweep(study, i, table) for i in range(len(study.sweeps))]
+    found += [effects(table.effects, study_heading(study, table))] * bool(table.effects)
     return [plot for plot in found if plot is not None]
 
 
 def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     """A sweep of a study: lines over one parameter, a heat map over two.
 
-    None for more parameters, and as long as no run is finished.
+    None for more parameters (see ``effects``), and as long as no run is finished.
     """
     over = study.sweeps[number].over
     rows = {row.label: row for row in table.rows}
@@ -324,6 +327,96 @@ def _sweep_heat_map(
     alt = f"Accuracy ({column}) of {label} over {first} and {second}: {span}{at}."
     width, height = max(2.6, 1.6 + 0.62 * len(xs)), max(2.0, 1.1 + 0.42 * len(ys))
     return Panel(f"{label}: {column} accuracy, %", alt, draw, width, height)
+
+
+def effects(found: Sequence[Effects], heading: str = "") -> Plot:
+    """What each parameter moves: the accuracy of every row, and its difference to the baseline."""
+    names = parameters(found)
+    keys = tuple(
+        Key(e.label, method_look(e.method).color, "D" if e.baseline else "o") for e in found
+    )
+
+    def draw(axis: Axes) -> None:
+        step = 0.8 / len(found)
+        for i, (key, e) in enumerate(zip(keys, found, strict=True)):
+            at = [names.index(name) + step * (i - (len(found) - 1) / 2) for name in e.of]
+            _draw_intervals(axis, key, at, list(e.of.values()))
+        _interval_axis(axis, names, "points, second value − first")
+
+    clear = (
+        f"{e.label}, {name}: {s.mean:+.1f}"
+        for e in found
+        for name, s in e.of.items()
+        if not s.noise
+    )
+    alt = f"Effects whose interval does not contain 0: {'; '.join(clear) or 'none'}."
+    panel = Panel("effects", alt, draw, 6.4, 0.8 + 0.09 * (len(found) + 1) * len(names))
+    return Plot("effects", effect_caption(found), (panel,), keys, heading=heading)
+
+
+def against_paper(tables: Mapping[str, TaskTable]) -> Plot:
+    """Ours − paper, of all that a paper prints and was measured, a line for each table."""
+    names = list(tables)
+    domains: list[tuple[float, int]] = []
+    averages: list[tuple[float, int, str]] = []
+    differences: list[tuple[Spread, int, str]] = []
+    for y, table in enumerate(tables.values()):
+        for row in (row for row in table.rows if row.accuracy):
+            cells = {c: s.mean - row.paper.get(c, np.nan) for c, s in row.accuracy.items()}
+            domains += [(v, y) for c, v in cells.items() if c != AVERAGE and np.isfinite(v)]
+            if np.isfinite(cells.get(AVERAGE, np.nan)):
+                averages.append((cells[AVERAGE], y, row.method))
+            if (both := table.beside_paper().get(row.label)) is not None:
+                ours, paper = both
+                gap = Spread.of([v - paper for v in ours.values])
+                differences.append((gap, y, row.method))
+    keys = {m: Key(label, method_look(m).color, "o") for m, label in _HEART.items()}
+    other, one = Key("another method", OLIVE, "o"), Key("a domain", SKY, ".")
+
+    def draw_cells(axis: Axes) -> None:
+        for value, y in domains:
+            axis.plot(value, y, ".", color=one.color, markersize=scaled(3.5), alpha=0.7)
+        for value, y, method in averages:
+            color = keys.get(method, other).color
+            axis.plot(value, y, "o", color=color, markersize=scaled(4.5), alpha=0.9)
+        _interval_axis(axis, names, "points, ours − paper")
+
+    def draw_differences(axis: Axes) -> None:
+        many = Counter(y for _, y, _ in differences)
+        seen: Counter[int] = Counter()
+        for value, y, method in differences:
+            at = y + 0.8 * (seen[y] + 0.5) / many[y] - 0.4
+            seen[y] += 1
+            _draw_intervals(axis, keys.get(method, other), [at], [value])
+        _interval_axis(axis, names, "points, (ours − baseline) − (paper's)")
+
+    every = [v for v, _ in domains] + [v for v, *_ in averages]
+    alt = (
+        f"Ours − paper: {len(every)} cells between {min(every):+.1f} and {max(every):+.1f} points, "
+        f"averages {np.mean([v for v, *_ in averages]):+.1f} in the mean."
+    )
+    apart = sum(not s.noise for s, *_ in differences)
+    alt_2 = (
+        f"Differences to the baseline, ours − paper: {apart} of {len(differences)} "
+        "have an interval without 0."
+    )
+    height = 0.9 + 0.5 * len(names)
+    panels = (
+        Panel("accuracy", alt, draw_cells, 5.1, height),
+        Panel("difference to the baseline", alt_2, draw_differences, 5.1, height),
+    )
+    used = {method for *_, method in averages}
+    legend = [key for m, key in keys.items() if m in used] + [other] * bool(used - keys.keys())
+    caption = (
+        "Every number that a paper prints and that was measured here, ours − paper. Right: of the "
+        "differences to the baseline on average, paired by seed, with 95 % intervals (hollow: the "
+        "interval contains 0; without one: a single seed)."
+    )
+    return Plot("ours-minus-paper", caption, panels, (*legend, one), columns=2)
+
+
+_HEART = {"fedavg": "FedAvg", "fpl": "FPL", "i2pfl": "I²PFL", "fedseproto": "FedSeProto"}
+"""The methods that ``against_paper`` tells apart."""
 
 
 def _main_column(table: TaskTable) -> tuple[str, str]:
@@ -605,6 +698,24 @@ def _draw_bars(
         _draw_text(axis, end, at, form.format(value), va="center", fontsize=scaled(8))
     axis.set_yticks(y, list(bars))
     axis.invert_yaxis()
+    axis.tick_params(axis="y", length=0)
+    axis.grid(axis="x")
+
+
+def _draw_intervals(axis: Axes, key: Key, at: Sequence[float], values: Sequence[Spread]) -> None:
+    """Means with their 95 % intervals, hollow where the interval contains 0."""
+    for y, value in zip(at, values, strict=True):
+        axis.errorbar(
+            value.mean, y, xerr=value.half, color=key.color, marker=key.shape,
+            markersize=scaled(4.5), elinewidth=scaled(1.2),
+            markerfacecolor="none" if value.noise else key.color,
+        )  # fmt: skip
+
+
+def _interval_axis(axis: Axes, names: Sequence[str], xlabel: str) -> None:
+    axis.axvline(0, color=ink(), linewidth=scaled(0.7))
+    axis.set_yticks(range(len(names)), list(names))
+    axis.set(ylim=(len(names) - 0.5, -0.5), xlabel=xlabel)
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x")
 

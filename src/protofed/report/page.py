@@ -20,7 +20,13 @@ from protofed.files import write_atomic
 from protofed.report import figures, plot, run_details
 from protofed.report.collect import Group, Progress, ReportInput
 from protofed.report.group_analysis import analyze
-from protofed.report.page_table import PageTable, cells, cost_table, result_table
+from protofed.report.page_table import (
+    PageTable,
+    cells,
+    cost_table,
+    effect_table,
+    result_table,
+)
 from protofed.report.palette import STYLES, TONES
 from protofed.report.plot import Plot
 from protofed.report.stored_analysis import PARTS, GroupAnalysis
@@ -182,6 +188,8 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "ranks": _ranks(rows, looks),
         "ranked": all(row.was_run for row in rows),
         "table": result_table(rows, looks, table.columns if table is not None else (), baseline),
+        "effects": effect_table(table) if table is not None and table.effects else None,
+        "effect_caption": table.effect_caption if table is not None else "",
         "costs": cost_table(rows, looks, baseline) if runs else None,
         "seeds": seeds,
         "baseline": tables.baseline_name(baseline),

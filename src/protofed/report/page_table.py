@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protofed.report.palette import Look
+from protofed.studies.folder import TaskTable
 from protofed.studies.tables import (
     BASELINE,
     NOT_RUN,
@@ -95,6 +96,12 @@ def cost_table(
         [PageCell(label, look=looks.get(label)), *(PageCell(cell.text) for cell in line.cells[1:])]
         for label, line in zip(labels, lines, strict=True)
     ]
+    return PageTable(header, made, kind="narrow")
+
+
+def effect_table(table: TaskTable) -> PageTable:
+    header, lines = table.effect_grid()
+    made = [[_with_interval_below(cell.text, cell.mark) for cell in line.cells] for line in lines]
     return PageTable(header, made, kind="narrow")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ SUMMARY_SHAPE = {
     "accuracy": {str: float},
     **dict.fromkeys(("bytes_up", "bytes_down"), int),
     "seconds": float,
+    "finished?": int,
     **dict.fromkeys(("task?", "data?", "evaluated?", "batchnorm?", "weights?", "engine?"), str),
     **dict.fromkeys(("average?", "precision?", "device?", "records?"), str),
     "beside?": {str: {"average": float, str: float}},
@@ -68,6 +70,7 @@ def summarize(
         "bytes_up": sum(r["bytes_up"] for r in records),
         "bytes_down": sum(r["bytes_down"] for r in records),
         "seconds": round(sum(sum(r["seconds"].values()) for r in records), 3),
+        "finished": int(time.time()),
         "batchnorm": batchnorm,
         "average": config.average,
         "weights": weights,

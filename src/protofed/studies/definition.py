@@ -139,15 +139,36 @@ class FolderImages:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Parameters with their values, for some of the rows: a grid, or its ``listed`` points."""
+    """Parameters with their values, for some of the rows: a grid, or its ``listed`` points.
+
+    ``generators`` take a fraction of a grid of two values each (see ``sign``): the sign of the
+    parameter is the product of those that it is given by.
+    """
 
     over: Mapping[str, tuple[Any, ...]]
     rows: tuple[str, ...]
     listed: tuple[Mapping[str, Any], ...] = ()
+    generators: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def points(self) -> list[dict[str, Any]]:
         grid = (dict(zip(self.over, p, strict=True)) for p in product(*self.over.values()))
-        return [dict(p) for p in self.listed] or list(grid)
+        return [dict(p) for p in self.listed] or [p for p in grid if self._is_generated(p)]
+
+    def _is_generated(self, point: Mapping[str, Any]) -> bool:
+        return all(
+            self.sign(point, name) == math.prod(self.sign(point, n) for n in given)
+            for name, given in self.generators.items()
+        )
+
+    def sign(self, point: Mapping[str, Any], name: str) -> int:
+        """1 for the first value of a parameter, so that all first ones are a point; else −1."""
+        return 1 if point[name] == self.over[name][0] else -1
+
+    @property
+    def is_factorial(self) -> bool:
+        """Whether it asks for the effects of parameters with two values each."""
+        two = all(len(values) == 2 for values in self.over.values())
+        return two and len(self.over) > 2 and not self.listed
 
 
 @dataclass(frozen=True)
@@ -551,7 +572,7 @@ def _with_options(
 
 
 def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
-    require_known("key in [[sweep]]", raw, ("over", "points", "rows"))
+    require_known("key in [[sweep]]", raw, ("over", "points", "rows", "generators"))
     listed = _list(raw, "points", Mapping)
     over = _table(raw, "over") or {n: [p.get(n) for p in listed] for n in (listed or [{}])[0]}
     if not over or ("over" in raw and listed):
@@ -570,7 +591,29 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
     if points > MOST_LINES:
         raise ProtofedError(f"a sweep has {points:g} points, more than {MOST_LINES}")
     once = {k: tuple(x for i, x in enumerate(v) if x not in v[:i]) for k, v in over.items()}
-    return Sweep(once, labels, tuple(listed))
+    sweep = Sweep(once, labels, tuple(listed))
+    return replace(sweep, generators=_generators(_table(raw, "generators"), sweep))
+
+
+def _generators(raw: Mapping[str, Any], sweep: Sweep) -> dict[str, tuple[str, ...]]:
+    if raw and not sweep.is_factorial:
+        raise ProtofedError(
+            "generators need a sweep over three parameters or more, two values each"
+        )
+    basic = [name for name in sweep.over if name not in raw]
+    require_known("parameter in generators", raw, sweep.over)
+    for name in raw:
+        require_known(
+            f"parameter in the generator of {name}", given := _list(raw, name, str), basic
+        )
+        if len({*given}) < max(2, len(given)):
+            raise ProtofedError(
+                f"the generator of {name} must name two other parameters or more, each once",
+                f'{name} = ["{basic[0]}", "{basic[-1]}"]',
+            )
+    if len({frozenset(given) for given in raw.values()}) < len(raw):
+        raise ProtofedError("two generators name the same parameters: their effects would be one")
+    return {name: tuple(given) for name, given in raw.items()}
 
 
 def _printed(

@@ -27,9 +27,11 @@ from protofed.runs.records import VALIDATION, Records, joined
 from protofed.runs.result import Result
 from protofed.studies import render, tables
 from protofed.studies.definition import TUNE, Line, Study, StudyTask, load
+from protofed.studies.effects import Effects, effect_caption, effect_grid, effects
 from protofed.studies.history import RunHistory, join_left_out
+from protofed.studies.origin import Origin
 from protofed.studies.plan import AVERAGE, PlannedRun, Selection, columns, plan, study_tasks
-from protofed.studies.tables import Measure, TableLine, TableRow
+from protofed.studies.tables import Measure, Spread, TableLine, TableRow
 
 FORMATS = {"markdown": "md", "csv": "csv", "latex": "tex"}
 """The formats of the tables that are written, and the endings of their files."""
@@ -54,12 +56,29 @@ class TaskTable:
     details: str
     """All the rest that a reader of the numbers may ask, in one paragraph."""
     notes: tuple[str, ...]
+    effects: Sequence[Effects] = ()
+    """Of a sweep over parameters with two values each."""
 
     def grid(self) -> tuple[list[str], list[TableLine]]:
         return tables.grid(self.rows, self.columns, self.baseline)
 
     def costs(self) -> tuple[list[str], list[TableLine]]:
         return tables.cost_grid(self.rows, self.baseline)
+
+    def beside_paper(self) -> dict[str, tuple[Spread, float]]:
+        """By row: our difference to the baseline on average, and the paper's, if there are both."""
+        base = next((r for r in self.rows if r.label == self.baseline), None)
+        both = (
+            (r, r.differences.get(AVERAGE), tables.printed_difference(r, base)) for r in self.rows
+        )
+        return {r.label: (ours, paper) for r, ours, paper in both if ours and paper is not None}
+
+    def effect_grid(self) -> tuple[list[str], list[TableLine]]:
+        return effect_grid(self.effects)
+
+    @property
+    def effect_caption(self) -> str:
+        return effect_caption(self.effects)
 
     @property
     def caption(self) -> str:
@@ -228,6 +247,7 @@ class StudyFolder:
         if every:
             what = "Validation accuracy" if validated else "Test accuracy"
             head, details = tables.describe(every, what, base, study.target)
+            details += f" {self.origin(task.name)}"
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
         absent = [r.label for r in rows if not r.was_run] if every else []
         if absent:
@@ -236,7 +256,10 @@ class StudyFolder:
         choices = self._choices(rows) if study.kind != TUNE else self._choice(task.name)
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
         notes = (*notes, *self._mixed(task.name), *self._equal(task.name), *choices, *left_out)
-        return TaskTable(task.name, shown, rows, base or "FedAvg", head, details, notes)
+        found_effects = effects(study, rows)
+        return TaskTable(
+            task.name, shown, rows, base or "FedAvg", head, details, notes, found_effects
+        )
 
     def _measures(self, task: str, label: str) -> dict[int, Measure]:
         """What the runs of a line gave, by seed; a seed counts when all of its runs are there."""
@@ -267,9 +290,16 @@ class StudyFolder:
         known = label in self.study.diverged.get(task, ())
         return tables.DIVERGED if known or any(found.diverged for found in stopped) else ""
 
+    def origin(self, task: str = "") -> Origin:
+        """What the runs of a task, or of all tasks, were made with and what they took."""
+        return Origin.of(self._stored(task))
+
+    def _stored(self, task: str = "") -> list[StoredRun]:
+        return [s for run, s in self.runs.items() if task in ("", run.task) and s is not None]
+
     def _mixed(self, task: str) -> list[str]:
         """What of the runs' facts differs, though they stand in one table."""
-        stored = [s for run, s in self.runs.items() if run.task == task and s is not None]
+        stored = self._stored(task)
         notes = []
         for name, words in FACTS_IN_WORDS.items():
             values = sorted({str(s.facts.get(name)) for s in stored})
@@ -397,12 +427,17 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
         for t in made:
             note = " ".join((t.details, *t.notes))
             parts.append(render.to_latex(*t.grid(), f"{study.title}: {t.task}. {t.head}", note))
+            if t.effects:
+                caption = f"{study.title}: {t.task}, effects."
+                parts.append(render.to_latex(*t.effect_grid(), caption, t.effect_caption))
             parts.append(render.to_latex(*t.costs(), f"{study.title}: {t.task}, costs."))
         return "\n".join(parts)
     if form == "html":
         heads = (f"<h4>{escape(t.task)}</h4>" for t in made)
         texts = (
-            render.to_html(*t.grid()) + render.to_html(*t.costs(), " ".join((t.caption, *t.notes)))
+            render.to_html(*t.grid())
+            + (render.to_html(*t.effect_grid(), t.effect_caption) if t.effects else "")
+            + render.to_html(*t.costs(), " ".join((t.caption, *t.notes)))
             for t in made
         )
         return "\n".join(head + text for head, text in zip(heads, texts, strict=True))
@@ -411,6 +446,8 @@ def to_text(study: Study, made: Sequence[TaskTable], form: str) -> str:
         head = f"## {t.task}\n\n" if len(made) > 1 else ""
         notes = "".join(f"- {note}\n" for note in t.notes)
         text = render.to_markdown(*t.grid(), t.head)
+        if t.effects:
+            text += f"\n{render.to_markdown(*t.effect_grid(), t.effect_caption)}"
         text += f"\n{render.to_markdown(*t.costs(), t.details)}" if t.runs else ""
         parts.append(head + text + ("\n" + notes) * bool(notes))
     head = f"# {study.title}\n\n" + f"{study.paper}\n\n" * bool(study.paper)

@@ -149,7 +149,8 @@ def _folder_domains(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[st
 def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedRun]:
     own = line.row.settings
     if "on" in study.override:
-        own = _moved(study, own, next(iter(study.tasks.values())).task, task.task)
+        swept = {name: own[name] for name in line.point if name in own}
+        own = {**_moved(study, own, next(iter(study.tasks.values())).task, task.task), **swept}
     settings = {**_settings(study, task), **own, **study.override.get("settings", {})}
     drawn = study.tsne.get("rounds", []) if "keep_rounds" not in settings else []
     left_out = settings.get("leave_out")

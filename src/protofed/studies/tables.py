@@ -355,7 +355,7 @@ def grid(
     shared = next(iter(unseen)) if len(unseen) == 1 else None
     beside = list(dict.fromkeys(n for r in table for n in r.beside))
     base = next((r for r in table if r.label == baseline), None)
-    compared = any(r.differences or _printed_difference(r, base) for r in table)
+    compared = any(r.differences or printed_difference(r, base) is not None for r in table)
     partial = any(r.seeds < r.wanted for r in there)
     delta = f"Δ {baseline_name(baseline)}{', unseen' if any(unseen) else ''}"
     header = ["method", *(column_title(c, shared) for c in columns)]
@@ -374,7 +374,7 @@ def grid(
         own = [TableCell(r.label + (f" ({r.state})" if r.state else ""))]
         if r.accuracy:
             own += [cell(r, c, NO_VALUE * (c not in (WORST, SPREAD))) for c in columns]
-            own += [TableCell(_signed(r.differences.get(r.main)))] * compared
+            own += [TableCell(signed(r.differences.get(r.main)))] * compared
             own += [cell(r, n) for n in beside]
             own += [TableCell(f"{r.seeds}/{r.wanted}")] * partial
         empty = not (r.accuracy or r.state)
@@ -383,7 +383,8 @@ def grid(
         if r.paper:
             name = f"{r.label}: paper ({NOT_RUN})" if empty else "paper (ours − paper)"
             printed = [name, *(_printed(r, c) for c in columns)]
-            printed += [_printed_difference(r, base)] * compared
+            delta_paper = printed_difference(r, base)
+            printed += ["" if delta_paper is None else _sign(delta_paper, 2)] * compared
             label = r.label if empty else ""
             lines.append(line([*map(TableCell, printed)], paper=True, label=label))
     return header, lines
@@ -453,10 +454,11 @@ def _printed(r: TableRow, column: str) -> str:
     return text
 
 
-def _printed_difference(r: TableRow, base: TableRow | None) -> str:
+def printed_difference(r: TableRow, base: TableRow | None) -> float | None:
+    """The average that the paper prints for a row minus that for the baseline."""
     theirs = base.paper.get(AVERAGE) if base is not None and base is not r else None
     own = r.paper.get(AVERAGE, math.nan)
-    return "" if theirs is None or math.isnan(own) else _sign(own - theirs, 2)
+    return None if theirs is None or math.isnan(own - theirs) else own - theirs
 
 
 def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
@@ -475,7 +477,8 @@ def _spread(value: Spread | None) -> str:
     return f"{value.mean:.1f}" + (f" ± {value.std:.1f}" if value.std is not None else "")
 
 
-def _signed(value: Spread | None) -> str:
+def signed(value: Spread | None) -> str:
+    """A difference with its standard error and interval; empty if there is none."""
     if value is None or value.half is None:
         return "" if value is None else _sign(value.mean)
     noise = ", noise" if value.noise else ""
