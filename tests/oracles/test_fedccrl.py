@@ -166,7 +166,7 @@ def autocontrast(x: Tensor, level: float, signed: float) -> Tensor:
 
 def by_pillow(change: Any) -> Any:
     def changed(x: Tensor, level: float, signed: float) -> Tensor:
-        values = torch.round(255 * x).byte().permute(1, 2, 0).numpy()
+        values = torch.floor(255 * x + 0.501).byte().permute(1, 2, 0).numpy()
         result = change(Image.fromarray(values), level)
         return torch.from_numpy(np.array(result)).permute(2, 0, 1).double() / 255
 
