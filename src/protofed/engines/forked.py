@@ -90,6 +90,7 @@ class Process:
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if not self.pid:
+            self._pipe.close()
             _serve(pipe, self._memory, shared, make)
         pipe.close()
 
@@ -228,8 +229,7 @@ def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 def _serve(pipe: Connection, memory: Memory, shared: _Shared, make: Callable[[], Any]) -> NoReturn:
     """Answer, until this process is ended."""
     try:
-        # First: the collector must not finalize what is the parent's, nor copy pages by touching them.
-        gc.freeze()
+        gc.freeze()  # what is the parent's is neither finalized, nor copied by being looked at
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
