@@ -36,6 +36,7 @@ Work = Callable[..., Any]
 Parcel = tuple[bytes, list[int]]
 """Something in shared memory: all but the bytes of its tensors, and how many these are."""
 Warned = tuple[Warning | str, type[Warning], str, int]
+"""A warning, and where it was raised."""
 
 
 class InProcess(Exception):
@@ -112,8 +113,8 @@ class Process:
                 "out of memory? Try fewer --workers or a smaller --batch; what is complete is kept "
                 "in the run's folder: run --resume",
             ) from None
-        for warning in caught:
-            warnings.warn_explicit(*warning, registry=self._shared.warned)
+        for message, *place in caught:
+            warnings.warn_explicit(message, *place, registry=self._shared.warned)
         if error is not None:
             raise error[0] from InProcess(error[1])
         return answer
@@ -212,7 +213,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, found: Any) -> Any:
         if not isinstance(found, Tensor):
             return NotImplemented
-        content = found.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content: Any = found.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return _tensor, (pickle.PickleBuffer(content), found.dtype, found.shape)
 
 
@@ -253,7 +254,7 @@ def _serve(pipe: Connection, memory: Memory, shared: _Shared, make: Callable[[],
 
 def _has_gradients() -> bool:
     try:
-        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        torch.ones((), requires_grad=True).backward()
     except RuntimeError:
         return False
     return True

@@ -192,9 +192,6 @@ class Ray(Engine):
         for job, scores in zip(jobs, found, strict=True):  # test sets in their order
             yield {rule: {name: s[name] for name in job.tests} for rule, s in scores.items()}
 
-    def free_memory(self) -> None:
-        """Nothing: what the actors have is not in the server's way."""
-
     def _put_test(self, images: Any) -> Any:
         if id(images) not in self._tests:
             self._tests[id(images)] = (images, self._ray.put(images))

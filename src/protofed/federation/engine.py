@@ -37,6 +37,7 @@ class Engine(Protocol):
 
     def free_memory(self) -> None:
         """Free device memory that can be allocated again in the next round, if there is any."""
+        return
 
 
 EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None, Sequence[Images]], Engine]
