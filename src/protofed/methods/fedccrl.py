@@ -232,9 +232,14 @@ def autocontrast(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
     return torch.where(flat, x, (x - low) / (high - low).masked_fill(flat, 1))
 
 
+def eight_bits(x: Tensor) -> Tensor:
+    """Whole numbers up to 255; halves, of which autocontrast makes many, go up on every machine."""
+    return (x * 255 + 1e-3).round()
+
+
 def equalize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
     """All values of a channel about equally often, by the integer rule of Pillow."""
-    value = (x * 255).round().long().flatten(2)
+    value = eight_bits(x).long().flatten(2)
     count = value.new_zeros(*value.shape[:2], 256).scatter_add_(2, value, torch.ones_like(value))
     step = (value.shape[2] - count.gather(2, value.amax(2, True))) // 255
     below = count.cumsum(2) - count
@@ -245,7 +250,7 @@ def equalize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
 def posterize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
     """Only the upper bits of a value."""
     unit = 2.0 ** (4 + (0.4 * level).floor())
-    return ((x * 255).round() / unit).floor() * unit / 255
+    return (eight_bits(x) / unit).floor() * unit / 255
 
 
 def solarize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ Deviations
          fills the vector with it, so that every γ is 1: nothing of the other
          clients arrives. `server_var`: per_channel (default), scalar (as
          released).
-    μ̄    the paper starts it anew in each round; the code averages the clients'
-         and continues, as is done here.
+    μ̄    the paper resets it in each round; the code averages the clients' and
+         continues, as is done here.
     σ'   may be negative, which inverts the map.
     CNN  after every convolution.
 """

@@ -92,12 +92,18 @@ def test_printed_readings_agree_in_float64(name: str, options: dict[str, object]
     assert apart(loop, lanes) < 1e-8
 
 
+AMPLIFIED = {
+    "dsu": 1e-2,  # divides by the deviation of maps of one pixel, 10⁻³
+    "fedccrl": 5e-2,  # rounds pixels to 8 bits: some fall on the other side
+}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_first_steps_agree_in_float32(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loop, lanes = both(METHODS[name](), rounds=1, epochs=1, batch=5, precision="fp32")
-    assert apart(loop, lanes) < 1e-4
+    assert apart(loop, lanes) < AMPLIFIED.get(name, 1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)
