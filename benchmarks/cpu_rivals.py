@@ -6,9 +6,10 @@
 
 A small CNN (cnn3, width 16) on 32×32 images, SGD with momentum. Workloads:
 
-    silo    10 clients × 100 images, batch 32, 5 epochs, the CNN without BatchNorm: all have the same
-            network, in channels-last memory
-    device  50 clients × 50 images, batch 10, 1 epoch, likewise: the shape of pfl's CIFAR10 benchmark
+    silo    10 clients × 100 images, batch 32, 5 epochs, the CNN without BatchNorm: all have the
+            same network, in channels-last memory
+    device  50 clients × 50 images, batch 10, 1 epoch, and that network: the shape of pfl's own
+            CIFAR10 benchmark
     glyphs  as silo, the CNN with BatchNorm: this package's embedded task with its own model, which
             the rivals have as their users would write it (``Plain``)
 
@@ -21,9 +22,9 @@ inside the clock (pfl evaluates once, in the first round, which warms up).
 Each contender is a process of its own (with its own children) that waits for a signal to run a
 round; the rounds of all contenders take turns, so that noise affects all alike. Beside the seconds
 of a round stands the CPU time of all its processes: on a machine with other work it means more, but
-it does not see a core that waits. Start-up is listed separately: from the start of the process until
-it is ready for its first round, plus that round. Memory is that after the last round, pages that
-processes share counted once.
+it does not see a core that waits. Start-up is listed separately: from the start of the process
+until it is ready for its first round, plus that round. Memory is that after the last round; what
+processes share counts once.
 
     protofed workers    2 processes, 1 thread each        protofed loop     1 thread
     pfl 2 processes     torchrun, gloo, 1 thread each     pfl 1 process     with 2 threads
