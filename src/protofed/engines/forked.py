@@ -113,8 +113,8 @@ class Process:
                 "out of memory? Try fewer --workers or a smaller --batch; what is complete is kept "
                 "in the run's folder: run --resume",
             ) from None
-        for message, *place in caught:
-            warnings.warn_explicit(message, *place, registry=self._shared.warned)
+        for message, category, file, line in caught:
+            warnings.warn_explicit(message, category, file, line, registry=self._shared.warned)
         if error is not None:
             raise error[0] from InProcess(error[1])
         return answer
