@@ -30,6 +30,7 @@ from protofed.studies.execution import (
     run_all,
 )
 from protofed.studies.folder import StudyFolder
+from protofed.studies.gpu_runner import GpuRunner
 from protofed.studies.launch import folder_preview, prepare
 from protofed.studies.plan import Selection
 from protofed.studies.ray_runner import RayRunner
@@ -81,6 +82,7 @@ def compare(
     runs: str | Path = "runs",
     out: str | Path | None = None,
     jobs: int | None = None,
+    mps: bool | None = None,
     ray: str | None = None,
     gpus_per_run: float | None = None,
     progress: bool | None = None,
@@ -90,14 +92,16 @@ def compare(
 
     ``methods`` are names, ``"path/to/file.py:Class"`` or method objects; a mapping gives the rows
     labels of their own. ``options`` has hyper-parameters by row: ``{"fpl": {"tau": 0.05}}``. The
-    runs are in the pool ``runs``, where those that are there already are found again. With ``ray``
-    (``"local"``, ``"auto"`` or ``"HOST:PORT"``) they run on a cluster, each with ``gpus_per_run``.
+    runs are in the pool ``runs``, where those that are there already are found again. ``jobs`` of
+    them run at a time; None: one per core, on GPUs what measuring finds. ``mps`` is whether they
+    share GPUs through NVIDIA's MPS; None: if it works. With ``ray`` (``"local"``, ``"auto"`` or
+    ``"HOST:PORT"``) they run on a cluster, each with ``gpus_per_run``.
 
     >>> table = protofed.compare("glyphs", ["fedavg", "fpl"], rounds=5)
     >>> print(table)
     """
     asked = comparison(task, methods, seeds, options or {}, settings)
-    return _run_asked(asked, runs, out, jobs, ray, gpus_per_run, progress)
+    return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
 
 
 def sweep(
@@ -111,6 +115,7 @@ def sweep(
     runs: str | Path = "runs",
     out: str | Path | None = None,
     jobs: int | None = None,
+    mps: bool | None = None,
     ray: str | None = None,
     gpus_per_run: float | None = None,
     progress: bool | None = None,
@@ -122,7 +127,7 @@ def sweep(
     is another method, not swept.
     """
     asked = parameter_sweep(task, method, over, seeds, options or {}, settings, against)
-    return _run_asked(asked, runs, out, jobs, ray, gpus_per_run, progress)
+    return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
 
 
 def tune(
@@ -136,6 +141,7 @@ def tune(
     runs: str | Path = "runs",
     out: str | Path | None = None,
     jobs: int | None = None,
+    mps: bool | None = None,
     ray: str | None = None,
     gpus_per_run: float | None = None,
     progress: bool | None = None,
@@ -152,7 +158,7 @@ def tune(
     {'tau': 0.05}
     """
     asked = tuning(task, method, over, budget, seeds, options or {}, settings)
-    return _run_asked(asked, runs, out, jobs, ray, gpus_per_run, progress)
+    return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
 
 
 @dataclass(frozen=True)
@@ -171,6 +177,7 @@ def run_study(
     console: Console,
     *,
     jobs: int | None = None,
+    mps: bool | None = None,
     shard: tuple[int, int] | None = None,
     ray: str | None = None,
     gpus_per_run: float | None = None,
@@ -188,6 +195,11 @@ def run_study(
 
     if ray is None and gpus_per_run is not None:
         raise ProtofedError("GPUs per run were given without a cluster", "add --ray auto")
+    if ray is not None and mps:
+        raise ProtofedError(
+            "--mps is for runs on this machine",
+            "start MPS on every machine of the cluster, before Ray",
+        )
     if ray is not None:
         require_ray()
     study, work = prepare(
@@ -200,13 +212,18 @@ def run_study(
     )
     if ray is not None and any(job.config.engine == "ray" for job in work):
         raise ProtofedError("--ray and --engine ray exclude each other", "give one of them")
+    todo = [job for job in work if job.memory is not None]
+    on_gpu = any(job.gpu for job in todo)
+    if mps and todo and not on_gpu:
+        raise ProtofedError("--mps is for runs on a GPU, and these are on the CPU")
     folder = StudyFolder.create(path, study, pool) if shard is None else None
     protocols = dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work)
     for line in (*protocols, *folder_preview(work), *says):
         print_plain(console, line)
     runner: Runner
     if ray is None:
-        runner = LocalRunner(jobs or default_jobs(work))
+        on_cpu = LocalRunner(jobs or default_jobs(work))
+        runner = GpuRunner(todo, console, jobs, mps) if on_gpu else on_cpu
     else:
         cpus = max(job.config.workers or 1 for job in work)
         runner = RayRunner(ray, pool, most=jobs, cpus=cpus, gpus=gpus_per_run)
@@ -224,6 +241,7 @@ def _run_asked(
     runs: str | Path,
     out: str | Path | None,
     jobs: int | None,
+    mps: bool | None,
     ray: str | None,
     gpus_per_run: float | None,
     progress: bool | None,
@@ -236,6 +254,7 @@ def _run_asked(
         pool,
         console,
         jobs=jobs,
+        mps=mps,
         ray=ray,
         gpus_per_run=gpus_per_run,
         says=asked.says,

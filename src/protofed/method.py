@@ -261,6 +261,11 @@ class Method:
         return ()
 
     @property
+    def size_limit(self) -> float:
+        """How many times the others' median a slot of a client may be large (``--bounds``)."""
+        return 10.0
+
+    @property
     def uses_rounds(self) -> bool:
         """Whether a round depends on how many there are in all: such a run cannot be extended.
 

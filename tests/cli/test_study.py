@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.studies.in_process import run_in_process, start_nothing
 from tests.studies.made_runs import make_runs, make_study, raw, study
 
 from protofed.runs.pool import PACKED
+from protofed.studies import launch
 from protofed.studies.definition import parse
 from protofed.studies.execution import Job
 from protofed.studies.folder import StudyFolder
@@ -160,6 +162,38 @@ def test_a_small_study_with_real_runs(protofed: Protofed, monkeypatch: pytest.Mo
     assert "3 of 4 rows were not run: " in out and "both (FPL)." in " ".join(out.split())
     (folder,) = Path("runs").glob("fpl-table1-on-glyphs-*")
     assert StudyFolder.open(folder).study.override["settings"]["samples"] == 10
+
+
+@pytest.mark.parametrize(
+    ("given", "most", "mps"),
+    [
+        ((), None, None),
+        (("--jobs", "auto", "--mps"), None, True),
+        (("--jobs", 3, "--no-mps"), 3, False),
+    ],
+)
+def test_runs_on_a_gpu_share_it(
+    protofed: Protofed,
+    monkeypatch: pytest.MonkeyPatch,
+    given: tuple[object, ...],
+    most: int | None,
+    mps: bool | None,
+) -> None:
+    runners: list[tuple[object, ...]] = []
+
+    def runner(todo: list[Job], console: object, *asked: object) -> None:
+        runners.append((len(todo), *asked))
+
+    found = launch.discover
+    monkeypatch.setattr(launch, "discover", lambda *args: replace(found(*args), device="cuda"))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 36, 1 << 36))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: 0)
+    monkeypatch.setattr("protofed.api.GpuRunner", runner)
+    monkeypatch.setattr("protofed.api.run_all", lambda *_: [])
+    args = ["study", "run", "fpl-table1", "--on", "glyphs", "--seeds", 1, *TINY]
+    assert protofed(*args, *given).code == 0
+    assert runners == [(4, most, mps)]
 
 
 BAD: dict[str, tuple[list[str], list[str]]] = {

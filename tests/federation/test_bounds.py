@@ -247,3 +247,10 @@ def test_a_resumed_run_refuses_the_same(monkeypatch: pytest.MonkeyPatch, tmp_pat
     parts = run(tiny_task(), config=config(), out=tmp_path / "parts", resume=True)
     assert parts.rounds[2]["problems"] == whole.rounds[2]["problems"]
     assert parts.rounds["norms.model"] == whole.rounds["norms.model"]
+
+
+def test_a_method_may_allow_more() -> None:
+    four_clients = Bounds(dict, clients=4, factor=50.0)
+    assert rounds(four_clients, four(1), four(49.0), four(51.0)) == [set(), set(), {"a"}]
+    few = Bounds(lambda: {"prototypes": 1.0}, clients=3, factor=50.0)
+    assert rounds(few, {"a": 499.0, "b": 501.0}) == [{"b"}]

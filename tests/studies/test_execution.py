@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 from tests.studies.in_process import InProcess, run_in_process, start_nothing
 from tests.studies.made_runs import DOMAINS, TINY, make_runs, study
@@ -26,7 +25,6 @@ from protofed.studies.definition import Study
 from protofed.studies.execution import (
     Job,
     LocalRunner,
-    default_jobs,
     display,
     raise_failures,
     run_all,
@@ -303,18 +301,6 @@ def test_sigterm_leaves_runs_that_can_be_resumed(tmp_path: Path) -> None:
 
 
 # ---- what a person sees -------------------------------------------------------------------------
-
-
-def test_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {"bytes": 100 << 30}
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free["bytes"], 140 << 30))
-    cpu, gpu = (Job("x", plan(one())[0].config, RunFolder(tmp_path), "", gpu=g) for g in (0, 1))
-    assert default_jobs([cpu]) == 16
-    assert default_jobs([cpu, gpu]) == 2
-    for room in (20, 8):
-        free["bytes"] = room << 30
-        assert default_jobs([gpu]) == 1
 
 
 def some_jobs(tmp_path: Path) -> list[Job]:

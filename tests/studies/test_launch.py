@@ -50,6 +50,12 @@ def test_a_run_of_another_device_serves_unless_one_is_asked_for(tmp_path: Path) 
     assert not any(states(prepare(study(seeds=1), tmp_path)[1]).values())
 
 
+def test_runs_on_the_gpus_of_a_cluster_do_not_share_this_machine_s(tmp_path: Path) -> None:
+    asked = {**TINY, "device": "cuda", "engine": "ray", "precision": "fp32"}
+    _, (job,) = prepare(study(settings=asked, seeds=1, rows={"FedAvg": "fedavg"}), tmp_path)
+    assert not job.gpu
+
+
 def test_runs_of_other_images_or_another_code_do_not_serve(tmp_path: Path) -> None:
     runs = make_runs(study(seeds=1), tmp_path)
     stale = runs["FPL", 0]

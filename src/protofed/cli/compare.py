@@ -13,6 +13,7 @@ from protofed.cli.options import (
     GpusOption,
     JobsOption,
     MethodOption,
+    MpsOption,
     PoolOption,
     RayOption,
     SeedsOption,
@@ -25,7 +26,7 @@ from protofed.cli.options import (
     with_settings,
 )
 from protofed.cli.output import console, print_tables
-from protofed.cli.parse import assignments, at_least_one, by_method, parse_over, parse_shard, words
+from protofed.cli.parse import assignments, by_method, parse_jobs, parse_over, parse_shard, words
 
 if TYPE_CHECKING:
     from protofed.studies.adhoc import Asked
@@ -49,7 +50,8 @@ def compare(
             help="Folder of the tables and figures; default: runs/compare-<task>-<hash>."
         ),
     ] = None,
-    jobs: JobsOption = None,
+    jobs: JobsOption = "auto",
+    mps: MpsOption = None,
     shard: ShardOption = None,
     ray: RayOption = None,
     gpus_per_run: GpusOption = None,
@@ -70,7 +72,7 @@ def compare(
     rows = method_rows(names)
     options = by_method(assignments(set_), {label: label for label in rows})
     asked = comparison(task or "glyphs", names, seeds, options, settings)
-    run_asked(asked, out, pool, jobs, shard, ray, gpus_per_run, tensorboard)
+    run_asked(asked, out, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard)
 
 
 @with_settings()
@@ -102,7 +104,8 @@ def sweep(
             "runs/sweep-<task>-<method>-<names>-<hash>.",
         ),
     ] = None,
-    jobs: JobsOption = None,
+    jobs: JobsOption = "auto",
+    mps: MpsOption = None,
     shard: ShardOption = None,
     ray: RayOption = None,
     gpus_per_run: GpusOption = None,
@@ -119,7 +122,7 @@ def sweep(
 
     grid, options = parse_over(over), assignments(set_)
     asked = parameter_sweep(task or "glyphs", method, grid, seeds, options, settings, against)
-    run_asked(asked, out, pool, jobs, shard, ray, gpus_per_run, tensorboard)
+    run_asked(asked, out, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard)
 
 
 @with_settings()
@@ -148,7 +151,8 @@ def tune(
             "runs/tune-<task>-<method>-<names>-<hash>.",
         ),
     ] = None,
-    jobs: JobsOption = None,
+    jobs: JobsOption = "auto",
+    mps: MpsOption = None,
     shard: ShardOption = None,
     ray: RayOption = None,
     gpus_per_run: GpusOption = None,
@@ -168,28 +172,30 @@ def tune(
 
     spaces, options = parse_over(over), assignments(set_)
     asked = tuning(task or "glyphs", method or "fedavg", spaces, budget, seeds, options, settings)
-    run_asked(asked, out, pool, jobs, shard, ray, gpus_per_run, tensorboard)
+    run_asked(asked, out, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard)
 
 
 def run_asked(
     asked: Asked,
     out: Path | None,
     pool: Path,
-    jobs: int | None,
+    jobs: str,
+    mps: bool | None,
     shard: str | None,
     ray: str | None,
     gpus_per_run: float | None,
     tensorboard: bool,
 ) -> None:
-    path = out or pool / asked.name
-    run_study(asked.study, path, pool, jobs, shard, ray, gpus_per_run, tensorboard, says=asked.says)
+    where = (out or pool / asked.name, pool, jobs, mps, shard, ray, gpus_per_run)
+    run_study(asked.study, *where, tensorboard, says=asked.says)
 
 
 def run_study(
     study: Study,
     path: Path,
     pool: Path,
-    jobs: int | None,
+    jobs: str,
+    mps: bool | None,
     shard: str | None,
     ray: str | None,
     gpus_per_run: float | None,
@@ -202,14 +208,14 @@ def run_study(
     from protofed.studies.execution import raise_failures
     from protofed.studies.plan import Selection
 
-    at_least_one(jobs=jobs)
     part, chosen = parse_shard(shard), selection or Selection()
     done = api.run_study(
         study,
         path,
         pool,
         console,
-        jobs=jobs,
+        jobs=parse_jobs(jobs),
+        mps=mps,
         shard=part,
         ray=ray,
         gpus_per_run=gpus_per_run,

@@ -54,10 +54,20 @@ SetOfMethodOption = Annotated[
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, starting at --seed.")]
 JobsOption = Annotated[
-    int | None,
+    str,
     output_option(
         "--jobs",
-        help="How many runs at a time; default: one per core, or two on a GPU with enough memory.",
+        metavar="auto|N",
+        help="How many runs at a time. auto: one per core; on GPUs as many as memory allows and "
+        "measured throughput grows.",
+    ),
+]
+MpsOption = Annotated[
+    bool | None,
+    output_option(
+        "--mps/--no-mps",
+        help="Let runs share GPUs through NVIDIA's MPS, with a daemon of their own; default: if it "
+        "works and several run at a time.",
     ),
 ]
 PoolOption = Annotated[

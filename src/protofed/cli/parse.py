@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protofed.config import MOST_SEEDS, SETTINGS
+from protofed.config import AUTO, MOST_SEEDS, SETTINGS
 from protofed.errors import ProtofedError, unknown
 from protofed.toml import parse_toml
 
@@ -76,6 +76,15 @@ def at_least_one(**numbers: int | None) -> None:
             raise ProtofedError(
                 f"--{name} must be at least 1 and at most {MOST_SEEDS}, got {number!r:.100}"
             )
+
+
+def parse_jobs(text: str) -> int | None:
+    """``4`` as a number, ``auto`` as None."""
+    if text == AUTO:
+        return None
+    if not re.fullmatch(r"\d{1,4}", text) or not int(text):
+        raise ProtofedError(f"cannot read --jobs '{text:.100}'", "write --jobs 4 or --jobs auto")
+    return int(text)
 
 
 def parse_shard(text: str | None) -> tuple[int, int] | None:

@@ -16,6 +16,7 @@ from protofed.cli.options import (
     GpusOption,
     ImagesOption,
     JobsOption,
+    MpsOption,
     PoolOption,
     RayOption,
     SetOfMethodOption,
@@ -135,7 +136,8 @@ def run_(
             "change the study.",
         ),
     ] = None,
-    jobs: JobsOption = None,
+    jobs: JobsOption = "auto",
+    mps: MpsOption = None,
     shard: ShardOption = None,
     ray: RayOption = None,
     gpus_per_run: GpusOption = None,
@@ -162,7 +164,7 @@ def run_(
     )
     path = out or pool / _folder_name(study)
     study = study.with_seeds(chosen.seeds)
-    run_study(study, path, pool, jobs, shard, ray, gpus_per_run, tensorboard, chosen)
+    run_study(study, path, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard, chosen)
     if study.kind == "tsne" and shard is None:
         console.print(f"the t-SNE figures: protofed report {path} -o report.html")
 

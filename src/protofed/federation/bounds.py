@@ -1,8 +1,8 @@
 """Bounds on what a client sends: what is outside of them is refused by name, or clipped on request.
 
 A slot has a *size*: of the model the norm of its change, of prototypes the norm of the longest, of
-anything else its norm. It may be ``FACTOR`` times the median over the clients of the last
-``ROUNDS`` rounds, or of this one: where most move, nobody stands out. The first round has none
+anything else its norm. It may be ``Method.size_limit`` times the median over the clients of the
+last ``ROUNDS`` rounds, or of this one: where most move, nobody stands out. The first round has none
 before it, so its reference is what the server itself sends in a dry run on noise; and so it is in
 every round, with a wider factor, where there are fewer than ``FEW`` clients, of whom one could
 choose the median.
@@ -22,7 +22,7 @@ from protofed.federation.client_round import Reply
 from protofed.tree import Slot, Tree
 
 FACTOR, ROUNDS = 10.0, 5
-FEW, WIDER = 4, 100.0
+FEW, WIDER = 4, 10.0
 
 
 class OutOfBounds(ProtofedError):
@@ -84,10 +84,12 @@ class Bounds:
         clients: int,
         clip: bool = False,
         count_noise: float = 0.0,
+        factor: float = FACTOR,
     ) -> None:
         self._dry_run = dry_run
         self._dry: Mapping[str, float] | None = None
         self.few, self.clip, self.count_noise = clients < FEW, clip, count_noise
+        self.factor = factor
         self.history: list[Mapping[str, float]] = []
         """The median size of each slot in the last rounds."""
         self._round: dict[str, dict[str, float]] = {}
@@ -117,11 +119,13 @@ class Bounds:
         enough = (past, now) if len(now) >= FEW else (past,)
         medians = [median_low(values) for values in enough if values]
         if past and not self.few:
-            return FACTOR * max(medians), f"{FACTOR:g} times the median of the last rounds"
+            words = f"{self.factor:g} times the median of the last rounds"
+            return self.factor * max(medians), words
         if self._dry is None:
             self._dry = self._dry_run()
         dry = self._dry.get(slot, 0.0)
-        factor, size = (WIDER, dry) if self.few else (FACTOR, max([dry, *medians]))
+        size = dry if self.few else max([dry, *medians])
+        factor = self.factor * WIDER if self.few else self.factor
         words = f"{factor:g} times that of the server's own dry run"
         return factor * size or float("inf"), words
 

@@ -528,7 +528,8 @@ def make_bounds(config: Config, task: Task, server: Server, privacy: Privacy) ->
         return dry_run(make_setup(config, task, network), network, server)
 
     noise = privacy.prototypes.count_noise if privacy.prototypes is not None else 0.0
-    return Bounds(sizes, len(server.clients), config.bounds == "clip", noise)
+    clip, factor = config.bounds == "clip", server.method.size_limit
+    return Bounds(sizes, len(server.clients), clip, noise, factor)
 
 
 def initial_network(

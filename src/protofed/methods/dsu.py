@@ -42,6 +42,7 @@ class DSU(Method):
 
     name = "dsu"
     paper = "Li et al., ICLR 2022"
+    size_limit = 50.0  # a gradient through the style of a nearly flat map can be huge
 
     p: float = hyper(
         0.5, "p", "probability per batch and stage (0 = off)", least=0, most=1, weight=True

@@ -73,6 +73,7 @@ class FedFA(Method):
     paper = "Zhou, Konukoglu, ICLR 2023"
     slots = Slots(down={"variance": "variance of the clients' styles"})
     weighting = "uniform"
+    size_limit = 50.0  # a gradient through the style of a nearly flat map can be huge
 
     p: float = hyper(0.5, "p", "probability per batch and stage", above=0, most=1)
     server_var: str = hyper(

@@ -193,17 +193,15 @@ class I2PFL(Method):
 
     def _apa(self, client: Client, batch: Batch, h: Tensor) -> Tensor:
         """(7) to (9)."""
-        mixed, mixable = h, torch.ones_like(batch.y, dtype=torch.bool)
-        if self.mixup != "none":
+        if self.mixup == "feature":
+            p = mixed_prototypes(client, batch.y, h)
+        elif self.mixup == "none":
+            p = _prototypes(h, batch.y, client.classes, True)
+        else:
             gamma = client.drawn["gamma"]
             j, mixable = _partners(client, batch.y)
-            if self.mixup == "feature":
-                mixed = _mixed(h, h[j], gamma)
-            else:
-                mixed = client.forward(gamma * batch.x + (1 - gamma) * batch.x[j]).feature
-        sums, counts = class_sums(mixed, batch.y, client.classes)
-        # Mixing needs a second class in the batch: without one, APA is 0.
-        p = Prototypes(class_means(sums, counts), (counts > 0) & mixable.any())  # (8)
+            mixed = client.forward(gamma * batch.x + (1 - gamma) * batch.x[j]).feature
+            p = _prototypes(mixed, batch.y, client.classes, mixable.any())
         if self.apa_reduction != "class_means":
             return consistency(h, batch.y, p, self.apa_reduction, self.detach)  # (9)
         h_K = class_means(*class_sums(h, batch.y, client.classes))
@@ -230,6 +228,19 @@ class I2PFL(Method):
         if self.inter == "average":
             return p.per_class_mean()
         return p.clustered().per_class_mean()
+
+
+def mixed_prototypes(client: Client, y: Tensor, h: Tensor) -> Prototypes:
+    """(7) and (8) of features, with the step's ``client.drawn["gamma"]``."""
+    j, mixable = _partners(client, y)
+    mixed = _mixed(h, h[j], client.drawn["gamma"])
+    return _prototypes(mixed, y, client.classes, mixable.any())
+
+
+def _prototypes(mixed: Tensor, y: Tensor, classes: int, there: Tensor | bool) -> Prototypes:
+    """(8). Mixing needs a second class in the batch: if none is ``there``, there are none."""
+    sums, counts = class_sums(mixed, y, classes)
+    return Prototypes(class_means(sums, counts), (counts > 0) & there)
 
 
 @full_precision

@@ -2,7 +2,8 @@
 
 What passes between the processes is the run's folder. Several studies may use one pool at the same
 time: a folder that another process has locked is waited for. A *runner* says where the processes
-are: on this machine (``LocalRunner``) or on a cluster (``protofed.studies.cluster``).
+are: on this machine (``LocalRunner``), on its GPUs (``protofed.studies.gpu_runner``) or on a
+cluster (``protofed.studies.ray_runner``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ RETRY_SECONDS = 2.0
 """How often a run that another process has is looked at."""
 SHOWN = 16
 """More jobs than this are not shown one by one, only those that are running."""
-GPU_JOBS, GPU_CORES, GPU_BYTES = 2, 4, 16 << 30
 
 
 @dataclass
@@ -150,21 +150,12 @@ def run_all(jobs: Sequence[Job], runner: Runner, console: Console) -> list[Job]:
 
 
 def default_jobs(jobs: Sequence[Job]) -> int:
-    """Runs at a time: one for each core, as far as memory allows; on a GPU two, if there is room.
-
-    A run alone leaves a GPU idle while it reads images, records its first epochs and writes files.
-    Each run has a process, and so a CUDA context, of its own.
-    """
+    """Runs at a time on a CPU: one for each core, as far as memory allows."""
     cores = os.cpu_count() or 1
-    if not any(job.gpu for job in jobs):
-        needs = [job.memory for job in jobs if job.memory is not None]
-        largest = max((need.total for need in needs), default=0)
-        free = min((need.free for need in needs if need.free is not None), default=0)
-        return max(1, min(cores, free // largest)) if free and largest else cores
-    import torch
-
-    free, _ = torch.cuda.mem_get_info()
-    return max(1, min(GPU_JOBS, cores // GPU_CORES, free // GPU_BYTES))
+    needs = [job.memory for job in jobs if job.memory is not None]
+    largest = max((need.total for need in needs), default=0)
+    free = min((need.free for need in needs if need.free is not None), default=0)
+    return max(1, min(cores, free // largest)) if free and largest else cores
 
 
 def raise_failures(failed: Sequence[Job]) -> None:
@@ -302,7 +293,12 @@ class LocalRunner:
                 [*command, "--config", str(config), "--out", str(job.folder.path)],
                 stdin=subprocess.DEVNULL,
                 stderr=file,
+                env=self.environment(job),
             )
+
+    def environment(self, job: Job) -> dict[str, str] | None:
+        """The environment variables of a run; None: those of this process."""
+        return None
 
     def poll(self, job: Job, console: Console) -> None:
         code = self._processes[job.folder.path].poll()

@@ -109,7 +109,8 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     except ProtofedError as error:
         raise type(error)(f"{run.name}: {error.message}", error.hint) from None
     folder = RunFolder(pool.path / facts.run_name(asked))
-    own = Job(name, config, folder, facts.run_hash(asked), gpu=facts.device == "cuda")
+    own = Job(name, config, folder, facts.run_hash(asked))
+    own.gpu = facts.device == "cuda" and facts.engine != "ray"
     if own.is_complete():
         return own
     # a device or precision that was not asked for was that machine's choice

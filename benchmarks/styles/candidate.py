@@ -1,6 +1,6 @@
-"""ProtoStyle: prototypes and styles together, while its parts are being chosen.
+"""The candidates for ProtoStyle: prototypes and styles together, every part a switch.
 
-    protofed run --task office_caltech --method benchmarks/styles/protostyle.py:ProtoStyle
+    protofed run --task office_caltech --method benchmarks/styles/candidate.py:Candidate
 
 A *style* is the mean and the deviation of each channel of an image, or of a network's early
 features. Clients of one domain share it, and it is a few kilobytes. When styles travel beside the
@@ -13,16 +13,18 @@ weights, every client can train on its images in the styles of the others.
              fewer: one each)
     client   a share `p` of the samples takes a style drawn from the bank: a pseudo-domain
              at random, a client of it at random, then its mean plus `spread` deviations of noise
+    average  by the protocol, or evenly over pseudo-domains
     loss     CE + λ_intra APA (I²PFL) + λ_inter contrast with global prototypes
              + λ_view disagreement of a sample's two views
 
-Every part is a switch. README.md says what validation images said of each so far.
+README.md says what validation images said of each. What was kept is the method
+``src/protofed/methods/protostyle.py``; this file stays so that the choice can be repeated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,11 +61,11 @@ LEAST = 1e-3
 
 
 @dataclass(frozen=True)
-class ProtoStyle(Method):
-    """Prototypes of every class in every style."""
+class Candidate(Method):
+    """Styles, and prototypes in several forms."""
 
-    name = "protostyle"
-    paper = "this package"
+    name = "candidate"
+    paper = "Protofed, 2026"
     protocol = "i2pfl"
 
     p: float = hyper(
@@ -74,6 +76,12 @@ class ProtoStyle(Method):
     spread: float = hyper(1.0, "", "noise of a drawn style, in deviations of its client", least=0)
     joint: bool = hyper(True, "", "one client's style at all stages of a sample")
     evenly: str = hyper("clusters", "", "draw evenly over", choices=("clusters", "clients"))
+    average: str = hyper(
+        "protocol",
+        "",
+        "average models by the protocol, or evenly over pseudo-domains",
+        choices=("protocol", "clusters"),
+    )
     two_views: bool = hyper(False, "", "train with both the plain and the restyled samples")
     anchors: str = hyper(
         "clusters",
@@ -199,19 +207,21 @@ class ProtoStyle(Method):
 
     # ---- server --------------------------------------------------------------------------------
 
+    def weights(self, server: ServerView, updates: Updates) -> Sequence[float] | None:
+        if self.average == "protocol" or not self.p:
+            return super().weights(server, updates)
+        label_M = _pseudo_domains(*_bank(server, updates))
+        label = [int(label_M[server.clients.index(u.name)]) for u in updates]
+        size = [
+            sum(u.samples for u, k in zip(updates, label, strict=True) if k == g) for g in label
+        ]
+        return [u.samples / s for u, s in zip(updates, size, strict=True)]
+
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         state: Tree = {"model": mean}
         label_M = torch.zeros(0)
         if self.p:
-            bank = {n: t for n, t in server.state.get("styles", {}).items() if n != "weight"}
-            for u in updates:
-                m = server.clients.index(u.name)
-                for stage, style in u["styles"].items():
-                    if stage not in bank:
-                        bank[stage] = style.new_zeros(len(server.clients), *style.shape)
-                    bank[stage] = bank[stage].clone()
-                    bank[stage][m] = style
-            there_M = next(iter(bank.values()))[:, 0, 1].amax(1) > 0
+            bank, there_M = _bank(server, updates)
             label_M = _pseudo_domains(bank, there_M)
             groups = int(label_M.max()) + 1
             size_G = torch.bincount(label_M[label_M >= 0], minlength=groups)
@@ -260,6 +270,19 @@ def _joined(tables: list[Prototypes]) -> Prototypes:
     mean_MKSd = torch.stack([t.mean for t in tables]).masked_fill(~mask_MKS[..., None], 0)
     count_KS = mask_MKS.sum(0)
     return Prototypes(mean_MKSd.sum(0) / count_KS.clamp(min=1)[..., None], (count_KS > 0).float())
+
+
+def _bank(server: ServerView, updates: Updates) -> tuple[Slot, Tensor]:
+    """All clients' styles, the new ones in their places, and which clients have one [M]."""
+    bank = {n: t for n, t in server.state.get("styles", {}).items() if n != "weight"}
+    for u in updates:
+        m = server.clients.index(u.name)
+        for stage, style in u["styles"].items():
+            if stage not in bank:
+                bank[stage] = style.new_zeros(len(server.clients), *style.shape)
+            bank[stage] = bank[stage].clone()
+            bank[stage][m] = style
+    return bank, next(iter(bank.values()))[:, 0, 1].amax(1) > 0
 
 
 def _pseudo_domains(bank: Slot, there_M: Tensor) -> Tensor:
