@@ -566,7 +566,7 @@ class Config:
     workers: int | None = setting(
         "int",
         ENGINE,
-        "Threads of the workers engine, or actors of the ray engine; default: one for each core "
+        "Processes of the workers engine, or actors of the ray engine; default: one for each core "
         "(or GPU).",
         least=1,
         most=10**3,

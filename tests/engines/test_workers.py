@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
+import signal
 import threading
 import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 from weakref import ref
 
 import pytest
+import torch
 from tests.some_methods import SOME
 
 from protofed import tree
 from protofed.config import make_config
+from protofed.engines import forked
+from protofed.engines.forked import Memory, Parcel
 from protofed.errors import ProtofedError
-from protofed.federation.simulation import Federation
+from protofed.federation.setup import ClientData
+from protofed.federation.simulation import Federation, Observer
 from protofed.method import Batch, Client, Method, Terms
-from protofed.methods import METHODS
 from protofed.runs.records import without_times
 from protofed.runs.result import Result
 from protofed.runs.run import run
@@ -108,18 +118,211 @@ def test_of_several_errors_always_the_same_one_is_raised(workers: int) -> None:
         run(tiny_task(samples=18, clients=3), Breaks(), **settings)
 
 
-def test_a_finished_run_leaves_neither_threads_nor_networks() -> None:
+# ---- processes -----------------------------------------------------------------------------------
+
+
+def children() -> set[int]:
+    """The processes that this one has started and not yet seen end."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for found in lists for pid in found.read_text().split()}
+
+
+def shared_memory() -> list[str]:
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            links.append(str(file.readlink()))
+    return [link for link in links if "memfd:protofed" in link]
+
+
+def federation(method: Method | str = "fedavg", **settings: Any) -> Federation:
+    task = tiny_task(samples=18, clients=3)
+    settings = {**SETTINGS, "engine": "workers", "workers": 2, **settings}
+    return Federation(make_config(task, method, **settings), task)
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    gc.collect()
+    before, memory = children(), shared_memory()
+    yield
+    gc.collect()
+    assert children() <= before
+    assert len(shared_memory()) <= len(memory)
+
+
+linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere workers are threads")
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_finished_run_leaves_neither_threads_nor_processes_nor_memory() -> None:
     """A notebook does many runs in one process."""
-    task = tiny_task()
-    settings = {**TINY, "engine": "workers", "workers": 2}
-    before = set(threading.enumerate())
-    federation = Federation(make_config(task, METHODS["fedavg"](), **settings), task)
-    federation.run_round()
-    engine, threads = ref(federation.engine), set(threading.enumerate()) - before
-    assert len(threads) == 2
-    del federation
+    threads, before = set(threading.enumerate()), children()
+    running = federation()
+    running.run_round()
+    engine, threads = ref(running.engine), set(threading.enumerate()) - threads
+    assert len(threads) == len(children() - before) == 2
+    assert len(shared_memory()) >= 3, "one for each worker, and one for all"
+    del running
     gc.collect()
     assert engine() is None
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+@linux
+def test_images_and_the_broadcast_go_as_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of a worker has a client's rows and private state, and little else."""
+    running, sizes, put = federation("fedbn"), list[tuple[Any, int]](), Memory.put
+
+    def spy(memory: Memory, what: Any, known: Any) -> Parcel:
+        parcel = put(memory, what, known)
+        sizes.append((what, sum(parcel[1]) + len(parcel[0])))
+        return parcel
+
+    monkeypatch.setattr(Memory, "put", spy)
+    running.run_round()
+    posted = [(what, size) for what, size in sizes if isinstance(what, dict)]
+    asked = [(what[1], size) for what, size in sizes if isinstance(what, tuple)]
+    assert len(posted) == 2 and len(asked) == 6, "three clients are trained, and tested"
+    assert all(size > tree.nbytes(what) > 50_000 for what, size in posted)
+    for (client_or_job, _, mine, _), size in asked:
+        rows = client_or_job.rows.nbytes if isinstance(client_or_job, ClientData) else 0
+        assert size < rows + tree.nbytes(mine) + 5_000
+
+
+@dataclass(frozen=True)
+class Acts(Method):
+    """Does something odd in the second round of a client of the right domain."""
+
+    name: ClassVar[str] = "acts"
+    act: ClassVar[Callable[[], object]]
+
+    def loss(self, client: Client, batch: Batch) -> Terms:
+        if client.name == "right-0" and int(client.round) == 1:
+            type(self).act()
+        return super().loss(client, batch)
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_worker_that_dies_is_an_error_in_words_and_the_run_resumes(tmp_path: Path) -> None:
+    task, settings = tiny_task(samples=18, clients=3), {**SETTINGS, "rounds": 3}
+    settings |= {"engine": "workers", "workers": 2}
+    Acts.act = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ProtofedError, match=r"a worker process died of SIGKILL.*--resume"):
+        run(task, Acts(), out=tmp_path, **settings)
+    Acts.act = lambda: None
+    assert same(
+        run(task, Acts(), out=tmp_path, resume=True, **settings), run(task, Acts(), **settings)
+    )
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("where", ["waiting", "between"])
+def test_ctrl_c_ends_the_processes_at_once(where: str) -> None:
+    """Whether the run waits for a worker, or is at work itself."""
+
+    class Interrupts(Observer):
+        def client(self, round: int, done: int, total: int) -> None:
+            if round == 2 and where == "between":
+                raise KeyboardInterrupt
+
+    def act() -> None:
+        if where == "waiting":
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+
+    Acts.act = act
+    others = children()
+    running = federation(Acts())
+    mine = children() - others
+    running.run_round()
+    began, before = time.monotonic(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            running.run_round([Interrupts()])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - began < 20
+    assert not children() & mine
+    Acts.act = lambda: None
+    running.run_round()  # with others
+
+
+@linux
+def test_workers_end_with_a_killed_run() -> None:
+    """Nobody is left to end them."""
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if not parent:
+        engine: Any = federation().engine
+        os.write(writing, " ".join(str(p.pid) for p in engine._processes.each).encode())
+        time.sleep(60)
+    workers = [Path(f"/proc/{pid.decode()}/stat") for pid in os.read(reading, 100).split()]
+    assert len(workers) == 2
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+
+    def is_there(worker: Path) -> bool:
+        with suppress(OSError):
+            return " Z " not in worker.read_text()  # one that nobody waits for
+        return False
+
+    until = time.monotonic() + 10
+    while any(map(is_there, workers)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@linux
+def test_warnings_prints_and_errors_of_a_worker_arrive(capfd: pytest.CaptureFixture[str]) -> None:
+    class Odd(Exception):
+        """Nobody else knows this class."""
+
+    def act() -> None:
+        print("a word")
+        warnings.warn("look here", stacklevel=1)
+        raise Odd("an odd one")
+
+    Acts.act = act
+    running = federation(Acts())
+    running.run_round()
+    with (
+        pytest.warns(UserWarning, match="look here"),
+        pytest.raises(RuntimeError, match="Odd: an odd one") as raised,
+    ):
+        running.run_round()
+    assert "in act" in str(raised.value.__cause__), "where it was raised"
+    assert "a word" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["fpl", "scaffold"])
+def test_threads_where_a_process_cannot_be_forked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch refuses gradients in a fork of a process that has used a GPU."""
+    loop, before = result(name), children()
+    monkeypatch.setattr(forked, "_has_gradients", lambda: False)
+    running = federation(name)
+    assert children() <= before and running.engine
+    assert same(loop, result(name, engine="workers", workers=2))
+
+
+def test_what_travels_keeps_every_bit() -> None:
+    sent = {
+        "a": torch.tensor([0.0, -0.0, math.nan, math.inf]),
+        "b": torch.arange(3, dtype=torch.bfloat16),
+        "c": torch.tensor(7),
+        "d": torch.zeros(0, 3),
+        "e": torch.tensor([True, False]),
+        "f": torch.arange(6.0).view(2, 3).T,
+    }
+    memory = Memory()
+    for times in (1, 100_000):  # and then more than it had room for
+        tall = {n: t.repeat(times, *[1] * (t.ndim - 1)) if t.ndim else t for n, t in sent.items()}
+        found = memory.get(memory.put({"sent": tall}, {}), lambda _: None)
+        assert tree.equal(found, {"sent": tall})

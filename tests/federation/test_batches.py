@@ -90,7 +90,7 @@ def test_augmentation_changes_with_the_epoch_and_not_the_clean_pass() -> None:
 def test_balanced_epochs_have_every_class_equally_often() -> None:
     data = client_data(21)
     y = torch.tensor([0] * 15 + [1] * 4 + [3] * 2)  # and none of class 2
-    data = replace(data, images=Images(data.images.x, y))
+    data = data.with_images(Images(data.images.x, y))
     reply = train(setup(Recorder(), batch=5, epochs=2, sampling="balanced"), data)
     assert (reply.samples, reply.steps) == (21, 10)
     epochs = torch.cat([b.rows for b, _ in Recorder.seen]).reshape(2, 21)
@@ -120,7 +120,7 @@ def test_balanced_epochs_depend_on_round_client_and_seed_only() -> None:
 def test_an_image_that_comes_again_is_augmented_anew() -> None:
     data = client_data(12)
     y = torch.tensor([1] * 11 + [2])
-    data = replace(data, images=Images(data.images.x, y))
+    data = data.with_images(Images(data.images.x, y))
     train(setup(Recorder(), Augment(padding=2), batch=12, sampling="balanced"), data)
     ((batch, _),) = Recorder.seen
     rare = batch.x[batch.rows == 11]

@@ -51,6 +51,10 @@ def test_it_grows_with_what_takes_memory():
     assert of(task, **base, participation=0.25).images < one.images
     two = of(task, **base, engine="workers", workers=2)
     assert two.activations == 2 * one.activations and two.weights > one.weights
+    single = of(task, **base, engine="workers", workers=1)
+    assert single.images < one.images, "one client's images at a time, not those of all four"
+    four = of(task, **base, engine="workers", workers=4)
+    assert four.weights - two.weights > 2 * 7 * 44e6, "a network and six copies in each process"
     assert of(large_task(64), **base).activations < one.activations / 3
     assert of(task, **base, method="scaffold").weights > one.weights, "clients keep a state"
     assert of(task, **base, optimizer="adam").weights > one.weights, "two averages, not one"

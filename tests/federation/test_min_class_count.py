@@ -43,7 +43,7 @@ def test_a_class_of_fewer_images_is_sent_as_absent(name: str) -> None:
     found = federation(name)
     client = found.clients["left-0"]
     y = torch.tensor([0] + [1] * 2 + [2] * 3 + [3] * (len(client.images) - 6))
-    client = replace(client, images=Images(client.images.x, y))
+    client = client.with_images(Images(client.images.x, y))
     received, mine = found.server.broadcast(), found.store.get("left-0")
     replies = [
         train_client(

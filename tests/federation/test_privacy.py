@@ -154,7 +154,7 @@ def test_one_image_changes_one_row_by_at_most_the_bound() -> None:
     largest = 0.0
     for left_out in range(20):
         rest = torch.arange(20) != left_out
-        fewer = replace(data, images=Images(images.x[rest], images.y[rest]))
+        fewer = data.with_images(Images(images.x[rest], images.y[rest]))
         with_it, without = clipped_sums(data), clipped_sums(fewer)
         change_sum, change_count = with_it[0] - without[0], with_it[1] - without[1]
         row = int(images.y[left_out])
@@ -168,14 +168,14 @@ def test_one_image_changes_one_row_by_at_most_the_bound() -> None:
 def test_an_image_whose_feature_overflows_shows_nowhere() -> None:
     data = client_data(20)
     rest = torch.arange(20) > 0
-    fewer = replace(data, images=Images(data.images.x[rest], data.images.y[rest]))
+    fewer = data.with_images(Images(data.images.x[rest], data.images.y[rest]))
     x = data.images.x.clone()
     x[1:] = 0
     x[0] = 255
     # weights under which the one bright image is infinite and black ones are not
     huge = {"encoder.2.weight": 1e308, "encoder.0.running_mean": -2.0}
-    bright = clipped_sums(replace(data, images=Images(x, data.images.y)), **huge)
-    dark = clipped_sums(replace(fewer, images=Images(x[1:], data.images.y[1:])), **huge)
+    bright = clipped_sums(data.with_images(Images(x, data.images.y)), **huge)
+    dark = clipped_sums(fewer.with_images(Images(x[1:], data.images.y[1:])), **huge)
     assert bright[0].isfinite().all()
     assert (bright[0] - dark[0]).norm(dim=1).max() <= 1.0
 
@@ -200,7 +200,7 @@ def noise_of(number: int) -> Any:
 def test_a_class_without_a_clear_count_is_absent() -> None:
     y = torch.tensor([0] * 19 + [1])  # and none of 2 and 3
     data = client_data(20)
-    data = replace(data, images=Images(data.images.x, y))
+    data = data.with_images(Images(data.images.x, y))
     loose = replace(PROTOTYPES, epsilon=LOOSE)
     counts = reply(data, loose).message["prototypes"]["count"]
     assert counts.tolist() == [19.0, 1.0, 0.0, 0.0]

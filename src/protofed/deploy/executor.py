@@ -43,8 +43,8 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 from protofed.deploy import client_app, server_app
 from protofed.deploy.audit import AuditLog
 from protofed.deploy.messages import SITE_FAILED
-from protofed.deploy.programs import die_with_parent
 from protofed.deploy.templating import render
+from protofed.federation.cpu import die_with_parent
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
 POLL_SECONDS = 0.25

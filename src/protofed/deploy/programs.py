@@ -8,7 +8,6 @@ secret of this start.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -28,6 +27,7 @@ from protofed.deploy.members import Member, Members, read_members
 from protofed.deploy.site import SiteConfig
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError
+from protofed.federation.cpu import die_with_parent
 from protofed.files import make_folder, write_atomic, write_json
 
 CONNECTION = "federation"
@@ -84,12 +84,6 @@ def host_port(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """Join host and port, with the brackets that IPv6 needs."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def die_with_parent() -> None:
-    """Called in a child: end when the parent process ends, for whatever reason (Linux only)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager

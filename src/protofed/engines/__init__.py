@@ -8,6 +8,8 @@ known to the federation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from protofed.engines.loop import Loop
@@ -16,13 +18,15 @@ from protofed.federation.engine import Engine, MakeNetworks, register_engine
 from protofed.federation.setup import Setup
 
 
-def _lanes(setup: Setup, networks: MakeNetworks, device: torch.device, _: int | None) -> Engine:
+def _lanes(setup: Setup, networks: MakeNetworks, device: torch.device, *_: Any) -> Engine:
     from protofed.engines.lanes.engine import Lanes  # needs a GPU
 
     return Lanes(setup, networks, device)
 
 
-def _ray(setup: Setup, networks: MakeNetworks, device: torch.device, count: int | None) -> Engine:
+def _ray(
+    setup: Setup, networks: MakeNetworks, device: torch.device, count: int | None, *_: Any
+) -> Engine:
     from protofed.engines.ray import Ray  # needs an extra
 
     return Ray(setup, networks, device, count)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,16 +18,14 @@ from protofed.tree import Tree
 class Loop(Engine):
     """Runs clients in order, each in the network of its model."""
 
-    def __init__(
-        self, setup: Setup, networks: MakeNetworks, device: torch.device, _: int | None = None
-    ) -> None:
+    def __init__(self, setup: Setup, networks: MakeNetworks, device: torch.device, *_: Any) -> None:
         if device.type == "cpu":
             keep_freed_memory()
         self.setup, self.networks = setup, networks()
 
     def train(
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[tuple[str, Reply]]:
+    ) -> Generator[tuple[str, Reply]]:
         for data in clients:
             network = self.networks[data.model]
             reply = train_client(self.setup, network, data, received, mine(data.name), round)
@@ -34,6 +33,6 @@ class Loop(Engine):
 
     def evaluate(
         self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[Scores]:
+    ) -> Generator[Scores]:
         for job in jobs:
             yield evaluate_job(self.setup, self.networks, job, received, mine, round)

@@ -15,7 +15,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -76,7 +76,7 @@ class RemoteEngine:
             form = torch.channels_last
             return {n: made[n].to(self._device, memory_format=form) for n in made}  # type: ignore[call-overload]
 
-        self._engine = engine_factory(engine)(setup, make_networks, self._device, None)
+        self._engine = engine_factory(engine)(setup, make_networks, self._device, None, ())
         self._on_gpu: dict[str, ClientData] = {}
 
     def version(self) -> str:
@@ -103,7 +103,7 @@ class RemoteEngine:
 
     def _fetch(self, ref: Any) -> ClientData:
         data: ClientData = self._ray.get(ref)
-        data = replace(data, images=self._moved(data.images))
+        data = data.with_images(self._moved(data.images))
         if self._device.type == "cuda":
             self._on_gpu[data.name] = data
         return data
@@ -158,10 +158,10 @@ class Ray(Engine):
 
     def train(
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[tuple[str, Reply]]:
+    ) -> Generator[tuple[str, Reply]]:
         for data in clients:
             if data.name not in self._data:
-                self._data[data.name] = self._ray.put(data)
+                self._data[data.name] = self._ray.put(data.with_images(data.images))
         broadcast = self._ray.put(received)
 
         def ask(actor: Any, group: Sequence[str]) -> Any:
@@ -173,7 +173,7 @@ class Ray(Engine):
 
     def evaluate(
         self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[Scores]:
+    ) -> Generator[Scores]:
         broadcast = self._ray.put(received)
         parts = [(n, [test]) for n, job in enumerate(jobs) for test in job.tests]
         if len(jobs) >= len(self._seats):
@@ -192,9 +192,6 @@ class Ray(Engine):
         for job, scores in zip(jobs, found, strict=True):  # test sets in their order
             yield {rule: {name: s[name] for name in job.tests} for rule, s in scores.items()}
 
-    def free_memory(self) -> None:
-        """Nothing: what the actors have is not in the server's way."""
-
     def _put_test(self, images: Any) -> Any:
         if id(images) not in self._tests:
             self._tests[id(images)] = (images, self._ray.put(images))
@@ -205,10 +202,10 @@ class Ray(Engine):
         count = min(len(clients), len(self._seats) * GROUPS[self._kind])
         groups: list[list[str]] = [[] for _ in range(count)]
         sizes = [0] * count
-        for data in sorted(clients, key=lambda data: -len(data.images)):
+        for data in sorted(clients, key=lambda data: -len(data)):
             smallest = sizes.index(min(sizes))
             groups[smallest].append(data.name)
-            sizes[smallest] += len(data.images)
+            sizes[smallest] += len(data)
         return groups
 
     def _new_seat(self) -> Seat:

@@ -40,7 +40,7 @@ class ClientBatches:
         balanced = setup.training.sampling == "balanced" and not data.public
         self.labels = data.images.y.cpu().numpy() if balanced else None
         self._prepared: Tensor | None = None
-        n = len(data.images)
+        n = len(data)
         if data.public:  # all of them, without augmentation
             self.augment = Augment(
                 padding=0, flip=False, mean=setup.augment.mean, std=setup.augment.std

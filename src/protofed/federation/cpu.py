@@ -1,11 +1,12 @@
-"""How a process that trains on a CPU uses its threads and its memory."""
+"""How a process that trains on a CPU uses its threads and its memory, and how it ends."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from signal import SIGTERM
 
 import torch
 
@@ -41,3 +42,9 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # another C library (macOS, Windows)
         return False
     return {mallopt(name, value) for name, value in SETTINGS.items()} == {1}
+
+
+def die_with_parent() -> None:
+    """Called in a child: end when the parent process ends, for whatever reason (Linux only)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, SIGTERM)  # 1: PR_SET_PDEATHSIG

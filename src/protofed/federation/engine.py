@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from protofed.data.task import Images
 from protofed.errors import unknown
 from protofed.federation.client_round import Reply
 from protofed.federation.evaluation import EvalJob, Scores
@@ -26,20 +27,21 @@ class Engine(Protocol):
 
     def train(
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[tuple[str, Reply]]:
+    ) -> Generator[tuple[str, Reply]]:
         """Train these clients; yields the name and reply of each, in any order."""
 
     def evaluate(
         self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[Scores]:
+    ) -> Generator[Scores]:
         """The scores of each job, in order."""
 
     def free_memory(self) -> None:
         """Free device memory that can be allocated again in the next round, if there is any."""
+        return
 
 
-EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None], Engine]
-"""The last argument is the setting ``workers``."""
+EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None, Sequence[Images]], Engine]
+"""The last arguments are the setting ``workers``, and all images that clients and tests are of."""
 
 _FACTORIES: dict[str, EngineFactory] = {}
 

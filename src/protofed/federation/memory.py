@@ -33,7 +33,8 @@ SERVER_COPIES = 4
 CLIENT_COPIES = 4
 """Copies of the weights at a client, beside its network: gradients, momentum, update, reply.
 
-Adam has one more: it keeps two averages.
+Adam has one more: it keeps two averages. And a worker process has what it received, and its reply
+in shared memory.
 """
 PROBE_WIDTH, PROBE_SIZE = 4, 32
 """Channels and image size of the small model on which activations are counted."""
@@ -91,7 +92,8 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     """
     gpu = config.device == "cuda" and config.engine != "ray"  # then it is not this machine's
     size = DTYPES[config.precision].itemsize
-    cores = (config.workers or os.cpu_count() or 1) if config.engine == "workers" else 1
+    workers = config.engine == "workers"
+    cores = (config.workers or os.cpu_count() or 1) if workers else 1
     sizes = [_samples(config, task, d) for d, n in config.domain_clients.items() for _ in range(n)]
     most = max(sizes, default=0)
     participants = math.ceil(len(sizes) * config.participation)
@@ -108,13 +110,15 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
         activations = max(activations, size * (train if gpu else max(train, test)))
     state = max(states)
     private = state * len(sizes) * bool(config.method.slots.client)
-    client_copies = CLIENT_COPIES + (config.optimizer != "sgd")
-    weights = (1 + cores) * sum(states) + (SERVER_COPIES + cores * client_copies) * state
+    client_copies = CLIENT_COPIES + (config.optimizer != "sgd") + 2 * workers
+    server_copies = SERVER_COPIES + workers  # what all receive, in shared memory
+    weights = (1 + cores) * sum(states) + (server_copies + cores * client_copies) * state
     weights += min(participants * state, spool.MEMORY_LIMIT)
     weights += min(private, client_state.MEMORY_LIMIT) if in_folder else private
     loaded = sum(i.x.nbytes for d in task.domains.values() for i in (d.train, d.test))
     image = 3 * task.image_size**2
-    copies = image * sum(sorted(sizes)[-participants:])
+    at_once = min(cores, participants) if workers else participants  # a worker frees them
+    copies = image * sum(sorted(sizes)[-at_once:])
     prepared = min(PREPARED_BYTES, image * most) * (1 + task.augment.flip)
     if gpu:  # lanes have a whole epoch at once: cropped, then normalized
         prepared += image * most * (1 + size)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from protofed.data.task import Augment, Images
 from protofed.errors import ProtofedError
@@ -104,14 +106,27 @@ class Setup:
 class ClientData:
     """A client's name, domain and images (on the device it trains on), and its model.
 
+    With ``rows`` its images are those of ``source``, and are taken out when first asked for.
     ``public``: the images are not the client's own but a round's public ones.
     """
 
     name: str
     domain: str
-    images: Images
+    source: Images
     model: str = ""
+    rows: Tensor | None = None
     public: bool = False
+
+    def __len__(self) -> int:
+        return len(self.source) if self.rows is None else len(self.rows)
+
+    @cached_property
+    def images(self) -> Images:
+        x, y = self.source.x, self.source.y
+        return self.source if self.rows is None else Images(x[self.rows], y[self.rows])
+
+    def with_images(self, images: Images) -> ClientData:
+        return replace(self, source=images, rows=None)
 
     def for_phase(self, setup: Setup, phase: Phase, round: int) -> ClientData:
         """This client with the images that a phase trains on."""
@@ -124,4 +139,4 @@ class ClientData:
                 f"{setup.method.name} needs public images, but this run has none",
                 "the method's public_images must say where they come from",
             )
-        return replace(self, images=setup.public.draw(round), public=True)
+        return replace(self.with_images(setup.public.draw(round)), public=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ class Observer:
 
 
 class Clients(Mapping[str, ClientData]):
-    """The clients by name. A client's images are taken out of the task's when it is asked for.
+    """The clients by name. A client's images are taken out of the task's when they are used.
 
     So the images of clients that sit out are not in memory a second time; on a GPU they stay.
     """
@@ -113,11 +114,12 @@ class Clients(Mapping[str, ClientData]):
         if name in self._kept:
             return self._kept[name]
         share, device = self._shares[name], self._device
-        own = _taken(self._task.domains[share.domain].train, share.rows, device)
+        images = self._task.domains[share.domain].train
         if name in self._mislabeled:
-            own = flipped(own, len(self._task.classes))
-        client = ClientData(name, share.domain, own, self._models[name])
+            images = flipped(images, len(self._task.classes))
+        client = ClientData(name, share.domain, images, self._models[name], share.rows)
         if device.type != "cpu":
+            client = client.with_images(_taken(images, share.rows, device))
             self._kept[name] = client
         return client
 
@@ -205,8 +207,10 @@ class Federation:
         )
         self.server.bounds = make_bounds(config, self.task, self.server, self.setup.privacy)
         self.store = ClientStore(self._initial_client, client_states, share=config.participation)
+        images = [domain.train for domain in self.task.domains.values()]
+        images += [*self.tests.values(), *self.validation.values()]
         make_engine = engine_factory(config.engine)
-        self.engine = make_engine(self.setup, self.make_networks, device, config.workers)
+        self.engine = make_engine(self.setup, self.make_networks, device, config.workers, images)
         self._trained, self._counted = Counter[str](), 0
         self.batchnorm = batchnorm_policy(network, self.method)
         self.weights = weights_policy(network, self.method, config.average)
@@ -241,25 +245,26 @@ class Federation:
         steps = 0
         clients = [self.clients[n] for n in names]
         replies = self.engine.train(clients, received, self.store.get, round)
-        for done, (name, reply) in enumerate(replies, start=1):
-            if self.config.attack and name in self.attackers:
-                key = (self.config.seed, round, name)
-                reply.message = attacked(self.config.attack, reply.message, self.model, key)
-            up += tree.nbytes(reply.message)
-            steps += reply.steps
-            losses[name] = reply.losses
-            try:
-                server.accept(name, reply)
-            except OutOfBounds as error:
-                problems[name] = error.message
-            else:
-                self.store.stage(name, reply.mine, round)
-            for observer in observers:
-                if name in problems:
-                    observer.refused(round + 1, name, problems[name])
+        with closing(replies):  # an error in here ends the clients that are still at work
+            for done, (name, reply) in enumerate(replies, start=1):
+                if self.config.attack and name in self.attackers:
+                    key = (self.config.seed, round, name)
+                    reply.message = attacked(self.config.attack, reply.message, self.model, key)
+                up += tree.nbytes(reply.message)
+                steps += reply.steps
+                losses[name] = reply.losses
+                try:
+                    server.accept(name, reply)
+                except OutOfBounds as error:
+                    problems[name] = error.message
                 else:
-                    observer.reply(round + 1, name, reply.message)
-                observer.client(round + 1, done, len(names))
+                    self.store.stage(name, reply.mine, round)
+                for observer in observers:
+                    if name in problems:
+                        observer.refused(round + 1, name, problems[name])
+                    else:
+                        observer.reply(round + 1, name, reply.message)
+                    observer.client(round + 1, done, len(names))
         for name, why in server.screen().items():
             problems[name] = why
             if self.config.bounds != "clip":
@@ -343,10 +348,11 @@ class Federation:
         tests = self._eval_jobs(round, self.tests)
         jobs = tests + (self._eval_jobs(round, self.validation) if self.validation else [])
         scored = self.engine.evaluate(jobs, self.server.broadcast(), self.store.get, round)
-        for done, scores in enumerate(scored, start=1):
-            found.append(scores)
-            for observer in observers:
-                observer.tested(round + 1, done, len(jobs))
+        with closing(scored):
+            for done, scores in enumerate(scored, start=1):
+                found.append(scores)
+                for observer in observers:
+                    observer.tested(round + 1, done, len(jobs))
         found, validated = found[: len(tests)], found[len(tests) :]
         means = {rule: _means([s[rule] for s in found], self.tests) for rule in found[0]}
         own = {

@@ -11,6 +11,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, supported_activities
 
+from protofed.federation.engine import engine_factory
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record
 
@@ -22,7 +23,8 @@ LONGEST = 30.0
 class Profile(Observer):
     """Records one round: every operation of every thread, and of the GPU where there is one.
 
-    The round is the second that is run: in the first, kernels are chosen and graphs recorded. A
+    The loop engine does that round in place of workers, whose processes could not be seen. The
+    round is the second that is run: in the first, kernels are chosen and graphs recorded. A
     run with only one round to go records that one. No more than one, since a trace has a line for
     each operation: of a small CNN some 25 KB a step, compressed. After half a minute the
     recording ends with the next client that is done.
@@ -35,6 +37,7 @@ class Profile(Observer):
         self._profiler: torch.profiler.profile | None = None
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
+        self._federation, self._engine = federation, federation.engine
         if federation.config.rounds - len(records) == 1:
             self._begin()
 
@@ -49,7 +52,12 @@ class Profile(Observer):
             self._begin()
 
     def _begin(self) -> None:
-        self._began = time.monotonic()
+        self._began, federation = time.monotonic(), self._federation
+        if federation.config.engine == "workers":
+            make_loop, device = engine_factory("loop"), torch.device(federation.config.device)
+            federation.engine = make_loop(
+                federation.setup, federation.make_networks, device, None, ()
+            )
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes its own start and stop
         wanted = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
         # Without all threads it would see the main one alone, which waits for the others.
@@ -66,3 +74,4 @@ class Profile(Observer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self.path))
         self._profiler, self.recorded = None, round
+        self._federation.engine = self._engine

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -60,7 +60,7 @@ class Lanes(Engine):
 
     def train(
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[tuple[str, Reply]]:
+    ) -> Generator[tuple[str, Reply]]:
         """Train these clients; all replies come at the end, in the clients' order."""
         retried = False
         while True:
@@ -78,7 +78,7 @@ class Lanes(Engine):
 
     def evaluate(
         self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
-    ) -> Iterator[Scores]:
+    ) -> Generator[Scores]:
         received = tree.to(received, self.device)
         for job in jobs:
             yield self._evaluate(job, received, mine, round)
@@ -150,9 +150,9 @@ class Lanes(Engine):
         """The clients of each lane: largest first, each where it would finish soonest."""
         load = [0.0 for _ in self._lanes]
         queues: list[list[ClientData]] = [[] for _ in self._lanes]
-        for data in sorted(clients, key=lambda d: -len(d.images)):
+        for data in sorted(clients, key=lambda d: -len(d)):
             after = [
-                busy + len(data.images) * (1.0 if lane[data.model].knows(data) else RECORDING_COST)
+                busy + len(data) * (1.0 if lane[data.model].knows(data) else RECORDING_COST)
                 for busy, lane in zip(load, self._lanes, strict=True)
             ]
             place = after.index(min(after))

@@ -68,7 +68,7 @@ class Lane:
 
     def knows(self, data: ClientData) -> bool:
         """Whether this lane has a program for a client of this size."""
-        return any(key[0] == len(data.images) for key in self._programs)
+        return any(key[0] == len(data) for key in self._programs)
 
     def prepare(self, data: ClientData, received: Tree, mine: Tree, round: int) -> list[Program]:
         """The programs this client runs; those the lane does not have yet are recorded."""
@@ -145,7 +145,7 @@ class Lane:
         moving = moving_parameters(client, phase)
         trainable = {name: name in moving for name, _ in self.network.named_parameters()}
         key = (
-            len(data.images),
+            len(data),
             id(client),
             number,
             self.setup.training.for_phase(phase),

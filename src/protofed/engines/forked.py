@@ -1,0 +1,282 @@
+"""Processes that are forked from this one and do work for it.
+
+A fork has all that was in memory, a class of a notebook included, and starts in milliseconds. So a
+process is sent little: objects that it has from the start, or that are posted for all of them, go
+as references, and the tensors of everything else through shared memory. That has no name, and goes
+with the last process that has it.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import mmap
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from protofed.errors import ProtofedError
+from protofed.federation.cpu import die_with_parent
+
+Work = Callable[..., Any]
+"""Its first argument is made in the process, once."""
+Parcel = tuple[bytes, list[int]]
+"""Something in shared memory: all but the bytes of its tensors, and how many these are."""
+Warned = tuple[Warning | str, type[Warning], str, int]
+"""A warning, and where it was raised."""
+
+
+class InProcess(Exception):
+    """The traceback of an error that was raised in another process, as the error's cause."""
+
+
+def fork(count: int, make: Callable[[], Any], tensors: Sequence[Tensor]) -> Processes | None:
+    """Processes that have these tensors; None if they cannot be had here.
+
+    They need Linux. And PyTorch refuses to compute gradients in a fork if it has threads for a GPU:
+    since the first gradient, on a machine that has one.
+    """
+    if not hasattr(os, "memfd_create"):
+        return None
+    processes = Processes(count, make, tensors)
+    if all([process.has_started() for process in processes.each]):  # noqa: C419 (all are waited for)
+        return processes
+    processes.end()
+    return None
+
+
+class Processes:
+    """Processes, and what they share."""
+
+    def __init__(self, count: int, make: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
+        shared = self._shared = _Shared(tensors)
+        self.each = [Process(make, shared) for _ in range(count)]
+
+    def post(self, what: Any) -> None:
+        """Let all have this, in place of what was posted before; it goes as a reference."""
+        self._shared.post(what)
+
+    def end(self) -> None:
+        """End all at once, whatever they are doing."""
+        for process in self.each:
+            process.end()
+
+
+class Process:
+    """A process, which does what it is asked to, one thing at a time.
+
+    It ends with this one, whatever ends that.
+    """
+
+    def __init__(self, make: Callable[[], Any], shared: _Shared) -> None:
+        self._shared, self._memory = shared, Memory()
+        self._pipe, pipe = Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Python warns of threads, which PyTorch may have: the fork uses none
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
+        if not self.pid:
+            self._pipe.close()
+            _serve(pipe, self._memory, shared, make)
+        pipe.close()
+
+    def has_started(self) -> bool:
+        """Whether it can compute; waits until that is known."""
+        try:
+            return bool(self._pipe.recv())
+        except (EOFError, OSError):
+            return False
+
+    def ask(self, work: Work, *args: Any) -> Any:
+        """What the work gives there; its warnings and its error are raised here."""
+        try:
+            self._pipe.send(self._memory.put((work, args), self._shared.known))
+            answer, error, caught = self._memory.get(self._pipe.recv(), self._shared.find)
+        except (EOFError, OSError):
+            raise ProtofedError(
+                f"a worker process died{self._cause()}",
+                "out of memory? Try fewer --workers or a smaller --batch; what is complete is kept "
+                "in the run's folder: run --resume",
+            ) from None
+        for message, category, file, line in caught:
+            warnings.warn_explicit(message, category, file, line, registry=self._shared.warned)
+        if error is not None:
+            raise error[0] from InProcess(error[1])
+        return answer
+
+    def _cause(self) -> str:
+        with suppress(ChildProcessError):
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return f" of {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
+        return ""
+
+    def end(self) -> None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+
+# ---- shared memory -------------------------------------------------------------------------------
+
+
+class Memory:
+    """Memory that this process and its forks share; it holds one thing at a time."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("protofed")
+        weakref.finalize(self, os.close, self._file)
+        self._content: Any = b""
+
+    def put(self, what: Any, known: Mapping[int, Any]) -> Parcel:
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _Pickler(file, known, buffers).dump(what)
+        parts = [buffer.raw() for buffer in buffers]
+        sizes = [len(part) for part in parts]
+        self._reach(sum(sizes))
+        for part, end in zip(parts, accumulate(sizes), strict=True):
+            self._content[end - len(part) : end] = part
+        return file.getvalue(), sizes
+
+    def get(self, parcel: Parcel, find: Callable[[Any], Any]) -> Any:
+        content, sizes = parcel
+        self._reach(sum(sizes))
+        view = memoryview(self._content)
+        ends = zip(sizes, accumulate(sizes), strict=True)
+        buffers = [view[end - size : end] for size, end in ends]
+        unpickler = pickle.Unpickler(io.BytesIO(content), buffers=buffers)
+        unpickler.persistent_load = find  # type: ignore[method-assign]
+        return unpickler.load()
+
+    def _reach(self, size: int) -> None:
+        if len(self._content) < size:
+            if os.fstat(self._file).st_size < size:
+                os.ftruncate(self._file, size)
+            self._content = mmap.mmap(self._file, size)
+
+
+class _Shared:
+    """What all processes have: tensors from the start, and what is posted later."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        self.known: dict[int, Any] = {id(t): n for n, t in enumerate(self._tensors)}
+        """What stands for an object, by its ``id``."""
+        self.board = Memory()
+        self._posted: tuple[int, Any] = (0, None)
+        self.warned: dict[Any, Any] = {}
+        """The warnings that were raised, as Python keeps them."""
+
+    def post(self, what: Any) -> None:
+        number, before = self._posted
+        self.known.pop(id(before), None)
+        parcel = self.board.put(what, self.known)
+        self._posted = (number + 1, what)
+        self.known[id(what)] = (number + 1, parcel)
+
+    def find(self, key: Any) -> Any:
+        """What a reference stands for."""
+        if isinstance(key, int):
+            return self._tensors[key]
+        number, parcel = key
+        if self._posted[0] != number:
+            self._posted = (number, self.board.get(parcel, self.find))
+        return self._posted[1]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles known objects as what stands for them, and tensors without their bytes."""
+
+    def __init__(
+        self, file: io.BytesIO, known: Mapping[int, Any], buffers: list[pickle.PickleBuffer]
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._known = known
+
+    def persistent_id(self, found: Any) -> Any:
+        return self._known.get(id(found))
+
+    def reducer_override(self, found: Any) -> Any:
+        if not isinstance(found, Tensor):
+            return NotImplemented
+        content: Any = found.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(content), found.dtype, found.shape)
+
+
+def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not len(content):
+        return torch.empty(shape, dtype=dtype)
+    # clone: the memory is used again, and if it is not aligned, vectorized sums may round otherwise
+    return torch.frombuffer(content, dtype=torch.uint8).clone().view(dtype).view(shape)
+
+
+# ---- in the other process ------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, memory: Memory, shared: _Shared, make: Callable[[], Any]) -> NoReturn:
+    """Answer, until this process is ended."""
+    try:
+        gc.freeze()  # what is the parent's is neither finalized, nor copied by being looked at
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        torch.set_num_threads(1)
+        pipe.send(_has_gradients())
+        made = None
+        while True:
+            work, args = memory.get(pipe.recv(), shared.find)
+            made = made or make()
+            answer = _answer(work, made, args)
+            pipe.send(memory.put(answer, shared.known))
+            sys.stdout.flush()
+            sys.stderr.flush()
+    except (EOFError, OSError):  # the parent is gone
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _has_gradients() -> bool:
+    try:
+        torch.ones((), requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _answer(
+    work: Work, made: Any, args: Sequence[Any]
+) -> tuple[Any, tuple[Exception, str] | None, list[Warned]]:
+    """What the work gives, or its error with the traceback; and its warnings."""
+    answer, error = None, None
+    with warnings.catch_warnings(record=True) as caught:
+        try:
+            answer = work(made, *args)
+        except Exception as found:
+            error = (_portable(found), traceback.format_exc())
+    return answer, error, [(w.message, w.category, w.filename, w.lineno) for w in caught]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or its words if its class cannot be sent."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
