@@ -11,7 +11,8 @@ A small CNN (cnn3, width 16) on 32×32 images, SGD with momentum. Workloads:
     device  50 clients × 50 images, batch 10, 1 epoch, and that network: the shape of pfl's own
             CIFAR10 benchmark
     glyphs  as silo, the CNN with BatchNorm: this package's embedded task with its own model, which
-            the rivals have as their users would write it (``Plain``)
+            the rivals have as their users would write it (``Plain``, images as tensors usually
+            lie in memory: channel by channel)
 
 Everyone starts from the same weights and takes the same minibatches in the same order; after three
 rounds the global weights must agree to 1e-4, or the benchmark fails (not BatchNorm's running
@@ -132,10 +133,10 @@ def federation(work: Workload, engine: str) -> Any:
 def client_data(work: Workload) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Each client's images as normalized float32 with labels, and the initial weights."""
     ours = federation(work, "loop")
-    data = {
-        name: (normalized(s.images.x, ours.task.augment, torch.float32), s.images.y)
-        for name, s in ours.clients.items()
-    }
+    data = {}
+    for name, s in ours.clients.items():
+        x = normalized(s.images.x, ours.task.augment, torch.float32)  # in channels-last memory
+        data[name] = (x.contiguous() if work.norm == "batch" else x, s.images.y)
     return data, {name: t.clone() for name, t in ours.model.items()}
 
 

@@ -624,10 +624,15 @@ class Config:
     @property
     def model_in_words(self) -> str:
         """``resnet18_imagenet, weights from w.safetensors, backbone frozen``."""
-        words = [" and ".join(map(short_name, self.models))]
-        words += [f"weights from {Path(self.weights).name}"] if self.weights else []
-        words += ["backbone frozen"] if self.train == "head" else []
+        words = [" and ".join(map(short_name, self.models)), self.start_in_words]
         return ", ".join(filter(None, words))
+
+    @property
+    def start_in_words(self) -> str:
+        """What training starts from, if not from random weights, and what stays as it is."""
+        words = [f"weights from {Path(self.weights).name}"] if self.weights else []
+        words += ["backbone frozen"] if self.train == "head" else []
+        return ", ".join(words)
 
     @property
     def domain_clients(self) -> Mapping[str, int]:

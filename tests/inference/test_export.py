@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,3 +62,8 @@ def test_card(model: TrainedModel, tmp_path: Path) -> None:
         'protofed.load_model("model.safetensors")', "## Limits",
     ):  # fmt: skip
         assert part in text, part
+    assert "trained from" not in text
+    model.card = replace(model.card, start="weights from w.pth, backbone frozen")
+    write_card(model, tmp_path / "card.md", [])
+    text = (tmp_path / "card.md").read_text()
+    assert "parameters |\n| trained from | weights from w.pth, backbone frozen |\n| rounds" in text

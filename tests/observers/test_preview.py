@@ -80,6 +80,7 @@ def test_a_run_and_a_comparison_tell_before_they_start(scans: Path, tmp_path: Pa
     assert done.code == 0, done.err
     choice = "image size   40: the images' median shorter side"
     assert done.out.index(choice) < done.out.index("protocol folder: cnn2, 40×40 pixels")
+    assert done.out.count(" GB of memory (") == 1
     compared = call("compare", "--methods", "fedavg,fpl", *common)
     assert compared.code == 0, compared.err
     assert compared.out.count(choice) == 1

@@ -198,6 +198,10 @@ def test_the_headline(runs: Path) -> None:
     alone = show(headline([r for r in table if r.label == "fpl"], 1))
     assert "reaches" in alone and "One seed" in alone
     assert show(headline([], 1)) == "No row is complete yet."
+    same = [replace(r, accuracy=best.accuracy) for r in table]
+    level = show(headline(same, 2))
+    assert level.startswith(f"<b>{same[0].label}</b> and {same[1].label} are level on average")
+    assert "is best" not in level
 
 
 def test_tables_carry_values_to_sort_by() -> None:

@@ -94,11 +94,13 @@ class RunProgress(Observer):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live = console.is_terminal
+        self.previewed = False  # a preview says what memory a run takes
 
     def prepare(self, config: Config, task: Task) -> None:
         from protofed.observers.preview import preview  # it imports this module
 
         if task.survey is not None:
+            self.previewed = True
             for line in preview(config, task):
                 print_plain(self.console, line)
 
@@ -115,7 +117,8 @@ class RunProgress(Observer):
         )
         print_plain(self.console, f"  {protocol_line(config)}")
         skipped = [f"  skipped file: {name}" for name in federation.task.skipped]
-        for line in [*client_lines(federation), f"  {federation.memory}", *skipped]:
+        memory = [] if self.previewed else [f"  {federation.memory}"]
+        for line in [*client_lines(federation), *memory, *skipped]:
             print_plain(self.console, line)
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),

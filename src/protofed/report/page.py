@@ -248,6 +248,7 @@ def headline(
         return None
     main = there[0].main
     best = max(there, key=lambda r: r.accuracy[main].mean)
+    equal = [r.label for r in there if r.accuracy[main].mean == best.accuracy[main].mean]
     domains = {d: s.mean for d, s in best.accuracy.items() if d != "average"}
     scope = f"on average over {len(domains)} domains"
     if best.unseen == EACH:
@@ -258,6 +259,7 @@ def headline(
     warning = tables.seed_warning(min(seeds, best.seeds)).strip(" ()")
     return {
         "label": best.label,
+        "equal": equal[1:],
         "mean": best.accuracy[main].mean,
         "scope": scope,
         "alone": len(there) == 1,

@@ -43,6 +43,7 @@ CARD_SHAPE = {
     "accuracy": {str: float},
     "pixel_range?": str | None,
     "temperature?": {str: float},
+    "start?": str,
 }
 CLIENT_SLOT = "client"
 RECEIVED = "received."
@@ -80,6 +81,8 @@ class ModelCard:
     """In images with more than 8 bits, the values ``LOW:HIGH`` that become black and white."""
     temperature: Mapping[str, float] = field(default_factory=dict)
     """By client, or under ``""`` for the global model: what scores are divided by, if fitted."""
+    start: str = ""
+    """In words, which weights training started from and what was frozen; empty if neither."""
 
     @classmethod
     def of(
@@ -111,6 +114,7 @@ class ModelCard:
             precision=config.precision,
             accuracy=dict(accuracy),
             pixel_range=config.pixel_range,
+            start=config.start_in_words,
         )
 
 
