@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from protofed.federation.facts import NUMERICS
 from tests.golden.cases import CASES, HASHES, NUMBERS, VALUES, machine, numbers_of
@@ -50,3 +55,18 @@ def test_the_numbers_are_the_stored_ones(case: str, subtests: pytest.Subtests) -
         if machine() not in BITS:
             pytest.skip(f"no hashes are stored for {machine()}")
         assert bits == BITS[machine()][case]
+
+
+@pytest.mark.slow
+def test_a_newer_cpu_gives_the_stored_bits_with_the_instructions_of_an_older_one() -> None:
+    """A CPU with AVX512 can compute as one with AVX2, whose hashes are stored."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs a CPU with AVX512")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", Path(__file__)],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert f"{len(CASES)} subtests passed" in done.stdout and "skipped" not in done.stdout
