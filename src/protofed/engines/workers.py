@@ -10,7 +10,6 @@ equals the loop engine's bit for bit in any case, whatever the number of workers
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 
+from protofed.cores import core_count
 from protofed.data.task import Images
 from protofed.engines.forked import Processes, Work, fork
 from protofed.engines.loop import Loop
@@ -45,7 +45,7 @@ class Workers(Engine):
         images: Sequence[Images] = (),
     ) -> None:
         keep_freed_memory()
-        self._count = workers or os.cpu_count() or 1
+        self._count = workers or core_count()
         self._make_loop = partial(Loop, setup, networks, device)
         self._images = images
         self._start()
