@@ -191,8 +191,6 @@ def uploads(method: str, x: int) -> Point:
         noise = torch.rand(classes, features, generator=generator)
         mean = (centers[m % domains] + 0.5 * noise).relu()
         entries = {"mean": mean, "count": torch.ones(classes)}
-        if method == "fedplvm":
-            entries = {"mean": mean[:, None], "mask": torch.ones(classes, 1)}
         spool.put(str(m), {"prototypes": entries})
         updates.append(Update(str(m), 1, 1, 0.01, spool))
     sizes = Sizes(classes, features, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def test_without_ray_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.M
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(ProtofedError, match="without a cluster"):
         protofed.compare("glyphs", ["fedavg"], gpus_per_run=0.5, runs=tmp_path, progress=False)
-    for gpus in (-1, 1.5):
+    for gpus in (-1, 1.5, math.nan, math.inf):
         with pytest.raises(ProtofedError, match=f"cannot have {gpus} GPUs"):
             RayRunner("local", tmp_path, gpus=gpus)
     pytest.importorskip("ray")

@@ -10,7 +10,7 @@ import protofed
 ROOT = Path(protofed.__file__).parent
 
 ORDER = (
-    "version errors fused keys files shape toml tree user_code cluster",
+    "version errors cores fused keys files shape toml tree user_code cluster",
     "prototypes models",
     "styles",
     "method",

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import pytest
@@ -127,12 +131,13 @@ def children() -> set[int]:
     return {int(pid) for found in lists for pid in found.read_text().split()}
 
 
-def shared_memory() -> list[str]:
+def shared() -> list[str]:
+    """The shared memory and the pipes that are open."""
     links = []
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # of the listing itself
             links.append(str(file.readlink()))
-    return [link for link in links if "memfd:protofed" in link]
+    return [link for link in links if link.startswith(("/memfd:protofed", "socket:"))]
 
 
 def federation(method: Method | str = "fedavg", **settings: Any) -> Federation:
@@ -144,11 +149,11 @@ def federation(method: Method | str = "fedavg", **settings: Any) -> Federation:
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     gc.collect()
-    before, memory = children(), shared_memory()
+    before, files = children(), shared()
     yield
     gc.collect()
     assert children() <= before
-    assert len(shared_memory()) <= len(memory)
+    assert len(shared()) <= len(files)
 
 
 linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere workers are threads")
@@ -158,12 +163,12 @@ linux = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="elsewhere wo
 @pytest.mark.usefixtures("leaves_nothing")
 def test_a_finished_run_leaves_neither_threads_nor_processes_nor_memory() -> None:
     """A notebook does many runs in one process."""
-    threads, before = set(threading.enumerate()), children()
+    threads, before, files = set(threading.enumerate()), children(), shared()
     running = federation()
     running.run_round()
     engine, threads = ref(running.engine), set(threading.enumerate()) - threads
     assert len(threads) == len(children() - before) == 2
-    assert len(shared_memory()) >= 3, "one for each worker, and one for all"
+    assert len(shared()) == len(files) + 8, "three for each worker, and two for all"
     del running
     gc.collect()
     assert engine() is None
@@ -254,6 +259,90 @@ def test_ctrl_c_ends_the_processes_at_once(where: str) -> None:
 
 
 @linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_signals_to_all_processes_are_for_the_run_to_answer() -> None:
+    """A terminal sends Ctrl-C to all of them, and a batch system SIGTERM."""
+    others = children()
+    running = federation()
+    for pid in children() - others:
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    running.run_round()
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_workers_do_not_end_with_the_thread_that_makes_them() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(federation).result()
+    running.run_round()
+    assert running.engine._processes is not None  # type: ignore[attr-defined]
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_fork_of_the_run_leaves_its_workers_alone() -> None:
+    """A pool of processes, say, in a notebook that has a federation."""
+    running = federation()
+    if not (fork := os.fork()):
+        running.engine._end()  # type: ignore[attr-defined]
+        os._exit(0)
+    os.waitpid(fork, 0)
+    running.run_round()
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("what", ["memfd_create", "fork"])
+def test_threads_where_the_system_has_no_more_files_or_processes(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, function, calls = result("fedavg"), getattr(os, what), itertools.count()
+
+    def limited(*args: str) -> int:
+        if next(calls) % 2:
+            raise OSError(errno.EAGAIN, "no more of them")
+        return function(*args)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(os, what, limited)
+    with pytest.warns(UserWarning, match="workers are threads, not processes: no more of them"):
+        assert same(loop, result("fedavg", engine="workers", workers=2))
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_threads_where_a_fork_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a lock that another thread had."""
+    monkeypatch.setattr(forked, "START_SECONDS", 0.2)
+    monkeypatch.setattr(forked, "_has_gradients", lambda: time.sleep(60))
+    federation().run_round()
+
+
+@linux
+@pytest.mark.usefixtures("leaves_nothing")
+def test_an_error_of_the_system_is_not_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor waited for as one, which would take forever."""
+    running, put = federation(), Memory.put
+
+    def full(memory: Memory, what: Any, known: Any) -> Parcel:
+        if threading.current_thread() is not threading.main_thread():  # of a client, not for all
+            raise OSError(errno.ENOMEM, "no memory")
+        return put(memory, what, known)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no memory"):
+        patched.setattr(Memory, "put", full)
+        running.run_round()
+    running.run_round()
+
+
+@linux
+def test_a_run_without_an_output_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of ``protofed run >&-``."""
+    monkeypatch.setattr(sys, "stdout", None)
+    federation().run_round()
+
+
+@linux
 def test_workers_end_with_a_killed_run() -> None:
     """Nobody is left to end them."""
     reading, writing = os.pipe()
@@ -283,9 +372,13 @@ def test_warnings_prints_and_errors_of_a_worker_arrive(capfd: pytest.CaptureFixt
     class Odd(Exception):
         """Nobody else knows this class."""
 
+    class Strange(UserWarning):
+        """Nor this one."""
+
     def act() -> None:
         print("a word")
         warnings.warn("look here", stacklevel=1)
+        warnings.warn("and there", Strange, stacklevel=1)
         raise Odd("an odd one")
 
     Acts.act = act
@@ -293,11 +386,36 @@ def test_warnings_prints_and_errors_of_a_worker_arrive(capfd: pytest.CaptureFixt
     running.run_round()
     with (
         pytest.warns(UserWarning, match="look here"),
+        pytest.warns(UserWarning, match="Strange: and there"),
         pytest.raises(RuntimeError, match="Odd: an odd one") as raised,
     ):
         running.run_round()
     assert "in act" in str(raised.value.__cause__), "where it was raised"
     assert "a word" in capfd.readouterr().out
+
+
+@linux
+def test_a_method_that_exits_ends_the_run_as_in_the_loop() -> None:
+    Acts.act = lambda: sys.exit("enough")
+    running = federation(Acts())
+    running.run_round()
+    with pytest.raises(SystemExit, match="enough"):
+        running.run_round()
+
+
+@linux
+def test_an_error_of_a_workers_start_arrives() -> None:
+    def make() -> NoReturn:
+        raise FileNotFoundError("no weights")
+
+    processes = forked.fork(1, make, [])
+    assert processes is not None
+    try:
+        for _ in range(2):
+            with pytest.raises(FileNotFoundError, match="no weights"):
+                processes.each[0].ask(repr)
+    finally:
+        processes.end()
 
 
 @pytest.mark.parametrize("name", ["fpl", "scaffold"])
@@ -322,6 +440,7 @@ def test_what_travels_keeps_every_bit() -> None:
         "f": torch.arange(6.0).view(2, 3).T,
     }
     memory = Memory()
+    memory.put(sent["d"], {})  # nothing but an empty one
     for times in (1, 100_000):  # and then more than it had room for
         tall = {n: t.repeat(times, *[1] * (t.ndim - 1)) if t.ndim else t for n, t in sent.items()}
         found = memory.get(memory.put({"sent": tall}, {}), lambda _: None)

@@ -18,6 +18,7 @@ from rich.console import Console
 from tests.studies.in_process import InProcess, run_in_process, start_nothing
 from tests.studies.made_runs import DOMAINS, TINY, make_runs, study
 
+from protofed.cores import core_count
 from protofed.errors import Busy, ProtofedError
 from protofed.runs.folder import RunFolder
 from protofed.studies import execution
@@ -64,7 +65,7 @@ def test_what_is_missing_is_run_with_plain_commands(
     folder = Path(command[command.index("--out") + 1])
     assert folder.parent == tmp_path and folder.name.startswith("glyphs-fpl-0-")
     # side by side, runs share the cores
-    assert command[command.index("--workers") + 1] == str(os.cpu_count() or 1)
+    assert command[command.index("--workers") + 1] == str(core_count())
     start_nothing(monkeypatch)
     failed, out = run_quietly(jobs_of(study(seeds=1), tmp_path))
     assert failed == [] and "2 of 2 runs are already complete" in out
@@ -72,7 +73,7 @@ def test_what_is_missing_is_run_with_plain_commands(
 
 def test_the_last_runs_share_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs, two at a time: the third would otherwise leave half of the cores idle."""
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
     started = run_in_process(monkeypatch)
     jobs = jobs_of(study(seeds=3, rows={"FedAvg": "fedavg"}), tmp_path)
     assert run_quietly(jobs, at_once=2)[0] == []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
 import struct
 import threading
 import time
@@ -25,6 +24,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
 from rich.progress import Progress
 
+from protofed.cores import core_count
 from protofed.data.dicom import Dicom, is_dicom
 from protofed.data.task import MAX_IMAGE_PIXELS, Sample
 from protofed.errors import ProtofedError
@@ -284,7 +284,6 @@ def _for_all(
                 bad[i] = str(error)
         return end - start
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start, shown = time.monotonic(), False
     console = Console(stderr=True)
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
@@ -292,7 +291,7 @@ def _for_all(
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns of unusual metadata
         _no_other_limit(),
-        ThreadPoolExecutor(cores or 1) as pool,
+        ThreadPoolExecutor(core_count()) as pool,
         contextlib.ExitStack() as at_end,
     ):
         at_end.callback(stop.set)  # on Ctrl-C, do not decode what is queued

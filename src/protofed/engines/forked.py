@@ -15,11 +15,13 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import accumulate
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -35,8 +37,18 @@ Work = Callable[..., Any]
 """Its first argument is made in the process, once."""
 Parcel = tuple[bytes, list[int]]
 """Something in shared memory: all but the bytes of its tensors, and how many these are."""
-Warned = tuple[Warning | str, type[Warning], str, int]
+Warned = tuple[Warning, str, int]
 """A warning, and where it was raised."""
+
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a run. Also where a terminal or a batch system sends them to all its processes,
+they are for the run to answer."""
+START_SECONDS = 30.0
+"""How long a process may take to start. One may hang for good: a lock that some other thread had
+at the fork is never released in it."""
+
+_forking = threading.Lock()
+"""Held at a fork: a pipe that another one inherited would not close when its process dies."""
 
 
 class InProcess(Exception):
@@ -47,23 +59,30 @@ def fork(count: int, make: Callable[[], Any], tensors: Sequence[Tensor]) -> Proc
     """Processes that have these tensors; None if they cannot be had here.
 
     They need Linux. And PyTorch refuses to compute gradients in a fork if it has threads for a GPU:
-    since the first gradient, on a machine that has one.
+    since the first gradient, on a machine that has one. They end with the thread that calls this.
     """
     if not hasattr(os, "memfd_create"):
         return None
-    processes = Processes(count, make, tensors)
-    if all([process.has_started() for process in processes.each]):  # noqa: C419 (all are waited for)
-        return processes
-    processes.end()
+    each: list[Process] = []
+    try:
+        shared = _Shared(tensors)
+        for _ in range(count):
+            each.append(Process(make, shared))
+    except OSError as error:
+        warnings.warn(f"workers are threads, not processes: {error.strerror}", stacklevel=1)
+    else:
+        if all([process.has_started() for process in each]):  # noqa: C419 (all are waited for)
+            return Processes(each, shared)
+    for process in each:
+        process.end()
     return None
 
 
 class Processes:
     """Processes, and what they share."""
 
-    def __init__(self, count: int, make: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
-        shared = self._shared = _Shared(tensors)
-        self.each = [Process(make, shared) for _ in range(count)]
+    def __init__(self, each: Sequence[Process], shared: _Shared) -> None:
+        self.each, self._shared = each, shared
 
     def post(self, what: Any) -> None:
         """Let all have this, in place of what was posted before; it goes as a reference."""
@@ -78,57 +97,69 @@ class Processes:
 class Process:
     """A process, which does what it is asked to, one thing at a time.
 
-    It ends with this one, whatever ends that.
+    It ends with the thread that makes it, whatever ends that.
     """
 
     def __init__(self, make: Callable[[], Any], shared: _Shared) -> None:
         self._shared, self._memory = shared, Memory()
-        self._pipe, pipe = Pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            # Python warns of threads, which PyTorch may have: the fork uses none
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self.pid = os.fork()
-        if not self.pid:
-            self._pipe.close()
-            _serve(pipe, self._memory, shared, make)
-        pipe.close()
+        self._parent, self._ending = os.getpid(), threading.Lock()
+        self._code: int | None = None
+        _flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # no fork may do what a run does
+        try:
+            with _forking, warnings.catch_warnings():
+                # Python warns of threads, which PyTorch may have: the fork uses none
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._pipe, pipe = Pipe()
+                self.pid = os.fork()
+                if self.pid:
+                    pipe.close()
+            if not self.pid:
+                _serve(self._pipe, pipe, self._memory, shared, make, self._parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def has_started(self) -> bool:
         """Whether it can compute; waits until that is known."""
         try:
-            return bool(self._pipe.recv())
+            return self._pipe.poll(START_SECONDS) and bool(self._pipe.recv())
         except (EOFError, OSError):
             return False
 
     def ask(self, work: Work, *args: Any) -> Any:
         """What the work gives there; its warnings and its error are raised here."""
+        asked = self._memory.put((work, args), self._shared.known)
         try:
-            self._pipe.send(self._memory.put((work, args), self._shared.known))
-            answer, error, caught = self._memory.get(self._pipe.recv(), self._shared.find)
+            self._pipe.send(asked)
+            answered = self._pipe.recv()
         except (EOFError, OSError):
-            raise ProtofedError(
-                f"a worker process died{self._cause()}",
-                "out of memory? Try fewer --workers or a smaller --batch; what is complete is kept "
-                "in the run's folder: run --resume",
-            ) from None
-        for message, category, file, line in caught:
+            raise self._death() from None
+        answer, error, caught = self._memory.get(answered, self._shared.find)
+        for message, file, line in caught:
+            category = type(message)
             warnings.warn_explicit(message, category, file, line, registry=self._shared.warned)
         if error is not None:
             raise error[0] from InProcess(error[1])
         return answer
 
-    def _cause(self) -> str:
-        with suppress(ChildProcessError):
-            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            return f" of {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
-        return ""
+    def _death(self) -> ProtofedError:
+        self.end()
+        cause, hint = "", "what is complete is kept in the run's folder: run --resume"
+        if self._code is not None:
+            name = signal.Signals(-self._code).name if self._code < 0 else ""
+            cause = f" of {name}" if name else f" with exit code {self._code}"
+            if name in ("SIGKILL", "SIGBUS"):
+                hint = f"out of memory? Try fewer --workers or a smaller --batch; {hint}"
+        return ProtofedError(f"a worker process died{cause}", hint)
 
     def end(self) -> None:
-        with suppress(ProcessLookupError, ChildProcessError):
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        """End it, if it has not ended; in a fork of the run, which has no say in it, do nothing."""
+        if os.getpid() != self._parent:
+            return
+        with self._ending, suppress(ProcessLookupError, ChildProcessError):
+            if self._code is None:  # its number may be another process's once it was waited for
+                os.kill(self.pid, signal.SIGKILL)
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 # ---- shared memory -------------------------------------------------------------------------------
@@ -140,7 +171,7 @@ class Memory:
     def __init__(self) -> None:
         self._file = os.memfd_create("protofed")
         weakref.finalize(self, os.close, self._file)
-        self._content: Any = b""
+        self._content: Any = bytearray()
 
     def put(self, what: Any, known: Mapping[int, Any]) -> Parcel:
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
@@ -227,29 +258,44 @@ def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 # ---- in the other process ------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, memory: Memory, shared: _Shared, make: Callable[[], Any]) -> NoReturn:
+def _serve(
+    parents: Connection,
+    pipe: Connection,
+    memory: Memory,
+    shared: _Shared,
+    make: Callable[[], Any],
+    parent: int,
+) -> NoReturn:
     """Answer, until this process is ended."""
     try:
+        parents.close()
         gc.freeze()  # what is the parent's is neither finalized, nor copied by being looked at
-        die_with_parent()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+        for number in STOPS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         torch.set_num_threads(1)
         pipe.send(_has_gradients())
-        made = None
+        make_once = cache(make)
         while True:
             work, args = memory.get(pipe.recv(), shared.find)
-            made = made or make()
-            answer = _answer(work, made, args)
+            answer = _answer(lambda: work(make_once(), *args))  # noqa: B023 (called at once)
+            _flush()
             pipe.send(memory.put(answer, shared.known))
-            sys.stdout.flush()
-            sys.stderr.flush()
     except (EOFError, OSError):  # the parent is gone
         os._exit(0)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed by whoever started the run
+            stream.flush()
 
 
 def _has_gradients() -> bool:
@@ -261,22 +307,23 @@ def _has_gradients() -> bool:
 
 
 def _answer(
-    work: Work, made: Any, args: Sequence[Any]
-) -> tuple[Any, tuple[Exception, str] | None, list[Warned]]:
+    work: Callable[[], Any],
+) -> tuple[Any, tuple[BaseException, str] | None, list[Warned]]:
     """What the work gives, or its error with the traceback; and its warnings."""
     answer, error = None, None
     with warnings.catch_warnings(record=True) as caught:
         try:
-            answer = work(made, *args)
-        except Exception as found:
-            error = (_portable(found), traceback.format_exc())
-    return answer, error, [(w.message, w.category, w.filename, w.lineno) for w in caught]
+            answer = work()
+        except BaseException as found:
+            error = (_portable(found, RuntimeError), traceback.format_exc())
+    warned = [(_portable(w.message, UserWarning), w.filename, w.lineno) for w in caught]
+    return answer, error, warned
 
 
-def _portable(error: Exception) -> Exception:
-    """The error, or its words if its class cannot be sent."""
+def _portable(found: Any, other: type[Exception]) -> Any:
+    """An error or a warning, or its words as another one if its class cannot be sent."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(found))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return other(f"{type(found).__name__}: {found}")
+    return found

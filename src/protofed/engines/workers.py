@@ -10,17 +10,18 @@ equals the loop engine's bit for bit in any case, whatever the number of workers
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from protofed.cores import core_count
 from protofed.data.task import Images
 from protofed.engines.forked import Processes, Work, fork
 from protofed.engines.loop import Loop
@@ -44,26 +45,34 @@ class Workers(Engine):
         images: Sequence[Images] = (),
     ) -> None:
         keep_freed_memory()
-        self._count = workers or os.cpu_count() or 1
+        self._count = workers or core_count()
         self._make_loop = partial(Loop, setup, networks, device)
         self._images = images
         self._start()
 
     def _start(self) -> None:
         tensors = [tensor for images in self._images for tensor in (images.x, images.y)]
-        self._processes = processes = fork(self._count, self._make_loop, tensors)
-        if processes is not None:
-            unclaimed: list[Callable[..., Any]] = [process.ask for process in processes.each]
-        else:
-            unclaimed = [partial(_call, self._make_loop()) for _ in range(self._count)]
-        self._local = local = threading.local()
+        self._pool = pool = ThreadPoolExecutor(
+            self._count, "protofed", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        make = partial(fork, self._count, self._make_loop, tensors)
+        # they end with the thread that forks them, so not one of the user's: it may end before
+        in_main = threading.current_thread() is threading.main_thread()
+        self._processes = processes = make() if in_main else pool.submit(make).result()
+        self._idle = SimpleQueue[Callable[..., Any]]()
+        for n in range(self._count):
+            ask = processes.each[n].ask if processes else partial(_call, self._make_loop())
+            self._idle.put(ask)
+        self._end = weakref.finalize(self, _end, pool, processes)
 
-        def start() -> None:  # without self, which every thread of the pool would keep alive
-            torch.set_num_threads(1)  # applies to the calling thread
-            local.ask = unclaimed.pop()
-
-        self._pool = ThreadPoolExecutor(self._count, "protofed", initializer=start)
-        self._end = weakref.finalize(self, _end, self._pool, processes)
+    def _ask(self, *work: Any) -> Any:
+        """Called in a thread of the pool, of which there are as many as workers."""
+        idle = self._idle  # that of this pool: a thread may outlast it
+        ask = idle.get()
+        try:
+            return ask(*work)
+        finally:
+            idle.put(ask)
 
     def train(
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
@@ -75,7 +84,7 @@ class Workers(Engine):
         self._prepare(received)
 
         def work(data: ClientData) -> Reply:
-            return self._local.ask(_train, data, received, mine(data.name), round)  # type: ignore[no-any-return]
+            return self._ask(_train, data, received, mine(data.name), round)  # type: ignore[no-any-return]
 
         largest_first = sorted(clients, key=lambda data: -len(data))
         running = {self._pool.submit(work, data): data.name for data in largest_first}
@@ -94,7 +103,7 @@ class Workers(Engine):
 
         def work(job: EvalJob) -> Scores:
             private = {} if job.client is None else mine(job.client)
-            return self._local.ask(_evaluate, job, received, private, round)  # type: ignore[no-any-return]
+            return self._ask(_evaluate, job, received, private, round)  # type: ignore[no-any-return]
 
         parts = [[job] for job in jobs]
         if len(jobs) < self._count:  # too few for all workers: split by test set

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from signal import SIGTERM
+from signal import SIGTERM, Signals
 
 import torch
 
@@ -44,7 +44,7 @@ def keep_freed_memory() -> bool:
     return {mallopt(name, value) for name, value in SETTINGS.items()} == {1}
 
 
-def die_with_parent() -> None:
-    """Called in a child: end when the parent process ends, for whatever reason (Linux only)."""
+def die_with_parent(number: Signals = SIGTERM) -> None:
+    """Called in a child: get this signal when the thread that started it ends (Linux only)."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, SIGTERM)  # 1: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number)  # 1: PR_SET_PDEATHSIG

@@ -7,7 +7,6 @@ compared wherever runs stand in one row of a table.
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
@@ -19,6 +18,7 @@ import PIL
 import torch
 
 from protofed.config import AUTO, Config, short_hash, short_task
+from protofed.cores import core_count
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.public_images import public_digest
@@ -142,7 +142,7 @@ def find_precision(asked: str, device: str) -> str:
 
 
 def choose_engine(asked: str, device: str, workers: int | None = None) -> tuple[str, str]:
-    cores = workers or os.cpu_count() or 1
+    cores = workers or core_count()
     if asked == "lanes" and device != "cuda":
         raise ProtofedError("engine lanes needs a GPU", "use --engine workers, or --device cuda")
     if asked == "workers" and device != "cpu":

@@ -7,7 +7,6 @@ covers what every method needs; a method with several forward passes per step ne
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from protofed.config import Config
+from protofed.cores import core_count
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation import client_state, spool
@@ -93,7 +93,7 @@ def estimate(config: Config, task: Task, in_folder: bool = True) -> Memory:
     gpu = config.device == "cuda" and config.engine != "ray"  # then it is not this machine's
     size = DTYPES[config.precision].itemsize
     workers = config.engine == "workers"
-    cores = (config.workers or os.cpu_count() or 1) if workers else 1
+    cores = (config.workers or core_count()) if workers else 1
     sizes = [_samples(config, task, d) for d, n in config.domain_clients.items() for _ in range(n)]
     most = max(sizes, default=0)
     participants = math.ceil(len(sizes) * config.participation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from protofed.config import SETTINGS, Config, client_sizes
+from protofed.cores import core_count
 from protofed.data import Task
 from protofed.data.augment import Choices, cropped, normalized
 from protofed.federation.cpu import one_thread
@@ -86,7 +86,7 @@ def _time(config: Config, task: Task) -> str:
     clients = math.ceil(len(sizes) * config.participation)
     at_once = 1
     if config.engine == "workers":
-        at_once = min(config.workers or os.cpu_count() or 1, clients)
+        at_once = min(config.workers or core_count(), clients)
     image = _seconds_an_image(config, task)
     trained = sum(sizes) * config.participation * config.epochs
     tested = sum(len(images.test) for images in task.domains.values())

@@ -6,7 +6,6 @@ recorded with the reason.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from protofed import analysis
 from protofed.analysis import Ints, Outputs
+from protofed.cores import core_count
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
@@ -76,7 +76,7 @@ def analyze(group: Group, images: int, progress: Progress) -> GroupAnalysis:
         return own
 
     # a label on each core, one thread each; limits set here hold for all threads
-    with one_thread(), threadpool_limits(1), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with one_thread(), threadpool_limits(1), ThreadPoolExecutor(core_count()) as pool:
         for own in pool.map(analyze_label, with_model):
             found.add(own)
     return found

@@ -9,7 +9,6 @@ cluster (``protofed.studies.ray_runner``).
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.config import Config
+from protofed.cores import core_count
 from protofed.errors import Busy, ProtofedError
 from protofed.federation.memory import Memory
 from protofed.observers.progress import accuracies, duration, print_plain
@@ -151,7 +151,7 @@ def run_all(jobs: Sequence[Job], runner: Runner, console: Console) -> list[Job]:
 
 def default_jobs(jobs: Sequence[Job]) -> int:
     """Runs at a time on a CPU: one for each core, as far as memory allows."""
-    cores = os.cpu_count() or 1
+    cores = core_count()
     needs = [job.memory for job in jobs if job.memory is not None]
     largest = max((need.total for need in needs), default=0)
     free = min((need.free for need in needs if need.free is not None), default=0)
@@ -286,7 +286,7 @@ class LocalRunner:
     def start(self, job: Job) -> None:
         config = self._file(job, "toml")
         config.write_text(job.config.toml(), encoding="utf-8")
-        workers = max(1, (os.cpu_count() or 1) // job.at_once)  # runs side by side share the cores
+        workers = max(1, core_count() // job.at_once)  # runs side by side share the cores
         command = [sys.executable, "-m", "protofed", *run_arguments(job, workers)]
         with self._file(job, "err").open("wb") as file:
             self._processes[job.folder.path] = subprocess.Popen(

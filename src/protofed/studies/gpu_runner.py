@@ -21,6 +21,7 @@ from typing import Self
 import torch
 from rich.console import Console
 
+from protofed.cores import core_count
 from protofed.errors import ProtofedError
 from protofed.federation.memory import free_memory
 from protofed.observers.progress import print_plain
@@ -187,7 +188,7 @@ class GpuRunner(LocalRunner):
         self._idle = self._free()
         self._peaks = [0.0 for _ in self._idle]
         if self._most is None:
-            cores = (os.cpu_count() or 1) // len(self._gpus)
+            cores = core_count() // len(self._gpus)
             room = min(cores // START_CORES, min(self._idle[1:]) // START_BYTES)
             first = max(1, min(2, room))
             self._count = RunsPerGpu(len(self._gpus), first, max(1, cores), self._rounds)

@@ -69,7 +69,7 @@ class RayRunner:
         gpus: float | None = None,
         silence: float = SILENCE_SECONDS,
     ) -> None:
-        if gpus is not None and (gpus < 0 or (gpus > 1 and gpus % 1)):
+        if gpus is not None and not (0 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
             raise ProtofedError(
                 f"a run cannot have {gpus:g} GPUs", "--gpus-per-run is 0.25, say, or a whole number"
             )
