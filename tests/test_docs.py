@@ -50,6 +50,15 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tests_and_benchmarks_that_pages_name_exist(page: Path) -> None:
+    """SECURITY.md's tables, above all: each attack names the test that shows what stops it."""
+    known = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    text = page.read_text("utf-8")
+    for named in re.findall(r"`((?:tests|benchmarks)/[\w/.-]+\.py|test_\w+\.py)`", text):
+        assert (ROOT / named).is_file() if "/" in named else named in known, named
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_resolve(page: Path) -> None:
     for link in LINK.findall(FENCE.sub("", page.read_text("utf-8"))):
         target, _, anchor = link.partition("#")

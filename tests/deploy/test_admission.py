@@ -131,6 +131,12 @@ def test_requests_that_are_not_admitted(home: Path, tmp_path: Path) -> None:
     (tmp_path / "x.request").write_text("no request")
     with pytest.raises(ProtofedError, match="is damaged"):
         deploy("admit", tmp_path / "x.request", "--dir", home)
+    for name in ("ca", "server"):  # the certificate is written beside a request, under its name
+        write_json(home / "server" / f"{name}.request", good)
+        before = (home / "server" / f"{name}.crt").read_bytes()
+        with pytest.raises(ProtofedError, match=f"would replace {name}.crt"):
+            deploy("admit", home / "server" / f"{name}.request", "--dir", home)
+        assert (home / "server" / f"{name}.crt").read_bytes() == before
     deploy("admit", home / "sites" / "north" / "north.request", "--dir", home)
     write_json(tmp_path / "x.request", south | {"key": good["key"]})
     with pytest.raises(ProtofedError, match="two sites have the same key"):

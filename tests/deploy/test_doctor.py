@@ -138,6 +138,8 @@ def test_client_certificates_are_asked_for(
         problems, said = look(folder, "--site", "a")
         assert problems == 0 and f"ok      127.0.0.1:{port} refuses {words}" in said, said
     assert "client.crt is valid until" in said
+    problems, said = look(folder, "--site", "a")  # nobody there is not somebody who refuses
+    assert problems == 1 and f"PROBLEM 127.0.0.1:{port} does not respond" in said, said
 
 
 def test_a_server_looks_at_its_certificate_and_its_superlink(

@@ -139,6 +139,7 @@ def served(scope: dict[str, Any], wrapper: Any = Gate) -> tuple[int, list[dict[s
         {"headers": [(b"content-length", b"-1")]},
         {"headers": [(b"content-length", str(gate.MAX_BODY + 1).encode())]},
         {"headers": [(b"content-length", b"9" * 5000)]},
+        {"headers": [(b"content-length", b"0" * 20 + b"1000000000")]},
     ],
 )
 def test_a_disguised_request_does_not_pass(more: dict[str, Any]) -> None:

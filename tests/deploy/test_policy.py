@@ -13,10 +13,13 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import Context, Message, RecordDict
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
+from protofed.deploy import policy as policy_module
 from protofed.deploy.audit import AuditLog
+from protofed.deploy.client_app import handle
 from protofed.deploy.messages import Request, write
 from protofed.deploy.policy import Approvals, Policy, read_policy
 from protofed.deploy.setup import init
@@ -272,7 +275,10 @@ def test_the_server_waits_for_approval_as_long_as_for_sites(world: Callable[...,
 
 
 def test_an_approval_is_for_all_of_a_run(world: Callable[..., Any]) -> None:
-    """A spec with the same hash but another text needs another approval."""
+    """A spec with the same hash but another text needs another approval, under another name.
+
+    Under the same name, it could take the other's place between the list and the approval.
+    """
     w = world(rounds=1)
     home = w.folder / "homes" / HERE
     approvals = Approvals(home)
@@ -280,10 +286,32 @@ def test_an_approval_is_for_all_of_a_run(world: Callable[..., Any]) -> None:
         approvals.require(w.run, w.spec)
     approvals.approve(w.run.hash)
     approvals.require(w.run, w.spec)
-    with pytest.raises(ProtofedError, match="waits for approval"):
-        approvals.require(w.run, w.spec.replace('"skip_bad": false', '"skip_bad": true'))
-    with pytest.raises(ProtofedError, match="waits for approval"):
+    other = w.spec.replace('"skip_bad": false', '"skip_bad": true')
+    for _ in range(2):
+        with pytest.raises(ProtofedError, match=f"run {w.run.hash}-2 waits for approval"):
+            approvals.require(w.run, other)
+    listed = approvals.list()
+    assert [(r["run"], bool(r["approved"])) for r in listed] == [
+        (w.run.hash, True), (f"{w.run.hash}-2", False)
+    ]  # fmt: skip
+    approvals.require(w.run, w.spec)  # still approved
+    approvals.approve(f"{w.run.hash}-2")
+    approvals.require(w.run, other)
+    (home / "approvals" / f"{w.run.hash}.json").unlink()
+    approvals.require(w.run, other)
+    with pytest.raises(ProtofedError, match=f"run {w.run.hash} waits for approval"):
         approvals.require(w.run, w.spec)
+
+
+def test_a_server_cannot_fill_a_site_with_texts_of_one_run(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_module, "MAX_TEXTS", 2)
+    w = world(rounds=1)
+    approvals = Approvals(w.folder / "homes" / HERE)
+    for number, words in enumerate(["waits", "waits", "with 2 other settings"]):
+        with pytest.raises(ProtofedError, match=words):
+            approvals.require(w.run, f"text {number}")
 
 
 # ---- the audit log ------------------------------------------------------------------------------
@@ -331,6 +359,24 @@ def test_messages_for_others_and_after_the_last_round_are_refused_and_noted(
     with pytest.raises(ProtofedError, match="cannot be read"):
         answer(site, "{}", write(asked))
     assert audit(w)[-1]["event"] == "failed"
+
+
+def test_text_from_the_server_is_one_line_at_the_site(
+    world: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A forged line in its log, or commands to its terminal."""
+    w = world(rounds=1)
+    home = w.folder / "homes" / HERE
+    evil = "x\n2025-01-01 all is well\x1b[2J\u202e"
+    request = Request(HERE, evil, 0, train=True, evaluate=False, accepted="")
+    context = Context(1, 1, {"site-folder": str(home)}, RecordDict(), {"spec": w.spec})
+    reply = handle(Message(write(request), dst_node_id=1, message_type="train"), context)
+    assert reply.has_error()
+    assert all(m.isprintable() for m in caplog.messages), caplog.messages
+    AuditLog(home).append("refused", why=f"\ud800 {evil}")  # half a character
+    shown = cli("audit", "--dir", str(home))
+    assert all(line.isprintable() for line in shown.splitlines()) and "2 entries" not in shown
+    assert audit(w)[-1]["why"].startswith("\ud800 x")
 
 
 def test_tampering_is_found_and_named(tmp_path: Path) -> None:

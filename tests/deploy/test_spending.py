@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.deploy.spoiled import set_values
 from protofed import tree
 from protofed.deploy.messages import Request
 from protofed.deploy.spending import SPENT_FILE, Spending, Trained
-from protofed.deploy.wire import read_tree
+from protofed.deploy.wire import Refused, read_tree
 from protofed.errors import ProtofedError
 from protofed.federation.privacy import Budget, Privacy
 from protofed.files import read_json
@@ -64,6 +65,40 @@ def test_a_message_is_paid_for_before_it_is_made(tmp_path: Path) -> None:
 
     request = Request("north", "0" * 10, 0, train=True, evaluate=False, accepted="")
     assert spending.once(request, {}, train, lambda _: True)[1]["releases"] == 1
+
+
+RELEASES = 3
+
+
+def _ask(folder: Path, round: int, barrier: Any, paid: Any) -> None:
+    budget = Budget("prototypes", 3.0, 1e-5, 1.0, releases=RELEASES)
+    spending = Spending(folder, Privacy(budget), keep=9)
+
+    def train() -> Trained:
+        return {}, {"state": ""}
+
+    request = Request("north", "0" * 10, round, train=True, evaluate=False, accepted="")
+    barrier.wait()
+    try:
+        paid.put(spending.once(request, {}, train, lambda _: True)[1]["releases"])
+    except Refused:
+        paid.put(0)
+
+
+def test_messages_at_the_same_time_are_paid_for_one_by_one(
+    tmp_path: Path,
+) -> None:
+    """A process answers each message: two that read the same number would both send."""
+    fork = multiprocessing.get_context("fork")
+    count, paid = 8, fork.Queue()
+    barrier = fork.Barrier(count)
+    each = [fork.Process(target=_ask, args=(tmp_path, n, barrier, paid)) for n in range(count)]
+    for process in each:
+        process.start()
+    found = sorted(paid.get(timeout=60) for _ in each)
+    for process in each:
+        process.join()
+    assert found == [0] * (count - RELEASES) + [1, 2, 3]
 
 
 def test_noise_differs_between_two_runs_of_the_same_seed(world: Callable[..., Any]) -> None:

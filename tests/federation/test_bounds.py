@@ -11,7 +11,7 @@ import torch
 
 from protofed import engines as engines
 from protofed.config import make_config
-from protofed.errors import Diverged
+from protofed.errors import Diverged, ProtofedError
 from protofed.federation.bounds import Bounds, OutOfBounds, shortened, size, sizes
 from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
@@ -37,11 +37,11 @@ def test_the_size_of_a_slot() -> None:
     model = {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(9)}
     assert size("model", model, start) == pytest.approx(5)  # of the change, and of floats
     assert size("change", model, start) == pytest.approx(41**0.5)
-    # of prototypes the longest; where there is none, the mean has no meaning
-    assert sizes(prototypes(2.0, 7.0, 1e9, count=[1.0, 2.0, 0.0]), {})["prototypes"] == (
+    # of prototypes the longest
+    assert sizes(prototypes(2.0, 7.0, 0.0, count=[1.0, 2.0, 0.0]), {})["prototypes"] == (
         pytest.approx(7)
     )
-    assert sizes(prototypes(5.0, count=[0.0]), {}) == {}
+    assert sizes(prototypes(0.0, count=[0.0]), {}) == {}
     table = {"mean": torch.ones(2, 3, 4), "mask": torch.tensor([[1.0, 0, 0], [0, 0, 0]])}
     assert size("prototypes", table, {}) == pytest.approx(2)
 
@@ -247,6 +247,28 @@ def test_a_resumed_run_refuses_the_same(monkeypatch: pytest.MonkeyPatch, tmp_pat
     parts = run(tiny_task(), config=config(), out=tmp_path / "parts", resume=True)
     assert parts.rounds[2]["problems"] == whole.rounds[2]["problems"]
     assert parts.rounds["norms.model"] == whole.rounds["norms.model"]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_method_cannot_switch_the_bounds_off(factor: float) -> None:
+    with pytest.raises(ProtofedError, match="size_limit must be a finite number"):
+        Bounds(dict, clients=4, factor=factor)
+
+
+def test_a_norm_that_overflows_is_out_of_bounds_where_nothing_is_known() -> None:
+    bounds = Bounds(dict, clients=4)
+    large = torch.full((2,), 1.7e308, dtype=torch.float64)
+    bounds.admit("a", reply({"scores": {"own": large}}), {})
+    assert set(bounds.outside()) == {"a"}
+
+
+def test_prototypes_that_are_not_there_are_bounded_too() -> None:
+    """Whatever a method's server computes of them before it looks at the mask."""
+    hidden = {"mean": torch.tensor([[1.0], [3e38]]), "count": torch.tensor([1.0, 0.0])}
+    assert size("prototypes", hidden, {}) == pytest.approx(3e38)
+    assert size("p", {"mean": torch.ones(1, 1), "count": torch.zeros(1)}, {}) == 1
+    assert size("p", {"mean": torch.zeros(1, 1), "count": torch.zeros(1)}, {}) is None
+    assert shortened("p", hidden, {}, 2.0)["mean"].flatten().tolist() == [1.0, 2.0]
 
 
 def test_a_method_may_allow_more() -> None:

@@ -460,6 +460,7 @@ def approve(
     """At a site whose policy has approval = true: list the runs asked for, or approve one."""
     _need_flower()
     from protofed.deploy.policy import Approvals
+    from protofed.deploy.run_log import one_line
     from protofed.deploy.setup import site_folder
 
     approvals = Approvals(site_folder(folder, name))
@@ -471,7 +472,8 @@ def approve(
     for asked in found:
         word = f"approved {asked['approved']}" if asked["approved"] else "waits"
         say(f"{asked['run']}  {word}: {asked['name']}, first asked {asked['asked']}")
-        say("  " + ", ".join(f"{key} {value}" for key, value in asked["settings"].items()))
+        asked_for = ", ".join(f"{key} {value}" for key, value in asked["settings"].items())
+        say(f"  {one_line(asked_for, most=10**5)}")
     if not found:
         say("no run has been asked for")
 
@@ -481,13 +483,14 @@ def audit(folder: DirOption = Path(), name: SiteOption = None) -> None:
     """Print a site's audit log, and verify that no line was changed, removed or inserted."""
     _need_flower()
     from protofed.deploy.audit import AuditLog
+    from protofed.deploy.run_log import one_line
     from protofed.deploy.setup import site_folder
 
     log = AuditLog(site_folder(folder, name))
     count = 0
     for entry in log.entries():
         time, event, _ = (entry.pop(key) for key in ("time", "event", "before"))
-        say(f"{time}  {event:8}  {json.dumps(entry, ensure_ascii=False)}")
+        say(f"{time}  {event:8}  {one_line(json.dumps(entry, ensure_ascii=False), most=10**7)}")
         count += 1
     say(f"{count} entries, none altered; the last one's hash is {log.head}")
 

@@ -81,6 +81,8 @@ def admit(
     admitted = _with_key(members, site, key)  # an error if the key is invalid or was revoked
     if members.client_certificates:
         certificate = request.with_suffix(".crt")
+        if certificate.name in ("ca.crt", "server.crt"):  # whoever sent it has chosen its name
+            raise ProtofedError(f"'{request}' would replace {certificate.name}", "rename it")
         signed = Authority.load(ca).client_for(site, str(about.get("certificate_request", "")))
         write_atomic(certificate, signed)
         tell(f"send {certificate} to site {site}, as client.crt of its folder")

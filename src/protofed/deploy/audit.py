@@ -46,7 +46,9 @@ class AuditLog:
                 entry = {"time": now(), "event": event, **about, "before": _hash(last)}
                 # a line that was cut short by a crash stays as it is, for ``verify`` to find
                 missing = b"" if last is None or last.endswith(b"\n") else b"\n"
-                file.write(missing + json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+                text = json.dumps(entry, ensure_ascii=False)
+                # half a character, which JSON can carry and UTF-8 cannot, stays an escape
+                file.write(missing + text.encode(errors="backslashreplace") + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
 

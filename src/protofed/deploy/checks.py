@@ -18,6 +18,7 @@ from protofed.deploy.counts import Count, expected_work
 from protofed.deploy.messages import Answer, Request, read
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused, read_tree
+from protofed.federation.bounds import prototypes_of
 from protofed.federation.client_round import Reply
 from protofed.federation.dry_run import noise_message
 from protofed.federation.server import Server
@@ -28,6 +29,8 @@ from protofed.tree import Tree
 
 MAX_TERMS = 100
 """Loss terms in a reply, and characters in the name of a term or of a state."""
+MAX_LOSS = 1e9
+"""The largest mean of a loss term, either way: records average it over the sites."""
 SLACK_BYTES = 64 << 20
 """Bytes that a reply may have beyond four times the expected size."""
 
@@ -75,7 +78,8 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
         for name, t in slots.items():
             own, other = tuple(t.shape), tuple(many[slot][name].shape)
             exact = slot == "model" or model.get(name) == own
-            shape = own if exact else _shape(slot, own, other, setup.sizes, total)
+            table = prototypes_of(slots) is not None
+            shape = own if exact else _shape(slot, own, other, setup.sizes, total, table)
             entries[slot, name] = (t.dtype, shape)
             largest += t.dtype.itemsize * math.prod(
                 max(x, y) if isinstance(size, str) else size
@@ -86,20 +90,28 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
 
 
 def _shape(
-    slot: str, a: tuple[int, ...], b: tuple[int, ...], sizes: Sizes, public: int | None
+    slot: str,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    sizes: Sizes,
+    public: int | None,
+    table: bool,
 ) -> Shape:
     """The shape of an entry that has shape ``a`` at one noise client and ``b`` at the other.
 
-    Classes come first and features last; the data decide how many prototypes lie between. What is
-    said of each public image has the same sizes at all sites.
+    The data decide a size if the two differ in it. They may also be equal by chance: in how many
+    prototypes a ``table`` has of a class, between classes, which come first, and features, which
+    come last; and where a size is 1, as the least of something. What is said of each public image
+    has the same sizes at all sites.
     """
     pairs = list(zip(a, b, strict=True))
     shape: list[int | str] = []
     for i, (x, y) in enumerate(pairs):
         ends = (x == sizes.classes and i == 0) or (x == sizes.features and i == len(a) - 1)
+        per_image = public is not None and NOISE_PUBLIC in pairs
         if public is not None and (x, y) == NOISE_PUBLIC:
             shape.append(public)
-        elif x == y and (ends or (public is not None and NOISE_PUBLIC in pairs)):
+        elif x == y and (ends or per_image or not (table or x == 1)):
             shape.append(x)
         else:
             shape.append(f"{slot}.{i}: {x} or {y}")
@@ -146,17 +158,25 @@ def check_answer(
         )
     if not all(map(math.isfinite, answer.loss_totals)):
         raise Refused("a loss in the reply is not finite")
-    names = (answer.state, *answer.loss_terms)
+    names = (answer.state, answer.version, *answer.loss_terms)
     if len(names) > MAX_TERMS or any(len(name) > MAX_TERMS for name in names):
         raise Refused("the reply has too many loss terms or too long names")
+    if not all(name.isprintable() for name in names):
+        raise Refused("a name in the reply has characters that cannot be printed")
     if not all(1 <= n <= answer.steps for n in answer.loss_steps):
         raise Refused("a loss in the reply has no steps, or more than the reply")
-    _check_tree(message, expected)
+    if not all(abs(total) <= MAX_LOSS * n for total, n in answer.losses.values()):
+        raise Refused(f"a loss in the reply is larger than {MAX_LOSS:g}")
+    _check_tree(message, expected, count.samples)
     losses = {term: (float(total), n) for term, (total, n) in answer.losses.items()}
     return answer, Reply(message, {}, answer.samples, answer.steps, float(answer.lr), losses)
 
 
-def _check_tree(message: Tree, expected: ExpectedReply) -> None:
+def _check_tree(message: Tree, expected: ExpectedReply, samples: int) -> None:
+    """Refuse other entries, dtypes or shapes than expected, and numbers that are not finite.
+
+    No size that a site's data decide is larger than the number of its ``samples``.
+    """
     got = {(slot, name): t for slot, entries in message.items() for name, t in entries.items()}
     if not got and expected.entries:
         raise Refused("the reply is empty: it carries no tensor")
@@ -165,6 +185,8 @@ def _check_tree(message: Tree, expected: ExpectedReply) -> None:
         if wrong:
             slot, name = sorted(wrong)[0]
             raise Refused(f"the reply {words} entry '{name}' of slot '{slot}'")
+    if empty := sorted(message.keys() - {slot for slot, _ in expected.entries}):
+        raise Refused(f"the reply has an unexpected slot {empty[0]!r:.100}")
     sizes: dict[str, int] = {}
     """The sizes that the site's data decided, by what stands for them in a shape."""
     for (slot, name), (dtype, shape) in expected.entries.items():
@@ -180,5 +202,7 @@ def _check_tree(message: Tree, expected: ExpectedReply) -> None:
             wanted = (sizes.get(n, "any") if isinstance(n, str) else n for n in shape)
             words = "×".join(map(str, wanted)) or "a scalar"
             raise Refused(f"{where} has the shape {tuple(t.shape)}, not {words}")
+        if any(n > samples for n, want in zip(t.shape, shape, strict=True) if type(want) is str):
+            raise Refused(f"{where} has the shape {tuple(t.shape)}, and the site {samples} samples")
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise Refused(f"{where} is not finite")

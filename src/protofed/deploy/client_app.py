@@ -12,6 +12,7 @@ from flwr.app import Context, Error, Message
 
 from protofed.deploy.messages import SITE_FAILED, SITE_WAITS
 from protofed.deploy.policy import NotApproved
+from protofed.deploy.run_log import one_line
 from protofed.deploy.site import answer, read_site_config
 from protofed.deploy.wire import Refused
 from protofed.errors import Diverged
@@ -27,7 +28,7 @@ def handle(message: Message, context: Context) -> Message:
         site = read_site_config(Path(node["site-folder"]), *paths)
         content = answer(site, str(context.run_config["spec"]), message.content)
     except (Refused, Diverged) as error:
-        log.error("protofed: %s", error)
+        log.error("protofed: %s", one_line(str(error)))
         code = SITE_WAITS if isinstance(error, NotApproved) else SITE_FAILED
         return Message(Error(code, str(error)), reply_to=message)
     except Exception as error:

@@ -36,7 +36,7 @@ from protofed.deploy.counts import Count, Counts
 from protofed.deploy.ledger import Ledger
 from protofed.deploy.members import Members
 from protofed.deploy.messages import RECORD, SITE_FAILED, SITE_WAITS, Answer, Request, write
-from protofed.deploy.run_log import COMPLETE, log
+from protofed.deploy.run_log import COMPLETE, log, one_line
 from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
@@ -49,10 +49,12 @@ from protofed.federation.simulation import (
     mean_losses,
     round_to,
 )
+from protofed.method import Update
 from protofed.models.mixed import client_models
 from protofed.observers.progress import accuracies
 from protofed.runs.folder import Checkpoint
 from protofed.runs.records import Record
+from protofed.tree import Tree
 
 ATTEMPTS = 3
 """At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
@@ -281,11 +283,11 @@ class Coordinator:
         round, sampled = server.round, server.sample()
         got = self._exchange(nodes, sampled, evaluate=self.pending is not None)
         for name, why in server.screen().items():
-            self._problem(got, name, why if self.config.bounds == "clip" else f"refused: {why}")
             got.failed.add(name)
-            if self.config.bounds != "clip":
-                del got.answers[name]
-                self.ledger.artifacts.refused(round + 1, name, why)
+            if self.config.bounds == "clip":
+                self._problem(got, name, why)
+            else:
+                self._refuse(got, name, why)
         trained = [name for name in sampled if name in got.answers]
         left_out = [name for name in sampled if self.excluded.get(name, 0) > round]
         absent = [name for name in sampled if name not in nodes]
@@ -296,12 +298,16 @@ class Coordinator:
             return False
         sampled = [name for name in sampled if name not in left_out]
         needed = min(self.members.minimum, len(sampled))
+        while len(trained) >= needed and (problem := self._aggregate()):
+            found = server.spoilers(self._works)
+            for name in found:
+                server.refuse(name)
+                self._refuse(got, name, problem)
+            if not found:
+                return self._failed(problem, got)
+            trained = [name for name in trained if name not in found]
         if len(trained) < needed:
-            problem = f"only {len(trained)} of {needed} required replies"
-        else:
-            problem = self._aggregate()
-        if problem:
-            return self._failed(problem, got)
+            return self._failed(f"only {len(trained)} of {needed} required replies", got)
         self.failures, self.waiting_since = 0, None
         if self.pending is not None:
             self._measure(got)
@@ -324,38 +330,39 @@ class Coordinator:
         Replies that are each valid may not be so together. The state is then as before.
         """
         server = self.server
-        state, round = server.state, server.round
-        bounds = server.bounds
-        history = bounds.history if bounds is not None else []
-        scores = server.outlying()
         try:
-            self.norms = server.finish()
+            scores, state = server.outlying(), server.aggregated()
         except Exception as error:
-            log.exception("round %d: aggregation failed", round + 1)
+            log.exception("round %d: aggregation failed", server.round + 1)
             return f"the replies could not be aggregated: {error}"
-        for slot, entries in server.state.items():
-            for name, t in entries.items():
-                if t.is_floating_point() and not bool(torch.isfinite(t).all()):
-                    server.state, server.round = state, round
-                    if bounds is not None:
-                        bounds.restore(history)
-                    return f"entry '{name}' of slot '{slot}' is no longer finite"
+        if where := _not_finite(state):
+            return f"{where} is no longer finite"
+        self.norms = server.finish(state)
         worst = max(scores, key=lambda name: scores[name])
         # of two replies, each is as far from the other
         self.suspects = [n for n, s in scores.items() if s > OUTLYING] or [worst]
         self.suspects = self.suspects if len(scores) > 2 else []
         return ""
 
+    def _works(self, updates: list[Update]) -> bool:
+        """Whether these replies of the round could be aggregated."""
+        try:
+            return not _not_finite(self.server.aggregated(updates))
+        except Exception:
+            return False
+
     def _signs_of_poison(self, got: Exchange, trained: Sequence[str]) -> str:
         """What happened to most sites after the last round, in words; empty if nothing did."""
         if not self.losses:
             return ""
+        least = min(2, len(self.members.sites))  # of several, no site ends a run by itself
         failed = [name for name in self.losses if name in got.failed]
-        if 2 * len(failed) > len(self.losses):
+        if 2 * len(failed) > len(self.losses) and len(failed) >= least:
             return f"most sites failed ({', '.join(failed)})"
         known = [name for name in trained if len(self.losses.get(name, [])) > 1]
-        jumped = [n for n in known if _loss(got.answers[n]) > JUMP * max(self.losses[n])]
-        if 2 * len(jumped) > len(known):
+        jumped = [n for n in known if _loss(got.answers[n]) > JUMP * max(map(abs, self.losses[n]))]
+        # of all that trained: those whose losses are not known yet have not seen a jump
+        if 2 * len(jumped) > len(trained) and len(jumped) >= least:
             return f"the loss of most sites jumped ({', '.join(jumped)})"
         return ""
 
@@ -596,12 +603,24 @@ class Coordinator:
             got.sent[name] = tree.nbytes(reply.message)
             log.info("round %d: site %s replied", self.server.round + 1, name)
 
+    def _refuse(self, got: Exchange, name: str, why: str) -> None:
+        """Leave a reply that was taken out of the round, by name."""
+        self._problem(got, name, f"refused: {why}")
+        del got.answers[name]
+        self.ledger.artifacts.refused(self.server.round + 1, name, why)
+
     def _problem(self, got: Exchange, name: str, why: str) -> None:
-        why = why[:MAX_PROBLEM_LENGTH]
-        # one line, also in the log: a site's text must not look like the server's
-        why = "".join(c if c.isprintable() else " " for c in why)
-        got.problems[name] = why
+        why = got.problems[name] = one_line(why, MAX_PROBLEM_LENGTH)
         log.warning("round %d: site %s: %s", self.server.round + 1, name, why)
+
+
+def _not_finite(state: Tree) -> str:
+    """The first entry that is not finite, in words; empty if all are."""
+    for slot, entries in state.items():
+        for name, t in entries.items():
+            if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+                return f"entry '{name}' of slot '{slot}'"
+    return ""
 
 
 def _loss(answer: Answer) -> float:

@@ -192,6 +192,9 @@ def _from_outside(
         yield Finding(False, f"ca.crt: {error}")
         return
     if members.client_certificates:
+        if not _connects(*host_port(where)):  # which is no refusal
+            yield Finding(False, f"{where} does not respond")
+            return
         refused = _refuses_strangers(where, folder / "ca.crt")
         words = "refuses" if refused else "serves"
         yield Finding(refused, f"{where} {words} callers without a client certificate")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -23,7 +24,7 @@ from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.model_state import model_entries, travel
 from protofed.federation.setup import Setup
-from protofed.files import read_json, write_json
+from protofed.files import make_folder, read_json, write_json
 from protofed.method import Method
 from protofed.methods import METHODS
 from protofed.models import MODELS, NORMS, Network, build
@@ -41,6 +42,8 @@ LIMITS = {
     "max_delta": "delta",
 }
 """The setting that each number of a policy is about."""
+MAX_TEXTS = 100
+"""Different texts with the hash of one run that a site notes for approval."""
 
 
 class NotApproved(Refused):
@@ -170,7 +173,9 @@ def _require_known(name: str, value: str, allowed: tuple[str, ...] | None) -> No
 class Approvals:
     """The runs that a site was asked for, and which of them a person has approved.
 
-    A run is known by all of the text that describes it: ten digits of a hash can be forged.
+    A run is known by all of the text that describes it: ten digits of a hash can be forged. Each
+    text has a name of its own, which stays with it: ``a1b2c3d4e5``, and ``a1b2c3d4e5-2`` for the
+    next one with that hash. What was listed under a name is what is approved under it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -178,17 +183,26 @@ class Approvals:
 
     def require(self, run: RunSpec, spec: str) -> None:
         """Refuse a run that is not approved, and note that somebody has to decide."""
-        path, digest = self.folder / f"{run.hash}.json", hashlib.sha256(spec.encode()).hexdigest()
-        found = read_json(path) if path.is_file() else {}
-        if found.get("spec") == digest and found.get("approved"):
-            return
-        if found.get("spec") != digest:
-            about = {"name": run.name, "spec": digest, "settings": asked_settings(run)}
-            write_json(path, {"run": run.hash, "asked": now(), **about, "approved": ""})
-        raise NotApproved(
-            f"run {run.hash} waits for approval at the site (approval)",
-            f"at the site: protofed deploy approve {run.hash}",
-        )
+        digest = hashlib.sha256(spec.encode()).hexdigest()
+        names = [run.hash, *(f"{run.hash}-{n}" for n in range(2, MAX_TEXTS + 1))]
+        make_folder(self.folder, private=True)
+        with FileLock(self.folder / "lock", mode=0o600):
+            paths = {name: self.folder / f"{name}.json" for name in names}
+            known = {name: read_json(path) for name, path in paths.items() if path.is_file()}
+            same = [name for name, found in known.items() if found.get("spec") == digest]
+            name = next((n for n in names if n in same or not (same or n in known)), None)
+            if name is None:
+                raise Refused(f"run {run.hash} was asked for with {MAX_TEXTS} other settings")
+            if name not in known:
+                about = {"name": run.name, "spec": digest, "settings": asked_settings(run)}
+                known[name] = {"run": name, "asked": now(), **about, "approved": ""}
+                write_json(paths[name], known[name])
+        found = known[name]
+        if not found.get("approved"):
+            raise NotApproved(
+                f"run {name} waits for approval at the site (approval)",
+                f"at the site: protofed deploy approve {name}",
+            )
 
     def list(self) -> list[dict[str, Any]]:
         """The runs that were asked for, oldest first."""

@@ -18,6 +18,11 @@ ENDED = "the run ended"
 """What the last line of a run's log says: after the last round, or if the run ended early."""
 
 
+def one_line(text: str, most: int = 1000) -> str:
+    """Text that came from another machine, for a log: it must not look like lines of this one."""
+    return "".join(c if c.isprintable() else " " for c in text[:most])
+
+
 def log_path(run: Path) -> Path:
     """The log of the run in this folder. Not inside it: a new run needs an empty folder."""
     return run.with_name(f"{run.name}.log")

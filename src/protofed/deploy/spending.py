@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from protofed import tree
 from protofed.deploy.messages import Request
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
 from protofed.federation.privacy import Privacy
-from protofed.files import read_json, sealed, write_atomic
+from protofed.files import make_folder, read_json, sealed, write_atomic
 from protofed.tree import Tree
 
 SPENT_FILE = "spent.json"
@@ -53,9 +55,9 @@ class Spending:
             message, report = tree.load(path)
             if not report["state"] or has_state(report["state"]):
                 return message, report
-        self._spend()
+        releases = self._spend()
         message, report = train()
-        report = {**report, "releases": self.releases}
+        report = {**report, "releases": releases}
         tree.save(message, path, report, private=True)
         self.forget(before=request.round - self.keep)
         return message, report
@@ -66,11 +68,19 @@ class Spending:
             if int(path.name.partition("-")[0]) < before:
                 path.unlink(missing_ok=True)
 
-    def _spend(self) -> None:
-        releases = self.releases + 1
-        try:
-            self.privacy.require(releases)
-        except ProtofedError as error:
-            raise Refused(error.message, error.hint) from None
-        content = sealed({"releases": releases, "spent": self.privacy.spent(releases)})
-        write_atomic(self.folder / SPENT_FILE, json.dumps(content, indent=2) + "\n", private=True)
+    def _spend(self) -> int:
+        """Write down one more release; returns its number.
+
+        A server can send several messages at once, and a process answers each: one at a time.
+        """
+        make_folder(self.folder, private=True)
+        with FileLock(self.folder / "lock", mode=0o600):
+            releases = self.releases + 1
+            try:
+                self.privacy.require(releases)
+            except ProtofedError as error:
+                raise Refused(error.message, error.hint) from None
+            content = sealed({"releases": releases, "spent": self.privacy.spent(releases)})
+            text = json.dumps(content, indent=2) + "\n"
+            write_atomic(self.folder / SPENT_FILE, text, private=True)
+            return releases

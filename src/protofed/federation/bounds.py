@@ -10,6 +10,7 @@ choose the median.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median_low
 from typing import Any
@@ -42,7 +43,9 @@ def size(slot: str, entries: Slot, start: Slot) -> float | None:
     """How large a slot of a message is; ``start`` is the model that was sent. None: no numbers."""
     if (table := prototypes_of(entries)) is not None:
         mean, there = table
-        return float(mean[there].double().norm(dim=-1).max()) if bool(there.any()) else None
+        # those that are said not to be there, too: they are 0, unless somebody hides something
+        longest = float(mean.double().norm(dim=-1).max()) if mean.numel() else 0.0
+        return longest if longest > 0 or bool(there.any()) else None
     floats = {n: t for n, t in entries.items() if t.is_floating_point()}
     if not floats:
         return None
@@ -59,9 +62,9 @@ def sizes(message: Tree, start: Slot) -> dict[str, float]:
 def shortened(slot: str, entries: Slot, start: Slot, limit: float) -> Slot:
     """A slot with its size brought down to ``limit``, if it is larger."""
     if (table := prototypes_of(entries)) is not None:
-        mean, there = table
+        mean, _ = table
         norm = mean.double().norm(dim=-1, keepdim=True)
-        factor = torch.where(there[..., None] & (norm > limit), limit / norm, 1.0)
+        factor = torch.where(norm > limit, limit / norm, 1.0)
         return {**entries, "mean": (mean * factor).to(mean.dtype)}
     now = size(slot, entries, start)
     if now is None or now <= limit:
@@ -86,6 +89,8 @@ class Bounds:
         count_noise: float = 0.0,
         factor: float = FACTOR,
     ) -> None:
+        if not 1 <= factor < math.inf:
+            raise ProtofedError(f"size_limit must be a finite number from 1, got {factor!r}")
         self._dry_run = dry_run
         self._dry: Mapping[str, float] | None = None
         self.few, self.clip, self.count_noise = clients < FEW, clip, count_noise
@@ -107,7 +112,7 @@ class Bounds:
         for name, own in self._round.items():
             for slot, value in own.items():
                 limit, reference = limits[slot]
-                if value > limit:
+                if value > limit or value == math.inf:  # numbers so large that no norm holds them
                     what = {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
                     why = f"{what} {value:.4g}, more than {limit:.4g}: {reference}"
                     found.setdefault(name, {})[slot] = limit, f"out of bounds: {why}"
@@ -127,7 +132,7 @@ class Bounds:
         size = dry if self.few else max([dry, *medians])
         factor = self.factor * WIDER if self.few else self.factor
         words = f"{factor:g} times that of the server's own dry run"
-        return factor * size or float("inf"), words
+        return factor * size or math.inf, words
 
     def settle(self, name: str, slots: Mapping[str, float] | None) -> None:
         """Let a reply count with these slots clipped to these sizes, or (None) not at all."""

@@ -261,7 +261,8 @@ def noised_model(
     noised = {}
     for name, t in change.items():
         noise = torch.from_numpy(normal((*key, MODEL, name), tuple(t.shape))).to(t.device)
-        noised[name] = (start[name] + factor * t + scale * noise).to(trained[name].dtype)
+        # the received model last: huge entries would round the change before it has its noise
+        noised[name] = (start[name] + (factor * t + scale * noise)).to(trained[name].dtype)
     return noised
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -101,8 +101,7 @@ class Server:
             assert bounds is not None
             found[name] = next(iter(slots.values()))[1]
             if not bounds.clip:
-                del self._updates[name]
-                bounds.settle(name, None)
+                self.refuse(name)
                 continue
             found[name] += "; clipped"
             message = {slot: self._spool.get(name, slot) for slot in self._slots}
@@ -117,28 +116,54 @@ class Server:
         updates = self.updates()
         return outlyingness(updates, self._slots, (len(updates) - 1) // 2)
 
-    def finish(self) -> dict[str, float]:
+    def finish(self, state: Tree | None = None) -> dict[str, float]:
         """End the round with the replies received; without any, the state does not change.
 
-        Returns the median size of each slot, if there are bounds. Updates are taken in the
-        federation's order: the order of arrival cannot change a bit.
+        ``state`` is that of ``aggregated``, if it was called before. Returns the median size of
+        each slot, if there are bounds.
         """
-        updates = self.updates()
-        if updates:
-            start = self.state.get("model", {})
-            updates = robust_updates(self.robust, self.robust_fraction, updates, self._slots, start)
-            with self._inputs_unchanged():
-                weights = self.method.weights(self.view(), updates)
-                if weights is None:
-                    weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
-                # entries that only go down are the server's own: the mean leaves them as they are
-                averaged = start | weighted_mean(updates, "model", weights)
-                state = self.method.aggregate(self.view(), averaged, updates)
-            self.state = tree.copy(state, self.device)
+        if self._updates:
+            self.state = self.aggregated() if state is None else state
         medians = self.bounds.close() if self.bounds is not None else {}
         self.abandon()
         self.round += 1
         return medians
+
+    def aggregated(self, updates: list[Update] | None = None) -> Tree:
+        """The state after the replies of the round, or after these of them; nothing changes yet.
+
+        Updates are taken in the federation's order: the order of arrival cannot change a bit.
+        """
+        updates, start = updates or self.updates(), self.state.get("model", {})
+        updates = robust_updates(self.robust, self.robust_fraction, updates, self._slots, start)
+        with self._inputs_unchanged():
+            weights = self.method.weights(self.view(), updates)
+            if weights is None:
+                weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
+            # entries that only go down are the server's own: the mean leaves them as they are
+            averaged = start | weighted_mean(updates, "model", weights)
+            state = self.method.aggregate(self.view(), averaged, updates)
+        return tree.copy(state, self.device)
+
+    def spoilers(self, works: Callable[[list[Update]], bool]) -> list[str]:
+        """Whose replies are at fault if they do not work together; none if that cannot be said.
+
+        Those that do not work alone, if they are fewer than the others; or else the one without
+        which the others work.
+        """
+        updates = self.updates()
+        alone = [u.name for u in updates if not works([u])]
+        if alone:
+            return alone if 2 * len(alone) < len(updates) else []
+        others = {u.name: [v for v in updates if v is not u] for u in updates}
+        found = [name for name, rest in others.items() if len(rest) > 1 and works(rest)]
+        return found if len(found) == 1 else []
+
+    def refuse(self, name: str) -> None:
+        """Leave an accepted reply out of the round after all."""
+        del self._updates[name]
+        if self.bounds is not None:
+            self.bounds.settle(name, None)
 
     def updates(self) -> list[Update]:
         """The accepted replies of the round, in the federation's order."""
