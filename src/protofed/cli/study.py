@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,9 +92,8 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
         over = "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in swept.over.items())
         some = f"; {len(swept.points())} of the settings" if swept.generators else ""
         console.print(escape(f"swept: {over} (of {', '.join(swept.rows)}{some})"), highlight=False)
-    seeds = ", ".join(map(str, study.seeds))
     runs = len({run.config.hash for run in plan(study)})
-    console.print(f"seeds {seeds}; {runs} runs in all", highlight=False)
+    console.print(f"seeds {_listed(study.seeds)}; {runs} runs in all", highlight=False)
     shared = ", ".join(f"{k}={v}" for k, v in study.settings.items())
     for task in study_tasks(study):
         own = ", ".join(f"{k}={v}" for k, v in task.settings.items())
@@ -101,6 +101,10 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
             f"\n[bold]{escape(task.name)}[/bold]  {escape(', '.join(filter(None, (shared, own))))}",
             highlight=False,
         )
+        if task.rows:
+            console.print(escape(f"rows: {', '.join(task.rows)}"), highlight=False)
+        if task.seeds:
+            console.print(f"seeds {_listed(task.seeds)}", highlight=False)
         printed = study.printed.get(task.name, {}).items()
         rows = [TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed]
         if rows:
@@ -120,7 +124,10 @@ def run_(
         str | None,
         typer.Option(metavar="M,...", help="Only these rows, by their labels or their methods."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds, starting at 0.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Number of seeds: the study's first ones, then the next numbers."),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -151,20 +158,24 @@ def run_(
     resume. Settings that are given here hold for all runs of the study.
     """
     from protofed.studies.definition import load
-    from protofed.studies.plan import Selection
+    from protofed.studies.plan import Selection, plan
 
     at_least_one(seeds=seeds)
     study = load(name)
     known = {row.method: row.method for row in study.rows.values() if not row.missing}
     known |= {row.make().name: row.method for row in study.rows.values() if not row.missing}
     study = study.overridden(on, settings, by_method(assignments(set_), known))
-    chosen = Selection(
-        words(tasks),
-        words(methods, [line.label for line in study.lines]),
-        tuple(range(seeds)) if seeds is not None else study.seeds,
-    )
+    chosen = Selection(words(tasks), words(methods, [line.label for line in study.lines]))
     path = out or pool / _folder_name(study)
-    study = study.with_seeds(chosen.seeds)
+    if seeds is not None:
+        own = {run.task for run in plan(study, chosen)}
+        study = study.with_seeds(
+            {
+                name: study.first_seeds(seeds, task)
+                for name, task in study.tasks.items()
+                if on or name in own
+            }
+        )
     run_study(study, path, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard, chosen)
     if study.kind == "tsne" and shard is None:
         console.print(f"the t-SNE figures: protofed report {path} -o report.html")
@@ -246,6 +257,10 @@ def pack_(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def _study_path(name: str, pool: Path) -> Path:

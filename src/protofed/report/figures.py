@@ -6,7 +6,7 @@ The command line, notebooks, studies and the report all draw with these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -198,14 +198,14 @@ def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     """
     over = study.sweeps[number].over
     rows = {row.label: row for row in table.rows}
-    swept = [line.label for line in study.lines if line.sweep == number]
+    swept = [s.label for s in study.lines if s.sweep == number and s.label in rows]
     if len(over) > 2 or not any(rows[label].accuracy for label in swept):
         return None
     name = f"sweep-{'-'.join(over)}" if len(study.sweeps) > 1 else "sweep"
     heading = study_heading(study, table)
     main, title = _main_column(table)
     if len(over) == 2:
-        labels = study.sweeps[number].rows
+        labels = _swept_rows(study, number, rows)
         validated = any(VALIDATION in rows[label].beside for label in swept)
         columns = (main, VALIDATION) if validated else (main,)
         panels = tuple(
@@ -222,6 +222,12 @@ def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     return Plot(name, caption, (panel,), keys, heading=heading)
 
 
+def _swept_rows(study: Study, number: int, rows: Collection[str]) -> list[str]:
+    """The rows of a sweep that the task has."""
+    own = (s for s in study.lines if s.sweep == number and s.label in rows)
+    return list(dict.fromkeys(line.row.label for line in own))
+
+
 def _sweep_lines(
     study: Study, number: int, table: TaskTable, rows: Mapping[str, TableRow]
 ) -> tuple[Panel, tuple[Key, ...]]:
@@ -229,8 +235,11 @@ def _sweep_lines(
     main, title = _main_column(table)
     swept = study.sweeps[number]
     ((name, values),) = swept.over.items()
-    points = {label: [rows[point_label(label, {name: v})] for v in values] for label in swept.rows}
-    levels = [rows[line.label] for line in study.lines if line.sweep is None]
+    points = {
+        label: [rows[point_label(label, {name: v})] for v in values]
+        for label in _swept_rows(study, number, rows)
+    }
+    levels = [rows[s.label] for s in study.lines if s.sweep is None and s.label in rows]
     swept_rows = {label: [row for row in own if row.accuracy] for label, own in points.items()}
     looks = looks_of(
         [replace(own[0], label=label, variant=False) for label, own in swept_rows.items() if own]

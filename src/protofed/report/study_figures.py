@@ -33,19 +33,20 @@ def write_figures(
         runs = [] if folder.study.sweeps else folder.histories(table.task)
         one = len({run.task for run in folder.runs}) == 1
         suffix = "" if one else "-" + re.sub(r"[^\w.-]+", "-", table.task)
-        for drawn in _plots(folder.study, table, runs, folder.chosen(table.task)):
+        for drawn in _plots(folder.study, table, runs, folder.choices(table.task)):
             named = replace(drawn, name=f"{drawn.name}{suffix}")
             names += [path.name for path in plot.save(named, folder.path, kinds=kinds, dpi=dpi)]
     return names
 
 
 def _plots(
-    study: Study, table: TaskTable, runs: Sequence[RunHistory], chosen: Line | None
+    study: Study, table: TaskTable, runs: Sequence[RunHistory], choices: Sequence[Line]
 ) -> list[Plot]:
     made = []
     title = figures.study_heading(study, table)
     if study.kind == TUNE:
-        return [tuning(study, table.rows, chosen, title)] if chosen is not None else []
+        swept = any(line.sweep is not None for line in choices)
+        return [tuning(study, table.rows, choices, title)] if swept else []
     looks = looks_of([*runs, *(row for row in table.rows if row.method)])
     if runs:
         # only runs that left out the same domain, or none, can share a figure
