@@ -29,6 +29,7 @@ from protofed.cli.options import (
 )
 from protofed.cli.output import console, print_table, print_tables, status
 from protofed.cli.parse import assignments, at_least_one, by_method, words
+from protofed.errors import ProtofedError
 
 if TYPE_CHECKING:
     from protofed.studies.definition import Study
@@ -257,6 +258,28 @@ def pack_(
         highlight=False,
         soft_wrap=True,
     )
+
+
+@study_app.command("unpack", context_settings=HELP)
+def unpack_(
+    folders: Annotated[list[Path], typer.Argument(help="Packed studies: results/NAME ...")],
+    pool: PoolOption = Path("runs"),
+) -> None:
+    """Put the runs of packed studies into the pool, so that a study is continued elsewhere.
+
+    They have no models. Runs of another numerics are left out: they would be mixed with new ones.
+    """
+    from protofed.runs.pool import PACKED, unpack
+
+    for folder in folders:
+        if not (folder / PACKED).is_file():
+            raise ProtofedError(f"'{folder}' holds no packed study", "name results/NAME")
+    for folder in folders:
+        done = unpack(folder, pool)
+        parts = [f"{done.taken} runs are in [bold]{escape(str(pool))}[/bold] now"]
+        parts += [f"{done.known} were there already"] * bool(done.known)
+        parts += [f"{done.other} of another numerics were left out"] * bool(done.other)
+        console.print(f"{escape(str(folder))}: {', '.join(parts)}", highlight=False, soft_wrap=True)
 
 
 def _listed(seeds: Sequence[int]) -> str:
