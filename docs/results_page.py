@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from styles_page import StylesPage
+
 from protofed.report.figures import against_paper
 from protofed.report.plot import Plot, render
 from protofed.runs.pool import PACKED
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 FIGURE = ROOT / "docs" / "images" / "ours-minus-paper.png"
 DPI = 160
-ELSEWHERE = ("privacy", "robust", "min-class-count")
+ELSEWHERE = ("privacy", "robust", "min-class-count", "styles", "styles-tune")
 """Studies whose results are told on pages of their own."""
 
 
@@ -67,6 +69,8 @@ class Results:
             "## What was run",
             *self._runs(),
             _text(RESULTS / "missing.md"),
+            *["What styles gain has [a page of its own](styles.md)."]
+            * StylesPage.is_there(RESULTS),
             *(text for folder in self.folders for text in self._study(folder)),
         ]
         return "\n\n".join(parts) + "\n"

@@ -91,7 +91,8 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
     console.print(table)
     for swept in study.sweeps:
         over = "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in swept.over.items())
-        some = f"; {len(swept.points())} of the settings" if swept.generators else ""
+        few = swept.generators or swept.listed
+        some = f"; {len(swept.points())} of the settings" if few else ""
         console.print(escape(f"swept: {over} (of {', '.join(swept.rows)}{some})"), highlight=False)
     runs = len({run.config.hash for run in plan(study)})
     console.print(f"seeds {_listed(study.seeds)}; {runs} runs in all", highlight=False)

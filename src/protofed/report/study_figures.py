@@ -11,7 +11,7 @@ from protofed.report import figures, plot
 from protofed.report.palette import looks_of
 from protofed.report.plot import Plot
 from protofed.report.tuning import tuning
-from protofed.studies.definition import TUNE, Line, Study
+from protofed.studies.definition import DIFFERENCES, TUNE, Line, Study
 from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.history import RunHistory
 
@@ -26,7 +26,16 @@ def write_figures(
 
     A sweep is drawn over its parameters, not over rounds.
     """
-    names = []
+    names: list[str] = []
+
+    def save(drawn: Plot) -> None:
+        saved = plot.save(drawn, folder.path, kinds=kinds, dpi=dpi)
+        names.extend(path.name for path in saved)
+
+    if folder.study.kind == DIFFERENCES:
+        if any(figures.gains(table) for table in tables):
+            save(figures.differences(tables, folder.study.title))
+        return names
     for table in tables:
         if not table.runs:
             continue
@@ -34,8 +43,7 @@ def write_figures(
         one = len({run.task for run in folder.runs}) == 1
         suffix = "" if one else "-" + re.sub(r"[^\w.-]+", "-", table.task)
         for drawn in _plots(folder.study, table, runs, folder.choices(table.task)):
-            named = replace(drawn, name=f"{drawn.name}{suffix}")
-            names += [path.name for path in plot.save(named, folder.path, kinds=kinds, dpi=dpi)]
+            save(replace(drawn, name=f"{drawn.name}{suffix}"))
     return names
 
 

@@ -42,7 +42,11 @@ MOST_LAST = 100
 
 TUNE = "tune"
 """The kind of a study that chooses by validation accuracy."""
-KINDS = ("table", "curves", "bars", "sweep", "tsne", TUNE)
+DIFFERENCES = "differences"
+"""The kind of a study whose figure is every row's difference to the baseline, on all tasks."""
+TUNED = ", tuned"
+"""How the label of a row ends that is another row with what validation chose for it."""
+KINDS = ("table", "curves", "bars", DIFFERENCES, "sweep", "tsne", TUNE)
 
 SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
 """The settings that a study may give; its seeds have a key of their own."""

@@ -234,6 +234,8 @@ class TableRow:
     """The accuracy whose price is asked for, as a mean over seeds; None if there is none."""
     reached: tuple[Spread, Spread] | None = None
     """Rounds and MB until the target, over the seeds that reach it; None if none does."""
+    seed_list: tuple[int, ...] = ()
+    """The seeds of its runs, in the order of every ``Spread.values``."""
 
     @property
     def was_run(self) -> bool:
@@ -343,8 +345,20 @@ def row(
         beside={n: Spread.of([m.beside[n] for m in measures]) for n in first.beside},
         method=first.settings["method"],
         variant=is_variant(first.settings),
+        seed_list=tuple(runs),
         **more,
     )
+
+
+def paired(one: TableRow, other: TableRow, column: str) -> Spread | None:
+    """The difference of two rows in a column, on the seeds that both have; None without one."""
+    own, theirs = one.accuracy.get(column), other.accuracy.get(column)
+    if own is None or theirs is None:
+        return None
+    subtracted = dict(zip(other.seed_list, theirs.values, strict=True))
+    both = zip(one.seed_list, own.values, strict=True)
+    found = [value - subtracted[seed] for seed, value in both if seed in subtracted]
+    return Spread.of(found) if found else None
 
 
 def chosen(rows: Sequence[TableRow]) -> TableRow | None:
