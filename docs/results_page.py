@@ -28,6 +28,8 @@ FIGURE = ROOT / "docs" / "images" / "ours-minus-paper.png"
 DPI = 160
 ELSEWHERE = ("privacy", "robust", "min-class-count", "styles", "styles-tune")
 """Studies whose results are told on pages of their own."""
+FIGURES = "-fig"
+"""In the names of studies whose printed numbers are those of a table: they count once."""
 
 
 @cache
@@ -52,7 +54,7 @@ class Results:
                 f"{study}, {table.task}": table
                 for study, tables in self.tables.items()
                 for table in tables
-                if any(row.accuracy and row.paper for row in table.rows)
+                if FIGURES not in study and any(row.accuracy and row.paper for row in table.rows)
             }
         )
 
@@ -78,7 +80,7 @@ class Results:
     def _differences(self) -> list[str]:
         lines = []
         for study, tables in self.tables.items():
-            for table in tables:
+            for table in tables if FIGURES not in study else ():
                 for label, (ours, paper) in table.beside_paper().items():
                     cells = [study, table.task, label, _pm(ours), str(ours.seeds), f"{paper:+.2f}"]
                     lines.append(_line([*cells, _verdict(ours, paper)]))

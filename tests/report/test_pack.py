@@ -24,6 +24,7 @@ from protofed.report.page import write_report
 from protofed.runs.pool import PACKED, Pool, unpack
 from protofed.runs.result import load_run
 from protofed.runs.run import run
+from protofed.studies.definition import parse
 from protofed.studies.folder import StudyFolder, to_text
 from protofed.studies.launch import prepare
 
@@ -266,3 +267,22 @@ def test_a_packed_run_stays_in_the_pool(tmp_path: Path) -> None:
     with pytest.raises(ProtofedError, match="no name of a run's folder"):
         unpack(tmp_path / "b", tmp_path / "pool")
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_study_whose_figure_is_a_tsne_is_packed_with_it(
+    packed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, _ = packed
+    made = StudyFolder.open(source).study
+    raw = {k: v for k, v in made.raw.items() if k != "pool"}
+    drawn = parse({**raw, "kind": "tsne", "tsne": {"domains": ["photo"]}}, "drawn")
+    folder = StudyFolder.create(source.parent / "drawn", drawn, source.parent)
+    pack(folder.path, tmp_path / "b", images=10)
+    names = {p.name for p in (tmp_path / "b").glob("*.png")}
+    assert names == {"curves.png", "tsne-fedavg.png", "tsne-fpl.png", "clusters-fpl.png"}
+    # what was looked at goes with the runs: without their models it is packed again
+    unpack(tmp_path / "b", tmp_path / "pool")
+    again = StudyFolder.create(tmp_path / "pool" / "drawn", drawn, tmp_path / "pool")
+    pack(again.path, tmp_path / "c", images=10)
+    assert {p.name for p in (tmp_path / "c").glob("*.png")} == names
