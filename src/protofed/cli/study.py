@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -252,7 +254,7 @@ def pack_(
     from protofed.report.pack import pack
 
     with status() as tell:
-        packed = pack(_study_path(folder, pool), to, images, tell)
+        packed = pack(_changed_path(_study_path(folder, pool)), to, images, tell)
     console.print(
         f"{packed.runs} runs with their tables and figures are in [bold]{escape(str(to))}[/bold], "
         f"{packed.size / 1e6:.1f} MB in all; protofed report {escape(str(to))} shows them",
@@ -289,6 +291,18 @@ def _listed(seeds: Sequence[int]) -> str:
 
 def _study_path(name: str, pool: Path) -> Path:
     return Path(name) if Path(name).is_dir() else pool / Path(name.removesuffix(".toml")).name
+
+
+def _changed_path(path: Path) -> Path:
+    """The study's folder, or the only one of that name with options: NAME-<hash>."""
+    if (path / "study.toml").is_file():
+        return path
+    found = [
+        file.parent
+        for file in path.parent.glob(f"{glob.escape(path.name)}-*/study.toml")
+        if re.fullmatch("-[0-9a-f]{10}", file.parent.name.removeprefix(path.name))
+    ]
+    return found[0] if len(found) == 1 else path
 
 
 def _find_study(name: str, pool: Path) -> StudyFolder:
