@@ -1,4 +1,4 @@
-"""Write docs/methods (a page for every method, and their index), settings.md and results.md.
+"""Write docs/methods (a page for every method, and their index) and other generated pages.
 
 ``python docs/generate.py``, or ``make docs``.
 
@@ -19,7 +19,8 @@ from importlib import resources
 from pathlib import Path
 
 import torch
-from results_page import results, write_figure
+from results_page import RESULTS, results, write_figure
+from styles_page import StylesPage
 
 from protofed import tree
 from protofed.config import PANELS, PROTOCOLS, SETTINGS, TASK_PROTOCOL
@@ -46,6 +47,11 @@ def pages() -> dict[Path, str]:
         **{PAGES / f"{name}.md": _page(cls) for name, cls in METHODS.items()},
         ROOT / "docs" / "settings.md": _settings(),
         ROOT / "docs" / "results.md": results().page(),
+        **(
+            {ROOT / "docs" / "styles.md": StylesPage(RESULTS).text()}
+            if StylesPage.is_there(RESULTS)
+            else {}
+        ),
     }
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from styles_page import StylesPage
+
 from protofed.report.figures import against_paper
 from protofed.report.plot import Plot, render
 from protofed.runs.pool import PACKED
@@ -24,8 +26,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 FIGURE = ROOT / "docs" / "images" / "ours-minus-paper.png"
 DPI = 160
-ELSEWHERE = ("privacy", "robust", "min-class-count")
+ELSEWHERE = ("privacy", "robust", "min-class-count", "styles", "styles-tune")
 """Studies whose results are told on pages of their own."""
+FIGURES = "-fig"
+"""In the names of studies whose printed numbers are those of a table: they count once."""
 
 
 @cache
@@ -50,7 +54,7 @@ class Results:
                 f"{study}, {table.task}": table
                 for study, tables in self.tables.items()
                 for table in tables
-                if any(row.accuracy and row.paper for row in table.rows)
+                if FIGURES not in study and any(row.accuracy and row.paper for row in table.rows)
             }
         )
 
@@ -67,6 +71,8 @@ class Results:
             "## What was run",
             *self._runs(),
             _text(RESULTS / "missing.md"),
+            *["What styles gain has [a page of its own](styles.md)."]
+            * StylesPage.is_there(RESULTS),
             *(text for folder in self.folders for text in self._study(folder)),
         ]
         return "\n\n".join(parts) + "\n"
@@ -74,7 +80,7 @@ class Results:
     def _differences(self) -> list[str]:
         lines = []
         for study, tables in self.tables.items():
-            for table in tables:
+            for table in tables if FIGURES not in study else ():
                 for label, (ours, paper) in table.beside_paper().items():
                     cells = [study, table.task, label, _pm(ours), str(ours.seeds), f"{paper:+.2f}"]
                     lines.append(_line([*cells, _verdict(ours, paper)]))

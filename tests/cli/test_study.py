@@ -323,3 +323,35 @@ def test_pack_and_its_copy(protofed: Protofed) -> None:
     assert "45.5" in Path("r.html").read_text("utf-8")
     done = protofed("study", "run", "results/mine", "--runs", "results/mine")
     assert done.code == 2 and "packed study" in done.err
+
+
+@pytest.mark.parametrize("options", [(), ("--device", "cpu")])
+def test_a_study_is_continued_from_what_was_packed(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    made = study(tasks={"glyphs": {}, "more": {"task": "glyphs", "lr": 0.02, "seeds": 1}})
+    Path("mine.toml").write_text(made.toml())
+    make_runs(made, Path("there"))
+    start_nothing(monkeypatch)
+    given = ("--runs", "there", *options)
+    assert protofed("study", "run", "mine.toml", *given).code == 0
+    # the folder has a hash in its name where an option changes the study
+    packed = ("--to", "results/mine", "--images", 0, "--runs", "there")
+    assert protofed("study", "pack", "mine", *packed).code == 0
+    code, out, err = protofed("study", "unpack", "results/mine", "--runs", "here")
+    assert (code, err) == (0, "") and "6 runs are in here now" in out
+    code, out, err = protofed("study", "run", "mine.toml", "--runs", "here", *options)
+    assert (code, err) == (0, "") and "6 of 6 runs are already complete" in out
+    done = protofed("study", "unpack", "results")
+    assert done.code == 2 and "holds no packed study" in done.err
+
+
+def test_seeds_count_for_the_tasks_that_are_chosen(protofed: Protofed, asked: list[Job]) -> None:
+    made = study(tasks={"glyphs": {}, "more": {"task": "glyphs", "lr": 0.02}}, seeds=[100])
+    Path("mine.toml").write_text(made.toml())
+    done = protofed("study", "run", "mine.toml", "--tasks", "more", "--seeds", 3)
+    assert done.code == 0, done.err
+    assert sorted({job.config.seed for job in asked}) == [100, 101, 102]
+    assert {job.config.lr for job in asked} == {0.02}
+    saved = StudyFolder.open(Path("runs/mine")).study
+    assert [saved.seeds_on(t) for t in saved.tasks.values()] == [(100,), (100, 101, 102)]

@@ -14,14 +14,17 @@ from tests.studies.made_runs import PAPER, make_runs, make_study, study
 
 from protofed import analysis
 from protofed.errors import ProtofedError
+from protofed.federation.facts import NUMERICS
+from protofed.files import sealed
 from protofed.report import plot, stored_analysis
 from protofed.report.collect import collect
 from protofed.report.group_analysis import analyze, analyzed_run
 from protofed.report.pack import pack
 from protofed.report.page import write_report
-from protofed.runs.pool import PACKED, Pool
+from protofed.runs.pool import PACKED, Pool, unpack
 from protofed.runs.result import load_run
 from protofed.runs.run import run
+from protofed.studies.definition import parse
 from protofed.studies.folder import StudyFolder, to_text
 from protofed.studies.launch import prepare
 
@@ -223,3 +226,63 @@ def test_a_stored_analysis_that_is_damaged_is_named(
         result.analysis = parts
     found = analyze(group, 12, lambda text: None)
     assert "damaged" in found.reasons("features", group.methods)[0]
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_what_two_machines_packed_becomes_one_study(tmp_path: Path) -> None:
+    made = study(seeds=4)
+    whole = make_study(made, tmp_path / "whole" / "s")
+    pack(whole.path, tmp_path / "all", images=0)
+    for name, seeds in (("a", [0, 1]), ("b", [2, 3])):
+        make_study(made.with_seeds(seeds), tmp_path / name / "s")
+        pack(tmp_path / name / "s", tmp_path / "packed" / name, images=0)
+        done = unpack(tmp_path / "packed" / name, tmp_path / "pool")
+        assert (done.taken, done.known, done.other) == (4, 0, 0)
+    assert unpack(tmp_path / "packed" / "a", tmp_path / "pool").known == 4
+    joined = StudyFolder.create(tmp_path / "pool" / "s", made, tmp_path / "pool")
+    assert all(joined.runs.values())
+    pack(joined.path, tmp_path / "both", images=0)
+    assert contents(tmp_path / "both") == contents(tmp_path / "all")
+    # what the pool has from elsewhere is not done again
+    _, jobs = prepare(made, tmp_path / "pool")
+    assert len(jobs) == 8 and all(job.is_complete() for job in jobs)
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_runs_of_another_numerics_are_not_unpacked(tmp_path: Path) -> None:
+    folder = make_study(study(seeds=1), tmp_path / "runs" / "s", numerics=NUMERICS - 1)
+    pack(folder.path, tmp_path / "b", images=0)
+    assert unpack(tmp_path / "b", tmp_path / "pool").other == 2
+    assert not (tmp_path / "pool").exists()
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_packed_run_stays_in_the_pool(tmp_path: Path) -> None:
+    folder = make_study(study(seeds=1), tmp_path / "runs" / "s")
+    pack(folder.path, tmp_path / "b", images=0)
+    (line, *_) = (json.loads(text) for text in _packed_text(tmp_path / "b").splitlines())
+    content = {k: v for k, v in line.items() if k not in ("format", "checksum")}
+    outside = json.dumps(sealed({**content, "name": "../elsewhere"})).encode()
+    (tmp_path / "b" / PACKED).write_bytes(gzip.compress(outside))
+    with pytest.raises(ProtofedError, match="no name of a run's folder"):
+        unpack(tmp_path / "b", tmp_path / "pool")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.usefixtures("no_drawing")
+def test_a_study_whose_figure_is_a_tsne_is_packed_with_it(
+    packed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, _ = packed
+    made = StudyFolder.open(source).study
+    raw = {k: v for k, v in made.raw.items() if k != "pool"}
+    drawn = parse({**raw, "kind": "tsne", "tsne": {"domains": ["photo"]}}, "drawn")
+    folder = StudyFolder.create(source.parent / "drawn", drawn, source.parent)
+    pack(folder.path, tmp_path / "b", images=10)
+    names = {p.name for p in (tmp_path / "b").glob("*.png")}
+    assert names == {"curves.png", "tsne-fedavg.png", "tsne-fpl.png", "clusters-fpl.png"}
+    # what was looked at goes with the runs: without their models it is packed again
+    unpack(tmp_path / "b", tmp_path / "pool")
+    again = StudyFolder.create(tmp_path / "pool" / "drawn", drawn, tmp_path / "pool")
+    pack(again.path, tmp_path / "c", images=10)
+    assert {p.name for p in (tmp_path / "c").glob("*.png")} == names

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.studies.made_runs import TINY, make_study, study
+from tests.studies.made_runs import DOMAINS, TINY, make_study, study
 
 from protofed.report import plot
 from protofed.report.collect import collect
@@ -16,6 +16,7 @@ from protofed.runs.run import run
 from protofed.studies.definition import Study
 from protofed.studies.folder import StudyFolder
 from protofed.studies.launch import prepare
+from protofed.studies.plan import PlannedRun
 
 PAPER = {"columns": ["scan", "print", "photo", "inverse", "average"],
          "FedAvg": [40.0, 40.0, 40.0, 40.0, 40.0],
@@ -186,3 +187,25 @@ def test_effects_of_switches_are_a_table(tmp_path: Path) -> None:
     made = study(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}])
     text = page_of(made, tmp_path)
     assert "flip: True → False" in text and "FPL: 8 of 8 settings." in text
+
+
+def test_of_many_settings_the_effects_are_the_result_not_the_best(tmp_path: Path) -> None:
+    over = {"average": ["samples", "uniform"], "flip": [True, False], "lr": [0.01, 0.02],
+            "batch": [8, 4], "tau": [0.02, 0.05]}  # fmt: skip
+    made = study(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}], seeds=2)
+
+    def accuracy(run: PlannedRun) -> dict[str, float]:
+        return dict.fromkeys(DOMAINS, 50.0 + 6 * (run.line.point.get("batch") == 4))
+
+    text = page_of(made, tmp_path, accuracy)
+    assert "FPL, batch: 8 → 4: +6.0 ± 0.0." in text
+    assert "is best" not in text
+    # 32 bars with long names cannot be read
+    assert "Not drawn: 33 bars are too many for one figure; see the table." in text
+    assert "domains.png" not in text
+
+
+def test_differences_to_the_baseline_are_a_figure_of_the_task(tmp_path: Path) -> None:
+    text = page_of(study(kind="differences", seeds=2), tmp_path)
+    assert "Differences to FedAvg" in text and "Above FedAvg on glyphs: FPL +5.0." in text
+    assert 'href="#g0-sweep">Differences</a>' in text

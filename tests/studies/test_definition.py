@@ -288,3 +288,41 @@ def test_a_study_like_another_may_have_other_rows_and_tasks(
 
 def test_a_study_is_plain_data() -> None:
     assert parse(raw(), "mine") == study()
+
+
+def test_a_task_may_have_rows_and_seeds_of_its_own() -> None:
+    own = {"task": "glyphs", "lr": 0.02, "rows": ["FPL"], "seeds": [5]}
+    made = study(tasks={"glyphs": {}, "more": own})
+    runs = [(run.task, run.line.label, run.seed) for run in plan(made)]
+    assert runs == [
+        ("glyphs", "FedAvg", 0), ("glyphs", "FPL", 0), ("glyphs", "FedAvg", 1),
+        ("glyphs", "FPL", 1), ("more", "FPL", 5),
+    ]  # fmt: skip
+    # which seeds are run is no part of what is asked for, which rows are is
+    assert made.hash == made.with_seeds({"more": [5, 6]}).hash == made.with_seeds([7]).hash
+    other = study(tasks={"glyphs": {}, "more": {**own, "rows": ["FedAvg", "FPL"]}})
+    assert made.hash != other.hash
+    with pytest.raises(ProtofedError, match="row of task more"):
+        study(tasks={"more": {**own, "rows": ["FPLL"]}})
+
+
+def test_seeds_are_given_to_all_tasks_or_to_some() -> None:
+    made = study(tasks={"glyphs": {}, "more": {"task": "glyphs", "lr": 0.02, "seeds": 3}})
+    glyphs, more = made.tasks.values()
+    assert (made.seeds_on(glyphs), made.seeds_on(more)) == ((0, 1), (0, 1, 2))
+    ten = made.with_seeds({"more": range(10)})
+    assert [len(ten.seeds_on(t)) for t in ten.tasks.values()] == [2, 10]
+    same = ten.with_seeds([4])
+    assert [same.seeds_on(t) for t in same.tasks.values()] == [(4,), (4,)]
+    assert "seeds" not in same.raw["tasks"]["more"]
+    # a study whose seeds start elsewhere never gets seed 0
+    assert made.with_seeds([100, 101]).first_seeds(1, glyphs) == (100,)
+    assert made.with_seeds([100, 101]).first_seeds(4, glyphs) == (100, 101, 102, 103)
+
+
+def test_the_last_rounds_are_a_number() -> None:
+    assert study().last_rounds == 5
+    assert study(last_rounds=1).hash == study().hash  # the same runs
+    for wrong in (0, -1, 1.5, True, "1"):
+        with pytest.raises(ProtofedError, match="last_rounds"):
+            study(last_rounds=wrong)

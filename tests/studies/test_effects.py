@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from scipy.stats import ttest_1samp
 from tests.studies.made_runs import DOMAINS, make_study, study
 
 from protofed.studies.definition import load
-from protofed.studies.effects import resolution
+from protofed.studies.effects import aliases, resolution
 from protofed.studies.folder import TaskTable, to_text
 from protofed.studies.plan import PlannedRun, Selection, plan
 
@@ -125,3 +128,61 @@ def test_the_first_setting_of_every_method_is_its_default() -> None:
     default = plan(load("readings"), Selection(seeds=(0,)))
     hashes = {run.config.hash for run in default if "printed" not in run.line.label}
     assert {*first} == {"fedavg", "fpl", "i2pfl"} and {*first.values()} <= hashes
+
+
+def test_effects_agree_with_least_squares_worked_out_elsewhere(tmp_path: Path) -> None:
+    """Noise on everything: normal equations by hand, and the interval by scipy's t-test."""
+    made = study(kind="sweep", sweep=SWEEPS, seeds=5)
+    drawn: dict[tuple[str, int], float] = {}
+
+    def noisy(run: PlannedRun) -> dict[str, float]:
+        key = (run.line.label, run.seed)
+        drawn[key] = 40 + random.Random(str(key)).gauss(0, 3)
+        return dict.fromkeys(DOMAINS, drawn[key])
+
+    (table,) = make_study(made, tmp_path / "s", noisy).tables()
+    fedavg, fpl, difference = table.effects
+    of_seed: dict[str, dict[str, list[float]]] = {}
+    for row in ("FedAvg", "FPL"):
+        lines = [line for line in made.lines if line.row.label == row]
+        names = list(lines[0].point)
+        x = np.array([
+            [1.0, *(float(line.point[n] == OVER[n][1]) for n in names)] for line in lines
+        ])  # fmt: skip
+        for seed in range(5):
+            y = np.array([drawn[line.label, seed] for line in lines])
+            beta = np.linalg.solve(x.T @ x, x.T @ y)
+            for name, value in zip(names, beta[1:], strict=True):
+                of_seed.setdefault(row, {}).setdefault(name, []).append(float(value))
+    for effects, row in ((fedavg, "FedAvg"), (fpl, "FPL")):
+        for name, found in effects.of.items():
+            expected = of_seed[row][name.partition(":")[0]]
+            assert found.values == pytest.approx(expected, abs=1e-6)
+            assert found.half is not None
+            test = ttest_1samp(expected, 0).confidence_interval(0.95)
+            assert (found.mean - found.half, found.mean + found.half) == pytest.approx(
+                (test.low, test.high), abs=1e-6
+            )
+    for name, found in difference.of.items():
+        key = name.partition(":")[0]
+        both = zip(of_seed["FPL"][key], of_seed["FedAvg"][key], strict=True)
+        assert found.values == pytest.approx([a - b for a, b in both], abs=1e-6)
+
+
+def test_what_a_fraction_cannot_tell_apart_is_said(tmp_path: Path) -> None:
+    fedavg, fpl, i2pfl = load("switches").sweeps
+    assert not aliases(fedavg) and not aliases(i2pfl)
+    # flip = average·finch_level·upcr and batch = finch_level·upcr·proto_pass
+    assert [sorted(same) for same in aliases(fpl)] == [
+        ["average×finch_level", "upcr×flip"],
+        ["average×upcr", "finch_level×flip"],
+        ["average×proto_pass", "flip×batch"],
+        ["average×flip", "finch_level×upcr", "proto_pass×batch"],
+        ["average×batch", "proto_pass×flip"],
+        ["finch_level×proto_pass", "upcr×batch"],
+        ["finch_level×batch", "upcr×proto_pass"],
+    ]
+    third = [{"rows": ["FPL"], "over": SHARED, "generators": {"lr": ["average", "flip"]}}]
+    made = study(kind="sweep", sweep=third, seeds=1)
+    (table,) = make_study(made, tmp_path / "s", lambda run: dict.fromkeys(DOMAINS, 40.0)).tables()
+    assert "average = flip×lr" in table.effect_caption

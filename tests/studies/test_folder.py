@@ -21,6 +21,8 @@ from tests.studies.made_runs import (
 from protofed.errors import ProtofedError
 from protofed.federation.facts import NUMERICS
 from protofed.files import Damaged
+from protofed.report.study_figures import write_figures
+from protofed.report.tuning import tuning
 from protofed.studies.definition import FolderImages
 from protofed.studies.folder import UNCHOSEN, StudyFolder, TaskTable, to_text
 from protofed.studies.plan import PlannedRun
@@ -404,3 +406,55 @@ def test_unseen_domains_are_validated_on_the_seen_ones(tmp_path: Path) -> None:
     table = table_of(make_study(made, tmp_path / "s", rising, validation=validation))
     assert table.rows[0].beside["validation average"].mean == 51.5
     assert "(scan 30, print 30, photo 30, inverse 30)" in table.caption
+
+
+def test_a_study_that_tunes_chooses_for_each_row(tmp_path: Path) -> None:
+    sweeps = [
+        {"rows": ["FedAvg"], "points": [{"lr": 0.01}, {"lr": 0.1}]},
+        {"rows": ["FPL"], "points": [{"lr": 0.01, "tau": 0.02}, {"lr": 0.03, "tau": 0.1}]},
+    ]
+    made = study(kind="tune", sweep=sweeps, seeds=[100], settings={**TINY, "validate": "unused"})
+    best = {"FedAvg, lr=0.1", "FPL, lr=0.01, tau=0.02"}
+    folder = make_study(
+        made, tmp_path / "s", validation=lambda run: 50.0 + 10 * (run.line.label in best)
+    )
+    assert {line.label for line in folder.choices()} == best
+    validated, tested = folder.tables()
+    assert len(validated.rows) == 4 and [row.label for row in tested.rows] == sorted(
+        best, key=lambda label: "FPL" in label
+    )
+    assert any("FedAvg, lr=0.1 (of 2 tried); FPL, " in note for note in validated.notes)
+    assert len(folder.chosen_runs()) == 2
+    plot = tuning(made, validated.rows, folder.choices(), "")
+    assert [panel.title for panel in plot.panels] == [
+        "FedAvg: lr = 0.1", "FPL: lr = 0.01", "FPL: tau = 0.02",
+    ]  # fmt: skip
+    assert write_figures(folder, folder.tables(), ("png",), 50) == ["tune.png"]
+
+
+def test_each_task_counts_its_own_seeds(tmp_path: Path) -> None:
+    more = {"task": "glyphs", "lr": 0.02, "seeds": 1, "rows": ["FPL"]}
+    made = study(tasks={"glyphs": {}, "more": more})
+    folder = make_study(made, tmp_path / "s")
+    glyphs, other = folder.tables()
+    assert [(row.seeds, row.wanted) for row in glyphs.rows] == [(2, 2), (2, 2)]
+    assert [(row.label, row.seeds, row.wanted) for row in other.rows] == [("FPL", 1, 1)]
+    # seeds of before are kept, task by task
+    again = StudyFolder.create(tmp_path / "s", made.with_seeds({"more": [0, 1, 2]}), tmp_path)
+    assert [row.wanted for table in again.tables() for row in table.rows] == [2, 2, 3]
+
+
+def test_accuracies_may_be_of_the_last_round_alone(tmp_path: Path) -> None:
+    made = study(last_rounds=1, seeds=1)
+    folder = make_study(made, tmp_path / "s", rounds=3)
+    for file in tmp_path.glob("glyphs-*/rounds.jsonl"):
+        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        for t, line in enumerate(lines):
+            line["accuracy"] = dict.fromkeys(line["accuracy"], 10.0 * (t + 1))
+            line["average"] = 10.0 * (t + 1)
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (table,) = folder.tables()
+    assert table.rows[0].accuracy["average"].mean == 30.0
+    assert table.rows[0].reached is not None and table.rows[0].reached[0].mean == 3
+    assert table.head == "Test accuracy in %, last round."
+    assert "until a round reaches it" in table.details

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +31,7 @@ from protofed.cli.options import (
 )
 from protofed.cli.output import console, print_table, print_tables, status
 from protofed.cli.parse import assignments, at_least_one, by_method, words
+from protofed.errors import ProtofedError
 
 if TYPE_CHECKING:
     from protofed.studies.definition import Study
@@ -89,11 +93,11 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
     console.print(table)
     for swept in study.sweeps:
         over = "; ".join(f"{k} = {', '.join(map(str, v))}" for k, v in swept.over.items())
-        some = f"; {len(swept.points())} of the settings" if swept.generators else ""
+        few = swept.generators or swept.listed
+        some = f"; {len(swept.points())} of the settings" if few else ""
         console.print(escape(f"swept: {over} (of {', '.join(swept.rows)}{some})"), highlight=False)
-    seeds = ", ".join(map(str, study.seeds))
     runs = len({run.config.hash for run in plan(study)})
-    console.print(f"seeds {seeds}; {runs} runs in all", highlight=False)
+    console.print(f"seeds {_listed(study.seeds)}; {runs} runs in all", highlight=False)
     shared = ", ".join(f"{k}={v}" for k, v in study.settings.items())
     for task in study_tasks(study):
         own = ", ".join(f"{k}={v}" for k, v in task.settings.items())
@@ -101,6 +105,10 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
             f"\n[bold]{escape(task.name)}[/bold]  {escape(', '.join(filter(None, (shared, own))))}",
             highlight=False,
         )
+        if task.rows:
+            console.print(escape(f"rows: {', '.join(task.rows)}"), highlight=False)
+        if task.seeds:
+            console.print(f"seeds {_listed(task.seeds)}", highlight=False)
         printed = study.printed.get(task.name, {}).items()
         rows = [TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed]
         if rows:
@@ -120,7 +128,10 @@ def run_(
         str | None,
         typer.Option(metavar="M,...", help="Only these rows, by their labels or their methods."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Number of seeds, starting at 0.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Number of seeds: the study's first ones, then the next numbers."),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -151,20 +162,24 @@ def run_(
     resume. Settings that are given here hold for all runs of the study.
     """
     from protofed.studies.definition import load
-    from protofed.studies.plan import Selection
+    from protofed.studies.plan import Selection, plan
 
     at_least_one(seeds=seeds)
     study = load(name)
     known = {row.method: row.method for row in study.rows.values() if not row.missing}
     known |= {row.make().name: row.method for row in study.rows.values() if not row.missing}
     study = study.overridden(on, settings, by_method(assignments(set_), known))
-    chosen = Selection(
-        words(tasks),
-        words(methods, [line.label for line in study.lines]),
-        tuple(range(seeds)) if seeds is not None else study.seeds,
-    )
+    chosen = Selection(words(tasks), words(methods, [line.label for line in study.lines]))
     path = out or pool / _folder_name(study)
-    study = study.with_seeds(chosen.seeds)
+    if seeds is not None:
+        own = {run.task for run in plan(study, chosen)}
+        study = study.with_seeds(
+            {
+                name: study.first_seeds(seeds, task)
+                for name, task in study.tasks.items()
+                if on or name in own
+            }
+        )
     run_study(study, path, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard, chosen)
     if study.kind == "tsne" and shard is None:
         console.print(f"the t-SNE figures: protofed report {path} -o report.html")
@@ -239,7 +254,7 @@ def pack_(
     from protofed.report.pack import pack
 
     with status() as tell:
-        packed = pack(_study_path(folder, pool), to, images, tell)
+        packed = pack(_changed_path(_study_path(folder, pool)), to, images, tell)
     console.print(
         f"{packed.runs} runs with their tables and figures are in [bold]{escape(str(to))}[/bold], "
         f"{packed.size / 1e6:.1f} MB in all; protofed report {escape(str(to))} shows them",
@@ -248,8 +263,46 @@ def pack_(
     )
 
 
+@study_app.command("unpack", context_settings=HELP)
+def unpack_(
+    folders: Annotated[list[Path], typer.Argument(help="Packed studies: results/NAME ...")],
+    pool: PoolOption = Path("runs"),
+) -> None:
+    """Put the runs of packed studies into the pool, so that a study is continued elsewhere.
+
+    They have no models. Runs of another numerics are left out: they would be mixed with new ones.
+    """
+    from protofed.runs.pool import PACKED, unpack
+
+    for folder in folders:
+        if not (folder / PACKED).is_file():
+            raise ProtofedError(f"'{folder}' holds no packed study", "name results/NAME")
+    for folder in folders:
+        done = unpack(folder, pool)
+        parts = [f"{done.taken} runs are in [bold]{escape(str(pool))}[/bold] now"]
+        parts += [f"{done.known} were there already"] * bool(done.known)
+        parts += [f"{done.other} of another numerics were left out"] * bool(done.other)
+        console.print(f"{escape(str(folder))}: {', '.join(parts)}", highlight=False, soft_wrap=True)
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
+
+
 def _study_path(name: str, pool: Path) -> Path:
     return Path(name) if Path(name).is_dir() else pool / Path(name.removesuffix(".toml")).name
+
+
+def _changed_path(path: Path) -> Path:
+    """The study's folder, or the only one of that name with options: NAME-<hash>."""
+    if (path / "study.toml").is_file():
+        return path
+    found = [
+        file.parent
+        for file in path.parent.glob(f"{glob.escape(path.name)}-*/study.toml")
+        if re.fullmatch("-[0-9a-f]{10}", file.parent.name.removeprefix(path.name))
+    ]
+    return found[0] if len(found) == 1 else path
 
 
 def _find_study(name: str, pool: Path) -> StudyFolder:

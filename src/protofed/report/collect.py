@@ -18,6 +18,7 @@ from protofed.errors import ProtofedError
 from protofed.report.palette import Look, looks_of
 from protofed.runs import Result, RunFolder, load_run
 from protofed.runs.folder import find_runs
+from protofed.runs.records import LAST
 from protofed.studies.definition import Study
 from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.history import RunHistory
@@ -76,7 +77,8 @@ class Group:
         """The rows of the group's table, with the paper's numbers if it has them."""
         if self.table is not None and self.unseen is None:
             return self.table.rows
-        return rows(self.results, self.baseline)
+        last = self.study.last_rounds if self.study is not None else LAST
+        return rows(self.results, self.baseline, last)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The command line, notebooks, studies and the report all draw with these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -22,10 +22,10 @@ from protofed.config import EACH
 from protofed.report.palette import CLASS_COLORS, COLORS, OLIVE, SKY, Look, looks_of, method_look
 from protofed.report.plot import INK, LINE, Key, Panel, Plot, faint, ink, linestyle, scaled
 from protofed.runs.records import VALIDATION, over_rounds
-from protofed.studies.definition import TUNE, Study, point_label, show
+from protofed.studies.definition import DIFFERENCES, TUNE, TUNED, Study, point_label, show
 from protofed.studies.effects import Effects, effect_caption, parameters
 from protofed.studies.history import RunHistory
-from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title
+from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title, paired
 
 if TYPE_CHECKING:
     from protofed.studies.folder import TaskTable
@@ -184,8 +184,11 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
 
 
 def sweeps(study: Study, table: TaskTable) -> list[Plot]:
+    """The figures that a study has of a task beside curves and bars."""
     if study.kind == TUNE:  # it has a figure of its own
         return []
+    if study.kind == DIFFERENCES:
+        return [differences([table])] if gains(table) else []
     found = [sweep(study, i, table) for i in range(len(study.sweeps))]
     found += [effects(table.effects, study_heading(study, table))] * bool(table.effects)
     return [plot for plot in found if plot is not None]
@@ -198,14 +201,14 @@ def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     """
     over = study.sweeps[number].over
     rows = {row.label: row for row in table.rows}
-    swept = [line.label for line in study.lines if line.sweep == number]
+    swept = [s.label for s in study.lines if s.sweep == number and s.label in rows]
     if len(over) > 2 or not any(rows[label].accuracy for label in swept):
         return None
     name = f"sweep-{'-'.join(over)}" if len(study.sweeps) > 1 else "sweep"
     heading = study_heading(study, table)
     main, title = _main_column(table)
     if len(over) == 2:
-        labels = study.sweeps[number].rows
+        labels = _swept_rows(study, number, rows)
         validated = any(VALIDATION in rows[label].beside for label in swept)
         columns = (main, VALIDATION) if validated else (main,)
         panels = tuple(
@@ -222,6 +225,12 @@ def sweep(study: Study, number: int, table: TaskTable) -> Plot | None:
     return Plot(name, caption, (panel,), keys, heading=heading)
 
 
+def _swept_rows(study: Study, number: int, rows: Collection[str]) -> list[str]:
+    """The rows of a sweep that the task has."""
+    own = (s for s in study.lines if s.sweep == number and s.label in rows)
+    return list(dict.fromkeys(line.row.label for line in own))
+
+
 def _sweep_lines(
     study: Study, number: int, table: TaskTable, rows: Mapping[str, TableRow]
 ) -> tuple[Panel, tuple[Key, ...]]:
@@ -229,8 +238,11 @@ def _sweep_lines(
     main, title = _main_column(table)
     swept = study.sweeps[number]
     ((name, values),) = swept.over.items()
-    points = {label: [rows[point_label(label, {name: v})] for v in values] for label in swept.rows}
-    levels = [rows[line.label] for line in study.lines if line.sweep is None]
+    points = {
+        label: [rows[point_label(label, {name: v})] for v in values]
+        for label in _swept_rows(study, number, rows)
+    }
+    levels = [rows[s.label] for s in study.lines if s.sweep is None and s.label in rows]
     swept_rows = {label: [row for row in own if row.accuracy] for label, own in points.items()}
     looks = looks_of(
         [replace(own[0], label=label, variant=False) for label, own in swept_rows.items() if own]
@@ -352,6 +364,77 @@ def effects(found: Sequence[Effects], heading: str = "") -> Plot:
     alt = f"Effects whose interval does not contain 0: {'; '.join(clear) or 'none'}."
     panel = Panel("effects", alt, draw, 6.4, 0.8 + 0.09 * (len(found) + 1) * len(names))
     return Plot("effects", effect_caption(found), (panel,), keys, heading=heading)
+
+
+def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
+    """Every row minus the baseline, a panel for each task, the best of the first task first.
+
+    A row that is tuned shares the line of the same row without, and is compared with the tuned
+    baseline where there is one.
+    """
+    there = [table for table in tables if table.runs]
+    found = [gains(table) for table in there]
+    best: dict[str, float] = {}
+    for label, value in (item for own in found for item in own.items()):
+        best.setdefault(label.removesuffix(TUNED), value.mean)
+    names = sorted(best, key=lambda name: -best[name])
+    any_tuned = any(label.endswith(TUNED) for own in found for label in own)
+    plain, tuned = Key("default settings", INK, "o"), Key("tuned", INK, "D")
+    base = there[0].baseline
+
+    def panel(table: TaskTable, own: Mapping[str, Spread]) -> Panel:
+        methods = {row.label: row.method for row in table.rows}
+
+        def draw(axis: Axes) -> None:
+            for label, value in own.items():
+                name = label.removesuffix(TUNED)
+                kind, shift = (plain, -0.18) if name == label else (tuned, 0.18)
+                beside = name in own and name + TUNED in own
+                at = names.index(name) + shift * beside
+                key = replace(kind, color=method_look(methods[label]).color)
+                _draw_intervals(axis, key, [at], [value])
+            _interval_axis(axis, names, f"points above {table.baseline}")
+
+        said = ", ".join(f"{label} {s.mean:+.1f}" for label, s in own.items())
+        seeds = max((s.seeds for s in own.values()), default=0)
+        title = f"{table.task}, {seeds} seed{'s' * (seeds != 1)}"
+        alt = f"Above {table.baseline} on {table.task}: {said}."
+        return Panel(title, alt, draw, 4.6, _bars_height(len(names)))
+
+    caption = (
+        f"Average accuracy minus that of {base} on the same seeds, in points, with 95 % intervals "
+        "(hollow: the interval contains 0, or there is one seed). A line without a mark was not "
+        "run on that task."
+    )
+    if any_tuned:
+        caption += (
+            f" Diamonds: with what validation chose, minus {base} with what it chose for that; on "
+            f"{base}'s own line, minus {base} with its defaults."
+        )
+    return Plot(
+        DIFFERENCES,
+        caption,
+        tuple(map(panel, there, found)),
+        (plain, tuned) if any_tuned else (),
+        columns=2,
+        heading=heading,
+    )
+
+
+def gains(table: TaskTable) -> dict[str, Spread]:
+    """By row: its difference to the baseline in the column that counts, tuned to tuned."""
+    rows = {row.label: row for row in table.rows if row.accuracy}
+    found = {}
+    for label, row in rows.items():
+        base = rows.get(table.baseline)
+        if label.endswith(TUNED):
+            base = rows.get(f"{table.baseline}{TUNED}", base)
+        # the baseline that is tuned is compared with itself as published
+        base = rows.get(table.baseline) if base is row else base
+        value = paired(row, base, row.main) if base is not None and base is not row else None
+        if value is not None:
+            found[label] = value
+    return found
 
 
 def against_paper(tables: Mapping[str, TaskTable]) -> Plot:

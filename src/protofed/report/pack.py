@@ -4,7 +4,7 @@
     runs.jsonl.gz     a line for each run: config, facts, summary, rounds, and for the first seed of
                       each row that had its model, what a report shows of it
     table.md          its tables
-    curves*.png ...   its figures
+    curves*.png ...   its figures; with kind = "tsne" also those of models and prototypes
 
 Tables and the report are made again from it: ``protofed study table``, ``protofed report``.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
-from protofed.report import stored_analysis
+from protofed.report import figures, plot, stored_analysis
 from protofed.report.collect import Progress, collect
 from protofed.report.group_analysis import analyze, analyzed_run
 from protofed.report.study_figures import write_figures
@@ -73,6 +73,8 @@ def pack(
     tables = packed.tables()
     write_atomic(to / "table.md", to_text(packed.study, tables, "markdown"))
     write_figures(packed, tables, kinds=("png",), dpi=DPI)
+    if packed.study.kind == "tsne":
+        _draw_analyses(to, images, progress)
     return Packed(len(lines), sum(path.stat().st_size for path in to.iterdir()))
 
 
@@ -85,6 +87,25 @@ def _analyses(source: Path, images: int, progress: Progress) -> dict[str, dict[s
             if plain := stored_analysis.to_plain(analysis, label):
                 found[str(analyzed_run(runs).summary["hash"])] = plain
     return found
+
+
+def _draw_analyses(to: Path, images: int, progress: Progress) -> None:
+    """The t-SNE and the clusters of a packed study whose figure they are."""
+    groups = collect([to]).groups
+    for group in groups:
+        prefix = f"{figures.slug(group.title)}-" if len(groups) > 1 else ""
+        found = analyze(group, images, progress)
+        drawn = [
+            figures.embedding(label, embedding, found.classes)
+            for label, own in found.embeddings.items()
+            for embedding in own
+        ]
+        drawn += [
+            figures.clusters(label, rounds, found.distances[label])
+            for label, rounds in found.clusters.items()
+        ]
+        for each in drawn:
+            plot.save(each, to, prefix=prefix, kinds=("png",), dpi=DPI)
 
 
 def _anywhere(study: Study, diverged: Mapping[str, list[str]]) -> Study:

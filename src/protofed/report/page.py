@@ -6,7 +6,7 @@ This module collects what the page shows; ``templates/`` has the HTML, where eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,7 @@ from protofed.report.palette import STYLES, TONES
 from protofed.report.plot import Plot
 from protofed.report.stored_analysis import PARTS, GroupAnalysis
 from protofed.studies import tables
+from protofed.studies.effects import Effects
 from protofed.studies.history import RunHistory, join_left_out
 from protofed.studies.tables import BASELINE, Spread, TableRow
 from protofed.version import __version__
@@ -38,6 +39,7 @@ from protofed.version import __version__
 MOST_SKIPPED = 8
 """So many skipped folders are listed."""
 MOST_RANKS = 12
+MOST_EFFECTS = 3
 
 
 def write_report(
@@ -146,10 +148,14 @@ class Painter:
         looks: figures.Looks,
     ) -> DrawnFigure | str:
         """Draw a line for each label, or say that they are too many."""
-        count = len({run.label for run in runs})
-        if count > figures.MOST_LINES:
-            return f"Not drawn: {count} lines are too many for one figure; see the table."
-        return self.draw(figure(runs, looks))
+        return too_many({run.label for run in runs}, "lines") or self.draw(figure(runs, looks))
+
+
+def too_many(labels: Collection[str], what: str) -> str:
+    """That a figure would show more than can be told apart; else empty."""
+    if len(labels) <= figures.MOST_LINES:
+        return ""
+    return f"Not drawn: {len(labels)} {what} are too many for one figure; see the table."
 
 
 # ---- what the templates show --------------------------------------------------------------------
@@ -181,15 +187,20 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
     seeds = len(group.seeds)
     table = group.table if group.unseen is None else None
     sweeps = figures.sweeps(group.study, table) if group.study and table else []
+    swept = group.study is not None and bool(group.study.sweeps)
+    crowded = too_many([row.label for row in rows if row.accuracy], "bars")
+    # which of many settings is best says nothing, and their names fill a screen
+    effects = table is not None and bool(table.effects)
     return {
         "id": painter.section,
         "title": group.title,
-        "headline": headline(rows, seeds, baseline),
-        "ranks": _ranks(rows, looks),
+        "headline": largest_effects(table.effects)
+        if table is not None and effects
+        else headline(rows, seeds, baseline),
+        "ranks": [] if effects else _ranks(rows, looks),
         "ranked": all(row.was_run for row in rows),
         "table": result_table(rows, looks, table.columns if table is not None else (), baseline),
         "effects": effect_table(table) if table is not None and table.effects else None,
-        "effect_caption": table.effect_caption if table is not None else "",
         "costs": cost_table(rows, looks, baseline) if runs else None,
         "seeds": seeds,
         "baseline": tables.baseline_name(baseline),
@@ -197,8 +208,10 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "notes": table.notes if table is not None else (),
         "caption": table.caption if table is not None else tables.caption(group.results),
         "sweeps": [painter.draw(plot) for plot in sweeps],
+        "sweep_title": "Over parameters" if swept else f"Differences to {baseline}",
+        "sweep_link": "Parameters" if swept else "Differences",
         "curves": painter.draw_lines(figures.curves, runs, looks) if runs else None,
-        "bars": painter.draw(figures.bars(rows, looks)) if runs else None,
+        "bars": (crowded or painter.draw(figures.bars(rows, looks))) if runs else None,
         "details": None,
     }
 
@@ -234,6 +247,20 @@ def _details(group: Group, found: GroupAnalysis, painter: Painter) -> dict[str, 
         "settings": run_details.settings(group),
     }
     return {"details": details}
+
+
+def largest_effects(found: Sequence[Effects]) -> str:
+    """The main result of a study of switches: what moves the accuracy most."""
+    clear = [
+        (abs(s.mean), f"{e.label}, {name}: {s.mean:+.1f} ± {s.half:.1f}")
+        for e in found
+        for name, s in e.of.items()
+        if not e.baseline and not s.noise
+    ]
+    largest = "; ".join(text for _, text in sorted(clear, reverse=True)[:MOST_EFFECTS])
+    if not largest:
+        return "No effect has a 95 % interval without 0."
+    return f"The largest effects, in points, with their 95 % intervals: {largest}."
 
 
 def headline(

@@ -11,7 +11,7 @@ from protofed.report import figures, plot
 from protofed.report.palette import looks_of
 from protofed.report.plot import Plot
 from protofed.report.tuning import tuning
-from protofed.studies.definition import TUNE, Line, Study
+from protofed.studies.definition import DIFFERENCES, TUNE, Line, Study
 from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.history import RunHistory
 
@@ -26,26 +26,35 @@ def write_figures(
 
     A sweep is drawn over its parameters, not over rounds.
     """
-    names = []
+    names: list[str] = []
+
+    def save(drawn: Plot) -> None:
+        saved = plot.save(drawn, folder.path, kinds=kinds, dpi=dpi)
+        names.extend(path.name for path in saved)
+
+    if folder.study.kind == DIFFERENCES:
+        if any(figures.gains(table) for table in tables):
+            save(figures.differences(tables, folder.study.title))
+        return names
     for table in tables:
         if not table.runs:
             continue
         runs = [] if folder.study.sweeps else folder.histories(table.task)
         one = len({run.task for run in folder.runs}) == 1
         suffix = "" if one else "-" + re.sub(r"[^\w.-]+", "-", table.task)
-        for drawn in _plots(folder.study, table, runs, folder.chosen(table.task)):
-            named = replace(drawn, name=f"{drawn.name}{suffix}")
-            names += [path.name for path in plot.save(named, folder.path, kinds=kinds, dpi=dpi)]
+        for drawn in _plots(folder.study, table, runs, folder.choices(table.task)):
+            save(replace(drawn, name=f"{drawn.name}{suffix}"))
     return names
 
 
 def _plots(
-    study: Study, table: TaskTable, runs: Sequence[RunHistory], chosen: Line | None
+    study: Study, table: TaskTable, runs: Sequence[RunHistory], choices: Sequence[Line]
 ) -> list[Plot]:
     made = []
     title = figures.study_heading(study, table)
     if study.kind == TUNE:
-        return [tuning(study, table.rows, chosen, title)] if chosen is not None else []
+        swept = any(line.sweep is not None for line in choices)
+        return [tuning(study, table.rows, choices, title)] if swept else []
     looks = looks_of([*runs, *(row for row in table.rows if row.method)])
     if runs:
         # only runs that left out the same domain, or none, can share a figure

@@ -16,16 +16,25 @@ LOG_FROM = 8.0
 """Positive values that span at least this factor are drawn on a logarithmic axis."""
 
 
-def tuning(study: Study, rows: Sequence[TableRow], chosen: Line, heading: str) -> Plot:
-    """A panel for each parameter; ``rows`` have the validation accuracies of the study's lines."""
-    there = {row.label: row.accuracy[AVERAGE] for row in rows if row.accuracy}
-    points = [(line, there[line.label]) for line in study.lines if line.label in there]
-    (sweep,) = study.sweeps
-    best = there[chosen.label].mean
+def tuning(study: Study, rows: Sequence[TableRow], choices: Sequence[Line], heading: str) -> Plot:
+    """A panel for each row and parameter of it.
 
-    def panel(name: str) -> Panel:
+    ``rows`` have the validation accuracies of the study's lines, ``choices`` are the best ones.
+    """
+    there = {row.label: row.accuracy[AVERAGE] for row in rows if row.accuracy}
+    swept = [line for line in choices if line.sweep is not None]
+    several = len(swept) > 1
+
+    def panel(chosen: Line, name: str) -> Panel:
+        assert chosen.sweep is not None
+        values = study.sweeps[chosen.sweep].over[name]
+        points = [
+            (line, there[line.label])
+            for line in study.lines
+            if line.row.label == chosen.row.label and line.label in there and name in line.point
+        ]
+
         def draw(axis: Axes) -> None:
-            values = sweep.over[name]
             numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
             for line, spread in points:
                 x = line.point[name] if numbers else values.index(line.point[name])
@@ -42,16 +51,19 @@ def tuning(study: Study, rows: Sequence[TableRow], chosen: Line, heading: str) -
             axis.grid(axis="y")
             axis.yaxis.set_major_locator(MaxNLocator(5))
 
-        at = show(chosen.point[name])
-        alt = f"Validation accuracy over {name}: best {best:.1f} % at {name} = {at}."
-        return Panel(f"{name} = {at} is chosen", alt, draw)
+        at, best = show(chosen.point[name]), there[chosen.label].mean
+        whose = f"{chosen.row.label}: " * several
+        alt = f"{whose}Validation accuracy over {name}: best {best:.1f} % at {name} = {at}."
+        return Panel(f"{whose}{name} = {at}{' is chosen' * (not several)}", alt, draw)
 
-    seeds = "; bars: standard deviation over seeds" * (len(study.seeds) > 1)
+    many = any(spread.seeds > 1 for spread in there.values())
+    seeds = "; bars: standard deviation over seeds" * many
     return Plot(
         "tune",
         f"Validation accuracy in %, average over domains, of every point that was tried{seeds}.",
-        tuple(map(panel, sweep.over)),
+        tuple(panel(line, name) for line in swept for name in line.point),
         (Key("tried", BLUE, "o"), Key("chosen", VERMILION, "D")),
+        columns=2 if several else 3,
         heading=heading,
     )
 

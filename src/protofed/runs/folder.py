@@ -10,6 +10,7 @@
     clients/                 the clients' private states that the two checkpoints name
     prototypes/, snapshots/  messages and models of single rounds (``runs.artifacts``)
     model.safetensors        the trained model
+    analysis.json            of a run from a packed study: what a report shows of its model
     summary.json             written last: a folder that has it is finished
     diverged.txt             what diverged, if the run did
 
@@ -75,12 +76,13 @@ ROUNDS = "rounds.jsonl"
 CHECKPOINT = "checkpoint.safetensors"
 PREVIOUS = "checkpoint.previous.safetensors"
 MODEL = "model.safetensors"
+ANALYSIS = "analysis.json"
 SUMMARY = "summary.json"
 DIVERGED = "diverged.txt"
 LOCK = ".lock"
 
 FILES = (
-    *(CONFIG, FACTS, CLIENTS, ROUNDS, PREVIOUS, CHECKPOINT, DIVERGED, MODEL, SUMMARY),
+    *(CONFIG, FACTS, CLIENTS, ROUNDS, PREVIOUS, CHECKPOINT, DIVERGED, MODEL, ANALYSIS, SUMMARY),
     *("curves.png", "trace.json.gz"),
 )
 """All files that a run leaves in its folder, in the order in which they are written."""
@@ -496,6 +498,27 @@ class RunFolder:
         """Write the summary, which makes the run a finished one."""
         write_json(self.path / SUMMARY, summary)
 
+    def restore(
+        self,
+        config: Config,
+        facts: Mapping[str, Any],
+        records: Records,
+        summary: Mapping[str, Any],
+        analysis: Mapping[str, Any] | None,
+    ) -> None:
+        """Write a finished run of which the model is gone."""
+        with writing(self.path):
+            make_folder(self.path)
+        with self._locked():
+            self.save_config(config, summary["hash"])
+            write_json(self.path / FACTS, facts)
+            write_atomic(self.rounds_file, "".join(map(to_line, records)))
+            if analysis is not None:
+                write_json(self.path / ANALYSIS, analysis)
+            # the records may lack what single clients did, so their digest is another one
+            own = {"records": digest(records)} if "records" in summary else {}
+            self.finish({**summary, **own})
+
     def mark_diverged(self, message: str) -> None:
         """Note that the run diverged: the same numbers would diverge again."""
         write_atomic(self.path / DIVERGED, f"{message}\n")
@@ -595,6 +618,11 @@ class RunFolder:
         if self.facts().get("run", found["hash"]) != found["hash"]:
             raise Damaged(path, f"it is not of the run that {FACTS} names")
         return found
+
+    def analysis(self) -> dict[str, Any] | None:
+        """What a report shows of the model, if the run comes from a packed study."""
+        path = self.path / ANALYSIS
+        return read_json(path) if path.is_file() else None
 
     def checkpoint(self, file: str = CHECKPOINT) -> Checkpoint | None:
         path = self.path / file

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import escape
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from protofed.config import AUTO, Config, check_settings, without_paths
 from protofed.errors import ProtofedError
-from protofed.federation.facts import DIGESTS, FACTS_SHAPE, Facts
+from protofed.federation.facts import DIGESTS, FACTS_SHAPE, NUMERICS, Facts
 from protofed.files import Damaged, sealed, unsealed, write_atomic
 from protofed.runs.folder import RunFolder, plain_settings, stored_config
 from protofed.runs.records import BY_CLIENT, RECORD, Records, require_records
@@ -106,7 +106,7 @@ class StoredRun:
     @property
     def analysis(self) -> Mapping[str, Any] | None:
         """What a report shows of the run's model, where that was looked at before packing."""
-        return self._line.get("analysis")
+        return self._line.get("analysis") if self.folder is None else self.folder.analysis()
 
     def result(self) -> Result:
         """The run as a result without its model."""
@@ -211,6 +211,35 @@ def read_packed(file: Path) -> list[StoredRun]:
     except (ValueError, TypeError, RecursionError) as error:  # not lines of runs
         raise Damaged(file, str(error)) from None
     return found
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """How many runs of a packed study went into a pool, and how many did not."""
+
+    taken: int
+    known: int
+    """The pool had them."""
+    other: int
+    """They are of another numerics: a table should not mix them with runs of this version."""
+
+
+def unpack(source: Path, pool: Path) -> Unpacked:
+    """Put the runs of a packed study into a pool, as folders without models."""
+    taken = known = other = 0
+    for run in read_packed(source / PACKED):
+        if Path(run.name).name != run.name or run.name in ("", ".", ".."):
+            raise Damaged(source / PACKED, f"'{run.name:.100}' is no name of a run's folder")
+        folder = RunFolder(pool / run.name)
+        if run.facts.get("numerics") != NUMERICS:
+            other += 1
+        elif folder.is_finished():
+            known += 1
+        else:
+            config = stored_config(run.config, run.summary["method"])
+            folder.restore(config, run.facts, run.records, run.summary, run.analysis)
+            taken += 1
+    return Unpacked(taken, known, other)
 
 
 def write_packed(file: Path, lines: Iterable[str]) -> None:

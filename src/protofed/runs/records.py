@@ -20,6 +20,14 @@ LAST = 5
 
 SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
 
+
+def selection(last: int = LAST) -> str:
+    """What a number is of: the mean of so many last rounds, or the last one."""
+    if last == 1:
+        return "last round"
+    return SELECTION.replace(str(LAST), str(last))
+
+
 SEEN = "seen average"
 """Of a run that leaves a domain out: the average of the other domains."""
 
@@ -81,18 +89,20 @@ class Records(list[Record]):
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def last_mean(records: Sequence[Mapping[str, Any]], beside: str | None = None) -> dict[str, float]:
-    """Accuracy per domain and ``average``, as means over the last five rounds.
+def last_mean(
+    records: Sequence[Mapping[str, Any]], beside: str | None = None, last: int = LAST
+) -> dict[str, float]:
+    """Accuracy per domain and ``average``, as means over the ``last`` rounds.
 
     A domain that no site of a deployment measured in a round (NaN) does not count in that round.
     ``beside`` names another accuracy that the rounds have, e.g. ``own``.
     """
-    last = records[-LAST:]
-    found = [r["accuracy"] if beside is None else r["beside"][beside] for r in last]
+    counted = records[-last:]
+    found = [r["accuracy"] if beside is None else r["beside"][beside] for r in counted]
     means = {d: _mean([accuracy[d] for accuracy in found]) for d in found[0]}
     if beside is not None:
         return {**means, "average": _mean(list(means.values()))}
-    return {**means, "average": _mean([r["average"] for r in last])}
+    return {**means, "average": _mean([r["average"] for r in counted])}
 
 
 def beside(record: Mapping[str, Any]) -> dict[str, float]:

@@ -185,7 +185,7 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
     summary, records = found.summary(), found.records()
     config = stored_config(found.settings(), summary["method"])
     stored = found.model() if model and found.has_model else None
-    return Result(config, records, summary, stored, found.path, found.facts())
+    return Result(config, records, summary, stored, found.path, found.facts(), found.analysis())
 
 
 def has_model(folder: Path | None) -> bool:

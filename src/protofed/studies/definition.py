@@ -30,15 +30,23 @@ from protofed.errors import ProtofedError, unknown
 from protofed.files import FORMAT, check_format
 from protofed.method import Method
 from protofed.methods import METHODS, RecordedMethod, fingerprint, known_class
+from protofed.runs.records import LAST
 from protofed.toml import parse_toml, toml_text
 from protofed.user_code import is_file
 
 MOST_LINES = 10**4
 """Of a sweep: a table with more of them would help nobody."""
 
+MOST_LAST = 100
+"""Of the last rounds that a table averages over."""
+
 TUNE = "tune"
 """The kind of a study that chooses by validation accuracy."""
-KINDS = ("table", "curves", "bars", "sweep", "tsne", TUNE)
+DIFFERENCES = "differences"
+"""The kind of a study whose figure is every row's difference to the baseline, on all tasks."""
+TUNED = ", tuned"
+"""How the label of a row ends that is another row with what validation chose for it."""
+KINDS = ("table", "curves", "bars", DIFFERENCES, "sweep", "tsne", TUNE)
 
 SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
 """The settings that a study may give; its seeds have a key of their own."""
@@ -123,6 +131,10 @@ class StudyTask:
     task: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    """The rows that are run on it; empty: all."""
+    seeds: tuple[int, ...] = ()
+    """Its own seeds; empty: the study's."""
 
 
 @dataclass(frozen=True)
@@ -208,6 +220,8 @@ class Study:
     baseline: str | None
     target: float | None
     """An accuracy in %: what it takes to reach it is part of the costs."""
+    last_rounds: int
+    """The rounds that the accuracies of its tables are means of."""
     tsne: Mapping[str, Any]
     override: Mapping[str, Any]
     images: Mapping[str, FolderImages]
@@ -231,6 +245,13 @@ class Study:
                         row = row.with_value(name, value)
                     lines.append(Line(point_label(label, point), row, point, i))
         return tuple(lines)
+
+    def lines_on(self, task: StudyTask) -> tuple[Line, ...]:
+        """The lines of a task's table."""
+        return tuple(s for s in self.lines if not task.rows or s.row.label in task.rows)
+
+    def seeds_on(self, task: StudyTask) -> tuple[int, ...]:
+        return task.seeds or self.seeds
 
     def digests(self, task: str) -> tuple[str, ...]:
         """Which images the runs of a task are of; empty if the task's name says it."""
@@ -272,8 +293,29 @@ class Study:
         change = {k: v for k, v in change.items() if v}
         return parse({**self.raw, "override": change} if change else self.raw, self.name)
 
-    def with_seeds(self, seeds: Sequence[int]) -> Study:
-        return replace(self, seeds=tuple(seeds), raw={**self.raw, "seeds": list(seeds)})
+    def with_seeds(self, seeds: Sequence[int] | Mapping[str, Sequence[int]]) -> Study:
+        """The study with these seeds for all its tasks, or for those that are named."""
+        if not isinstance(seeds, Mapping):
+            seeds = dict.fromkeys(self.tasks, seeds)
+        whole = {n: [*seeds.get(n, self.seeds_on(task))] for n, task in self.tasks.items()}
+        shared = next(iter(whole.values()))
+        if any(own != shared for own in whole.values()):
+            shared = list(self.seeds)
+        raw = {
+            **self.raw,
+            "seeds": shared,
+            "tasks": {
+                n: {k: v for k, v in own.items() if k != "seeds"}
+                | ({"seeds": whole[n]} if whole[n] != shared else {})
+                for n, own in self.raw["tasks"].items()
+            },
+        }
+        return parse(raw, self.name)
+
+    def first_seeds(self, count: int, task: StudyTask) -> tuple[int, ...]:
+        """So many seeds of a task: its first ones, then the next numbers."""
+        own = self.seeds_on(task)
+        return (*own, *range(max(own) + 1, max(own) + 1 + count))[:count]
 
     def with_target(self, target: float) -> Study:
         return parse({**self.raw, "target": target}, self.name)
@@ -315,6 +357,10 @@ class Study:
         """Stands for what the study asks for, its seeds aside: they may become more."""
         asked = {k: v for k, v in self.raw.items() if k not in _ASIDE}
         asked["settings"] = _hashed(asked.get("settings", {}))
+        asked["tasks"] = {
+            name: {k: v for k, v in task.items() if k != "seeds"}
+            for name, task in asked["tasks"].items()
+        }
         override = dict(asked.pop("override", {}))
         override["settings"] = _hashed(override.get("settings", {}))
         asked["override"] = {k: v for k, v in override.items() if v}
@@ -339,10 +385,11 @@ def show(value: Any) -> str:
 _KEYS = (
     "name", "title", "kind", "paper", "protocol", "notes", "seeds", "settings", "tasks", "rows",
     "sweep", "printed", "baseline", "target", "tsne", "override", "pool", "images", "methods",
-    "diverged", "like",
+    "diverged", "like", "last_rounds",
 )  # fmt: skip
 _ASIDE = (
     "seeds", "title", "notes", "paper", "target", "name", "pool", "images", "methods", "diverged",
+    "last_rounds",
 )  # fmt: skip
 """What does not change which runs the study is made of, its seeds aside."""
 
@@ -396,6 +443,13 @@ def _completed(raw: dict[str, Any], name: str) -> dict[str, Any]:
     whole = {**base, **raw}
     # Rows and tasks may be others here: of what speaks of them, only what still fits is taken over.
     rows, tasks = (_table(whole, key) for key in ("rows", "tasks"))
+    if "tasks" not in raw:
+        whole["tasks"] = {
+            name: {**task, "rows": own}
+            if (own := [label for label in task.get("rows", ()) if label in rows])
+            else {k: v for k, v in task.items() if k != "rows"}
+            for name, task in tasks.items()
+        }
     if "baseline" not in raw and whole.get("baseline") not in rows:
         whole.pop("baseline", None)
     if "sweep" not in raw:
@@ -437,6 +491,8 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
+    for task in tasks.values():
+        require_known(f"row of task {task.name}", task.rows, rows)
     plain = (r.label for r in rows.values() if r == Row(r.label, "fedavg"))
     baseline = raw.get("baseline", next(plain, None))
     if baseline is not None and (not isinstance(baseline, str) or baseline not in rows):
@@ -444,6 +500,9 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     target = raw.get("target")
     if target is not None and not (type(target) in (int, float) and 0 < target <= 100):
         raise ProtofedError(f"target must be an accuracy in %, got {target!r:.100}")
+    last = raw.get("last_rounds", LAST)
+    if not (type(last) is int and 0 < last <= MOST_LAST):
+        raise ProtofedError(f"last_rounds must be between 1 and {MOST_LAST}, got {last!r:.100}")
     diverged = _table(raw, "diverged")
     override = _table(raw, "override")
     require_known("key in [override]", override, ("on", "settings", "options"))
@@ -476,6 +535,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         columns={},
         baseline=baseline,
         target=target,
+        last_rounds=last,
         tsne=tsne,
         override=override,
         images={task: _images(task, found) for task, found in _table(raw, "images").items()},
@@ -522,9 +582,11 @@ def _check_kind(study: Study) -> None:
 def _task(name: str, raw: Any) -> StudyTask:
     if not isinstance(raw, Mapping):
         raise ProtofedError(f"task {name} must be a table", f"write {name} = {{}}")
-    settings = {k: v for k, v in raw.items() if k not in ("task", "notes")}
+    settings = {k: v for k, v in raw.items() if k not in ("task", "notes", "rows", "seeds")}
     _settings(f"setting of task {name}", settings)
-    return StudyTask(name, _text(raw, "task", name), settings, tuple(_list(raw, "notes", str)))
+    notes, rows = (tuple(_list(raw, key, str)) for key in ("notes", "rows"))
+    seeds = _seeds(raw["seeds"]) if "seeds" in raw else ()
+    return StudyTask(name, _text(raw, "task", name), settings, notes, rows, seeds)
 
 
 def _images(task: str, raw: Any) -> FolderImages:

@@ -68,11 +68,30 @@ def resolution(sweep: Sweep) -> int | None:
     return None
 
 
+def aliases(sweep: Sweep) -> list[list[str]]:
+    """Effects and interactions of two parameters that the settings of a fraction cannot tell apart.
+
+    ``average×flip`` and ``finch_level×upcr`` are one list if their signs agree in every setting,
+    or differ in every one.
+    """
+    points = sweep.points() if sweep.generators else []
+    found: dict[tuple[int, ...], list[str]] = {}
+    for size in (1, 2):
+        for names in combinations(sweep.over, size):
+            signs = [prod(sweep.sign(point, n) for n in names) for point in points]
+            key = tuple(s * signs[0] for s in signs) if signs else ()
+            found.setdefault(key, []).append("×".join(names))
+    return [same for same in found.values() if len(same) > 1] if points else []
+
+
 def _scope(sweep: Sweep, points: Sequence[Mapping[str, Any]], planned: int) -> str:
     text = f"{len(points)} of {2 ** len(sweep.over)} settings"
     if len(points) == planned:
         r = resolution(sweep)
-        return text if r is None else f"{text} (resolution {ROMAN.get(r, r)})"
+        if r is None:
+            return text
+        mixed = " and ".join(" = ".join(same) for same in aliases(sweep))
+        return f"{text} (resolution {ROMAN.get(r, r)}{f'; aliased: {mixed}' if mixed else ''})"
     absent = [
         f"{name}={show(value)}"
         for name, values in sweep.over.items()

@@ -11,11 +11,11 @@ The runs themselves are in the pool. Tables can be made where neither images nor
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
-from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -124,7 +124,12 @@ class StudyFolder:
                     f"'{path}' holds another study: '{there.title}', with {why}",
                     "choose another --out, or delete that folder; its runs stay in the pool",
                 )
-            study = study.with_seeds(sorted({*there.seeds, *study.seeds}))
+            study = study.with_seeds(
+                {
+                    name: sorted({*there.seeds_on(there.tasks[name]), *study.seeds_on(task)})
+                    for name, task in study.tasks.items()
+                }
+            )
             study = study.with_images({**there.images, **study.images})
         study = study.with_methods([task.task for task in study_tasks(study)])
         study = replace(study, raw={**study.raw, "pool": os.path.relpath(pool, path)})
@@ -156,7 +161,7 @@ class StudyFolder:
         found = []
         for task in study_tasks(self.study):
             if task.name in wanted:
-                found.append(self._table(task, self.study.lines, validated=True))
+                found.append(self._table(task, self.study.lines_on(task), validated=True))
             if task.name in wanted and (test := tested.get(task.name)):
                 found.append(replace(test, task=f"{task.name}, test accuracy of the choice"))
         return found
@@ -165,29 +170,39 @@ class StudyFolder:
         """By task, the tables of test accuracies: of a study that tunes, only of its choice."""
         found = {}
         for task in study_tasks(self.study):
-            chosen = self.chosen(task.name)
-            if self.study.kind != TUNE or chosen is not None:
-                lines = self.study.lines if chosen is None else [chosen]
+            tunes = self.study.kind == TUNE
+            lines = self.choices(task.name) if tunes else self.study.lines_on(task)
+            if lines:
                 found[task.name] = self._table(task, lines)
         return found
 
     def chosen(self, task: str = "") -> Line | None:
-        """What a study that tunes chooses on a task (the first, unless named); else None.
+        """What a study that tunes chooses for its first row on a task (the first, unless named)."""
+        return next(iter(self.choices(task)), None)
+
+    def choices(self, task: str = "") -> list[Line]:
+        """What a study that tunes chooses on a task (the first, unless named), for each row.
 
         That is the line with the best validation accuracy, among those that have all seeds.
         """
-        task = task or study_tasks(self.study)[0].name
-        means: list[tuple[float, Line]] = []
-        for line in self.study.lines if self.study.kind == TUNE else ():
-            runs = [m.on_validation() for m in self._measures(task, line.label).values()]
-            if len(runs) == len(self.study.seeds):
-                means.append((fmean(run.accuracy[AVERAGE] for run in runs), line))
-        return max(means, key=itemgetter(0), default=(0, None))[1]
+        asked = next((t for t in study_tasks(self.study) if task in ("", t.name)), None)
+        if self.study.kind != TUNE or asked is None:
+            return []
+        best: dict[str, tuple[float, Line]] = {}
+        for line in self.study.lines_on(asked):
+            runs = [m.on_validation() for m in self._measures(asked.name, line.label).values()]
+            if len(runs) == len(self.study.seeds_on(asked)):
+                mean = fmean(run.accuracy[AVERAGE] for run in runs)
+                known = best.setdefault(line.row.label, (mean, line))
+                if mean > known[0]:
+                    best[line.row.label] = (mean, line)
+        return [line for _, line in best.values()]
 
     def chosen_runs(self) -> list[Path]:
         """The folders of the runs that a study that tunes chooses."""
-        own = [r for r in self.runs if (line := self.chosen(r.task)) and r.line.label == line.label]
-        found = [self.runs[run] for run in own]
+        labels = {t.name: {line.label for line in self.choices(t.name)}
+                  for t in study_tasks(self.study)}  # fmt: skip
+        found = [s for run, s in self.runs.items() if run.line.label in labels[run.task]]
         return [run.folder.path for run in found if run is not None and run.folder is not None]
 
     def results(self) -> list[Result]:
@@ -217,7 +232,7 @@ class StudyFolder:
         several = sum(map(bool, found.values())) > 1
         aims = tables.targets_of(found.get(base, {})) if several else {}
         if study.target is not None:
-            aims = dict.fromkeys(study.seeds, study.target)
+            aims = dict.fromkeys(study.seeds_on(task), study.target)
         printed = {} if "on" in study.override else study.printed.get(task.name, {})
         rows = []
         for line in lines:
@@ -227,7 +242,7 @@ class StudyFolder:
                     line.label,
                     found[line.label],
                     found.get(base, {}) if line.label != base else {},
-                    len(study.seeds),
+                    len(study.seeds_on(task)),
                     aims,
                     paper=paper.values if paper else {},
                     paper_std=paper.std if paper else None,
@@ -253,7 +268,7 @@ class StudyFolder:
         if absent:
             text = f"{len(absent)} of {len(rows)} rows were not run: {'; '.join(absent)}."
             notes = (*notes, text)
-        choices = self._choices(rows) if study.kind != TUNE else self._choice(task.name)
+        choices = self._choices(lines, rows) if study.kind != TUNE else self._choice(task)
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
         notes = (*notes, *self._mixed(task.name), *self._equal(task.name), *choices, *left_out)
         found_effects = effects(study, rows)
@@ -269,7 +284,9 @@ class StudyFolder:
         found = {}
         for seed, parts in by_seed.items():
             done = {
-                run.unseen or "": Measure.of(stored.summary, stored.settings, stored.records)
+                run.unseen or "": Measure.of(
+                    stored.summary, stored.settings, stored.records, self.study.last_rounds
+                )
                 for run, stored in parts.items()
                 if stored is not None
             }
@@ -324,10 +341,10 @@ class StudyFolder:
             if len(labels) > 1
         ]
 
-    def _choices(self, rows: Sequence[TableRow]) -> list[str]:
+    def _choices(self, lines: Sequence[Line], rows: Sequence[TableRow]) -> list[str]:
         """Which values of each sweep, or else which row, the validation accuracy chooses."""
         groups: dict[tuple[int | None, str], list[TableRow]] = {}
-        for line, row in zip(self.study.lines, rows, strict=True):
+        for line, row in zip(lines, rows, strict=True):
             swept = line.row.label if line.sweep is not None else ""
             groups.setdefault((line.sweep, swept), []).append(row)
         if self.study.sweeps:
@@ -337,13 +354,17 @@ class StudyFolder:
             return [UNCHOSEN]
         return [f"Chosen by validation accuracy: {row.label}." for row in found if row is not None]
 
-    def _choice(self, task: str) -> list[str]:
-        chosen, every = self.chosen(task), self.study.lines
-        if chosen is None:
+    def _choice(self, task: StudyTask) -> list[str]:
+        tried = Counter(line.row.label for line in self.study.lines_on(task))
+        found = [
+            f"{line.label} (of {tried[line.row.label]} tried)"
+            for line in self.choices(task.name)
+            if line.sweep is not None
+        ]
+        if not found:
             return []
         return [
-            f"Chosen by validation accuracy, of {len(every)} tried: {chosen.label}. Test images "
-            "had no part in it."
+            f"Chosen by validation accuracy: {'; '.join(found)}. Test images had no part in it."
         ]
 
     def write_tables(self) -> list[str]:
@@ -414,8 +435,9 @@ def _joined(runs: Mapping[str, Measure], rounds: Records) -> Measure:
         {**first.settings, "leave_out": EACH, "clients": every},
         tuple(
             (mean, sum(run.progress[i][1] for run in runs.values()))
-            for i, (mean, _) in enumerate(tables.progress(rounds, EACH))
+            for i, (mean, _) in enumerate(tables.progress(rounds, EACH, first.last))
         ),
+        first.last,
     )
 
 

@@ -66,8 +66,9 @@ def plan(study: Study, selection: Selection = Selection()) -> list[PlannedRun]: 
     tasks, lines = _chosen_tasks(study, selection), _chosen_lines(study, selection)
     found: list[PlannedRun] = []
     for task in tasks:
-        for seed in selection.seeds or study.seeds:
-            for line in lines:
+        own = [line for line in study.lines_on(task) if line in lines]
+        for seed in selection.seeds or study.seeds_on(task):
+            for line in own:
                 if not line.row.missing:
                     found += _runs(study, task, line, seed)
     return found
@@ -97,7 +98,8 @@ def study_tasks(study: Study) -> list[StudyTask]:
     found: dict[str, StudyTask] = {}
     for task in study.tasks.values():
         settings = {**study.settings, **task.settings}
-        moved = StudyTask(on, on, _moved(study, settings, task.task, on))
+        moved = replace(task, name=on, task=on, settings=_moved(study, settings, task.task, on))
+        moved = replace(moved, notes=())
         if moved not in found.values():
             found[on if not found else f"{on} ({task.name})"] = moved
     return [replace(task, name=name) for name, task in found.items()]

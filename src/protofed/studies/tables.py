@@ -21,7 +21,15 @@ from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
 from protofed.runs.folder import plain_settings
-from protofed.runs.records import BESIDE, LAST, SEEN, SELECTION, VALIDATION, over_rounds
+from protofed.runs.records import (
+    BESIDE,
+    LAST,
+    SEEN,
+    VALIDATION,
+    last_mean,
+    over_rounds,
+    selection,
+)
 from protofed.studies.history import changed_options, is_variant
 
 if TYPE_CHECKING:
@@ -94,9 +102,21 @@ class Measure:
     settings: Mapping[str, Any]
     progress: tuple[tuple[float, float], ...] = ()
     """For each round: the accuracy that counts, as a mean of the last rounds, and the MB so far."""
+    last: int = LAST
+    """The rounds that accuracies are means of."""
 
     @classmethod
-    def of(cls, summary: Mapping[str, Any], settings: Mapping[str, Any], rounds: Rounds) -> Measure:
+    def of(
+        cls,
+        summary: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        rounds: Rounds,
+        last: int = LAST,
+    ) -> Measure:
+        if last != LAST:
+            beside = {n: last_mean(rounds, n, last) for n in summary.get("beside", ())}
+            own = {"accuracy": last_mean(rounds, last=last), "beside": beside}
+            summary = {**summary, **own}
         return cls(
             settings["seed"],
             summary["accuracy"],
@@ -104,17 +124,18 @@ class Measure:
             summary["seconds"],
             summary,
             settings,
-            progress(rounds, settings.get("leave_out")),
+            progress(rounds, settings.get("leave_out"), last),
+            last,
         )
 
     @classmethod
-    def of_result(cls, result: Result) -> Measure:
+    def of_result(cls, result: Result, last: int = LAST) -> Measure:
         method = result.config.method
         asked = {**asdict(result.config), "method": method.name, "options": method.options()}
         # the summary's may be the label of a row
         settings = plain_settings(asked, {**result.summary, "method": method.name})
         summary = {**result.summary, "accuracy": result.accuracy}
-        return cls.of(summary, settings, result.rounds)
+        return cls.of(summary, settings, result.rounds, last)
 
     @property
     def label(self) -> str:
@@ -169,12 +190,14 @@ def over_domains(accuracy: Mapping[str, float]) -> dict[str, float]:
     return {WORST: min(found), SPREAD: pstdev(found)} if len(found) > 1 else {}
 
 
-def progress(rounds: Rounds, unseen: str | None) -> tuple[tuple[float, float], ...]:
+def progress(
+    rounds: Rounds, unseen: str | None, last: int = LAST
+) -> tuple[tuple[float, float], ...]:
     """A run's way to its accuracy; see ``Measure``."""
     if not rounds:
         return ()
     main = next(iter(over_rounds(rounds, unseen).values()))
-    means = [fmean(main[max(0, r - LAST) : r]) for r in range(1, len(main) + 1)]
+    means = [fmean(main[max(0, r - last) : r]) for r in range(1, len(main) + 1)]
     sent = accumulate(r.get("bytes_up", 0) + r.get("bytes_down", 0) for r in rounds)
     return tuple(zip(means, (n / 1e6 for n in sent), strict=True))
 
@@ -211,6 +234,8 @@ class TableRow:
     """The accuracy whose price is asked for, as a mean over seeds; None if there is none."""
     reached: tuple[Spread, Spread] | None = None
     """Rounds and MB until the target, over the seeds that reach it; None if none does."""
+    seed_list: tuple[int, ...] = ()
+    """The seeds of its runs, in the order of every ``Spread.values``."""
 
     @property
     def was_run(self) -> bool:
@@ -256,10 +281,10 @@ class TableLine:
     label: str = ""
 
 
-def rows(results: Sequence[Result], baseline: str = BASELINE) -> list[TableRow]:
+def rows(results: Sequence[Result], baseline: str = BASELINE, last: int = LAST) -> list[TableRow]:
     runs: dict[str, dict[int, Measure]] = {}
     for result in results:
-        measure = Measure.of_result(result)
+        measure = Measure.of_result(result, last)
         runs.setdefault(measure.label, {})[measure.seed] = measure
     base = runs.get(baseline, {}) if len(runs) > 1 else {}
     targets = targets_of(base)
@@ -320,8 +345,20 @@ def row(
         beside={n: Spread.of([m.beside[n] for m in measures]) for n in first.beside},
         method=first.settings["method"],
         variant=is_variant(first.settings),
+        seed_list=tuple(runs),
         **more,
     )
+
+
+def paired(one: TableRow, other: TableRow, column: str) -> Spread | None:
+    """The difference of two rows in a column, on the seeds that both have; None without one."""
+    own, theirs = one.accuracy.get(column), other.accuracy.get(column)
+    if own is None or theirs is None:
+        return None
+    subtracted = dict(zip(other.seed_list, theirs.values, strict=True))
+    both = zip(one.seed_list, own.values, strict=True)
+    found = [value - subtracted[seed] for seed, value in both if seed in subtracted]
+    return Spread.of(found) if found else None
 
 
 def chosen(rows: Sequence[TableRow]) -> TableRow | None:
@@ -525,7 +562,7 @@ def describe(
     every = [training_options(m.settings) for m in measures]
     options = [option for option in every[0] if all(option in used for used in every)]
     many = f"; mean ± standard deviation over {len(seeds)} seeds" * (len(seeds) > 1)
-    head = f"{what} in %{_on_unseen(measures)}, {SELECTION}{many}."
+    head = f"{what} in %{_on_unseen(measures)}, {selection(measures[0].last)}{many}."
     parts = []
     if any(WORST in m.values for m in measures):
         parts.append("worst: the lowest domain; spread: standard deviation over the domains")
@@ -551,18 +588,19 @@ def describe(
     runs = "for all runs of a row" if first.get("leave_out") == EACH else "per run"
     return head, (
         f"{note[0].upper()}{note[1:]}. MB: total traffic, up and down; s: seconds {runs} "
-        f"(concurrent runs slow each other down){_aim(labels, baseline, target)}."
+        f"(concurrent runs slow each other down){_aim(labels, baseline, target, measures[0].last)}."
     )
 
 
-def _aim(labels: Collection[str], baseline: str, target: float | None) -> str:
+def _aim(labels: Collection[str], baseline: str, target: float | None, last: int) -> str:
     """What the accuracy is whose price the costs give, and when it counts as reached."""
     aim = f"the accuracy of {baseline_name(baseline)} on the same seed"
     if target is not None:
         aim = f"{target:g} %"
     elif baseline not in labels or len(labels) < 2:
         return ""
-    return f"; rounds and MB to {aim}: until the mean of the last {LAST} rounds reaches it"
+    reached = "a round" if last == 1 else f"the mean of the last {last} rounds"
+    return f"; rounds and MB to {aim}: until {reached} reaches it"
 
 
 def _hyper_parameters(measures: Sequence[Measure]) -> str:

@@ -1,0 +1,130 @@
+"""docs/styles.md: what the race of styles has to show is computed from the runs, met or not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protofed.report.figures import differences, gains
+from protofed.report.pack import pack
+from protofed.studies.definition import Study, load, parse
+from protofed.studies.folder import StudyFolder
+from protofed.studies.plan import PlannedRun
+from tests.studies.made_runs import make_runs
+
+DOCS = Path(__file__).parents[1] / "docs"
+GAINS = {"fedavg": -6.0, "i2pfl": 0.0, "fedrdn": 5.0, "protostyle": 9.0}
+"""Points above I²PFL on every task; all others have −2."""
+TUNED = {"I²PFL, tuned": ("i2pfl", 2.0), "ProtoStyle, tuned": ("protostyle", 3.0)}
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(DOCS)
+    import styles_page
+
+    return styles_page
+
+
+def styles() -> Study:
+    """The study with two rows tuned, two seeds everywhere."""
+    raw = dict(load("styles").raw)
+    more = {n: {"method": m, "settings": {"lr": 0.03}} for n, (m, _) in TUNED.items()}
+    raw["rows"] = {**raw["rows"], **more}
+    return parse(raw, "styles").with_seeds([0, 1])
+
+
+def accuracy(gained: Mapping[str, float] = GAINS) -> Callable[[PlannedRun], dict[str, float]]:
+    def of(run: PlannedRun) -> dict[str, float]:
+        label, method = run.line.label, run.config.method.name
+        gain = 4.0 if label == "color jitter" else gained.get(method, -2.0)
+        gain += TUNED[label][1] if label in TUNED else 0.0
+        noise = random.Random(f"{label} {run.task} {run.seed}").uniform(-0.1, 0.1)
+        return dict.fromkeys(run.config.domain_clients, 50.0 + 3 * run.seed + gain + noise)
+
+    return of
+
+
+def made(path: Path, gained: Mapping[str, float] = GAINS, **more: Any) -> StudyFolder:
+    study = styles()
+    make_runs(study, path / "pool", accuracy(gained), **more)
+    return StudyFolder.create(path / "pool" / "styles", study, path / "pool")
+
+
+def verdicts(page: Any, folder: StudyFolder) -> list[bool | None]:
+    found = page.checks({table.task: table for table in folder.tables()})
+    return [check.met for check in found]
+
+
+def test_what_was_asked_for_is_met_or_not(page: Any, tmp_path: Path) -> None:
+    # nine points: enough on every task, and above FedRDN's five, tuned or not
+    assert verdicts(page, made(tmp_path / "a")) == [True] * 6
+    few = made(tmp_path / "b", {**GAINS, "protostyle": 4.5})
+    office, pacs, digits, domains, above, tuned = verdicts(page, few)
+    assert (office, pacs, digits) == (False, True, True)
+    assert domains is True and above is False and tuned is True
+    worse = made(tmp_path / "c", {**GAINS, "protostyle": -3.0})
+    assert verdicts(page, worse)[3] is False
+
+
+def test_a_rival_with_fewer_tasks_is_compared_on_those(page: Any, tmp_path: Path) -> None:
+    tables = {table.task: table for table in made(tmp_path).tables() if table.task != "unseen"}
+    found = {rival.label: rival for rival in page.rivals(tables)}
+    assert set(found["StableFDG"].by_task) == {"office_caltech", "digits"}
+    assert found["FedRDN"].mean == pytest.approx(4, abs=0.2)
+    assert found["color jitter"].mean == pytest.approx(5, abs=0.2)
+    assert next(iter(page.rivals(tables))).label == "FedRDN"  # the closest first
+    assert "ProtoStyle, tuned" not in found
+
+
+def test_what_is_not_run_is_not_met(page: Any, tmp_path: Path) -> None:
+    skip = {("ProtoStyle", 0), ("ProtoStyle", 1)}
+    assert verdicts(page, made(tmp_path, skip=skip)) == [None] * 5 + [True]
+    assert [check.met for check in page.checks({})] == [None] * 5
+
+
+def test_one_seed_shows_nothing(page: Any, tmp_path: Path) -> None:
+    study = styles().with_seeds([0])
+    make_runs(study, tmp_path, accuracy())
+    folder = StudyFolder.create(tmp_path / "styles", study, tmp_path)
+    assert verdicts(page, folder)[:3] == [None] * 3
+
+
+def test_tuned_rows_are_compared_with_the_tuned_baseline(tmp_path: Path) -> None:
+    office, *others = made(tmp_path).tables()
+    found = gains(office)
+    assert found["ProtoStyle"].mean == pytest.approx(9, abs=0.2)
+    assert found["ProtoStyle, tuned"].mean == pytest.approx(10, abs=0.2)  # 12 − 2
+    assert found["I²PFL, tuned"].mean == pytest.approx(2, abs=0.2)
+    assert "I²PFL" not in found
+    plot = differences([office, *others])
+    assert [panel.title for panel in plot.panels] == [
+        "office_caltech, 2 seeds", "digits, 2 seeds", "pacs, 2 seeds", "unseen, 2 seeds",
+    ]  # fmt: skip
+    assert [key.label for key in plot.legend] == ["default settings", "tuned"]
+
+
+def test_a_difference_is_of_the_seeds_that_both_have(tmp_path: Path) -> None:
+    skip = {("I²PFL", 0), ("ProtoStyle", 1)}
+    office, *_ = made(tmp_path, skip=skip).tables()
+    found = gains(office)
+    assert "ProtoStyle" not in found  # no seed in common
+    assert found["FedRDN"].seeds == 1 and found["FedRDN"].mean == pytest.approx(5, abs=0.2)
+
+
+def test_the_page_says_first_what_controls_explain(page: Any, tmp_path: Path) -> None:
+    folder = made(tmp_path, {**GAINS, "protostyle": 4.0})
+    pack(folder.path, tmp_path / "results" / "styles", images=0)
+    (tmp_path / "results" / "styles" / "notes.md").write_text("Written by hand.\n")
+    assert page.StylesPage.is_there(tmp_path / "results")
+    text = page.StylesPage(tmp_path / "results").text()
+    jitter = text.index("Color jitter alone")
+    assert jitter < text.index("## What it had to show")
+    assert "**it explains ProtoStyle's gain**" in text[jitter:].splitlines()[0]
+    assert "| **not met** |" in text and "Written by hand." in text
+    assert (tmp_path / "results" / "styles" / "differences.png").is_file()
+    assert not page.StylesPage.is_there(tmp_path)
