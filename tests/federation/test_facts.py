@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from protofed.federation.facts import (
     Facts,
     choose_engine,
     discover,
+    find_commit,
     find_device,
     find_precision,
 )
@@ -78,3 +80,19 @@ def test_facts_are_plain_data_and_back():
     config = make_config(tiny_task(), **TINY)
     applied = facts.applied(config)
     assert (applied.device, applied.precision) == (facts.device, facts.precision)
+
+
+def test_a_run_of_a_checkout_knows_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_commit.cache_clear()
+    monkeypatch.setenv("PROTOFED_COMMIT", "abc1234")  # a copy without its history
+    try:
+        assert find_commit() == "abc1234"
+        find_commit.cache_clear()
+        monkeypatch.delenv("PROTOFED_COMMIT")
+        found = find_commit()
+        assert not found or re.fullmatch(r"[0-9a-f]{7,40}(-dirty)?", found)
+        find_commit.cache_clear()
+        monkeypatch.setenv("PATH", "")  # no git
+        assert find_commit() == ""
+    finally:
+        find_commit.cache_clear()

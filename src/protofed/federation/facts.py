@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import subprocess
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +112,30 @@ def discover(config: Config, task: Task) -> Facts:
             "numpy": np.__version__,
             "pillow": PIL.__version__,  # another one may decode a JPEG to other pixels
             "python": platform.python_version(),
+            **({"commit": commit} if (commit := find_commit()) else {}),
         },
         weights_digest=config.weights and file_digest(config.weights),
         model_digest=",".join(file_digest(n.rpartition(":")[0]) for n in files) or None,
     )
+
+
+@cache
+def find_commit() -> str:
+    """The commit of the checkout that the package runs from, or what the environment says.
+
+    Empty if neither is there. A copy of a checkout without its history has ``PROTOFED_COMMIT``.
+    """
+    root = Path(__file__).parents[3]
+    if given := os.environ.get("PROTOFED_COMMIT"):
+        return given[:40]
+    if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
+        return ""  # an installed package may lie in someone else's repository
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""
 
 
 def file_digest(path: str) -> str:
