@@ -609,8 +609,8 @@ def _hyper_parameters(measures: Sequence[Measure]) -> str:
     found: dict[str, str] = {}
     named = ""
     for m in measures:
-        given = changed_options(m.settings).items()
-        words = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in given]
+        changed = changed_options(m.settings).items()
+        words = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in changed]
         if any(word in m.label for word in words):
             named = " but for what a row's name says"
         if words := [word for word in words if word not in m.label]:
