@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
@@ -35,6 +34,9 @@ Numbers of runs with different values are not comparable to the last digit.
 
 DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
+
+SHORT_COMMIT = 7
+"""As many characters of a commit are recorded."""
 
 DIGESTS = ("digest", "public_digest", "weights_digest", "model_digest")
 """The facts that stand for what comes from files."""
@@ -130,12 +132,27 @@ def find_commit() -> str:
         return given[:40]
     if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
         return ""  # an installed package may lie in someone else's repository
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
+        return _head(root / ".git")[:SHORT_COMMIT]
+    except (OSError, ValueError):
         return ""
-    return found.stdout.strip() if found.returncode == 0 else ""
+
+
+def _head(git: Path) -> str:
+    """The commit that is checked out, read from git's own files: no process is started."""
+    if git.is_file():  # a worktree
+        git = git.parent / git.read_text("utf-8").partition("gitdir: ")[2].strip()
+    head = (git / "HEAD").read_text("utf-8").strip()
+    if not head.startswith("ref: "):
+        return head
+    name, common = head.removeprefix("ref: "), git
+    if (git / "commondir").is_file():
+        common = git / (git / "commondir").read_text("utf-8").strip()
+    for place in (git, common):
+        if (place / name).is_file():
+            return (place / name).read_text("utf-8").strip()
+    packed = (common / "packed-refs").read_text("utf-8").splitlines()
+    return next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
 
 
 def file_digest(path: str) -> str:
