@@ -20,7 +20,7 @@ from protofed.studies.definition import Study, builtin
 from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.origin import shares
 from protofed.studies.render import to_markdown
-from protofed.studies.tables import AVERAGE, Spread, TableRow
+from protofed.studies.tables import AVERAGE, Spread, TableRow, sign
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -156,14 +156,14 @@ def _averages(row: TableRow, printed: bool) -> list[str]:
     if own is None:
         return [row.state, *[""] * (2 * printed)]
     std = "" if own.std is None else f" ± {own.std:.1f}"
-    both = ["", ""] if math.isnan(paper) else [f"{paper:.2f}", f"{own.mean - paper:+.1f}"]
+    both = ["", ""] if math.isnan(paper) else [f"{paper:.2f}", sign(own.mean - paper)]
     return [f"{own.mean:.1f}{std}", *both[: 2 * printed]]
 
 
 def _pm(value: Spread | None) -> str:
     if value is None:
         return ""
-    return f"{value.mean:+.1f}" + (f" ± {value.error:.1f}" if value.error is not None else "")
+    return sign(value.mean) + (f" ± {value.error:.1f}" if value.error is not None else "")
 
 
 def _verdict(ours: Spread, paper: float) -> str:

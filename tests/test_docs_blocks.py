@@ -37,7 +37,7 @@ PAGES = [
     p for p in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if p not in GENERATED
 ]
 FENCE = re.compile(
-    r"(?:^<!-- (not run|file): (\S.*) -->\n)?^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?:^<!-- (not run|file): (\S[^\n]*) -->\n)?^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
 INLINE = re.compile(r"`(protofed [^`]+)`")
 TARGET = re.compile(r"^([a-z]+):.*##", re.MULTILINE)

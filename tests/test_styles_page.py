@@ -14,6 +14,7 @@ from protofed.report.pack import pack
 from protofed.studies.definition import Study, load, parse
 from protofed.studies.folder import StudyFolder
 from protofed.studies.plan import PlannedRun
+from protofed.studies.tables import Spread
 from tests.studies.made_runs import make_runs
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -128,3 +129,11 @@ def test_the_page_says_first_what_controls_explain(page: Any, tmp_path: Path) ->
     assert "| **not met** |" in text and "Written by hand." in text
     assert (tmp_path / "results" / "styles" / "differences.png").is_file()
     assert not page.StylesPage.is_there(tmp_path)
+
+
+@pytest.mark.usefixtures("page")
+def test_the_results_page_has_no_negative_zero() -> None:
+    import results_page
+
+    assert results_page._pm(Spread.of([-0.02, -0.04])) == "+0.0 ± 0.0"
+    assert results_page._pm(Spread.of([-0.3])) == "-0.3"

@@ -104,7 +104,7 @@ def test_commands_are_in_the_order_of_a_person_s_path() -> None:
     page = call("--help").out
     assert set(COMMANDS) == set(order)
     assert re.findall(rf"^│ ({'|'.join(order)}) ", page, re.M) == order
-    assert list(COMMANDS["study"].commands) == ["list", "show", "run", "table", "pack"]
+    assert list(COMMANDS["study"].commands) == ["list", "show", "run", "table", "pack", "unpack"]
 
 
 @pytest.mark.parametrize("command", [(), *WHOLE], ids=" ".join)

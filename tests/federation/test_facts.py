@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.facts import (
     Facts,
+    _head,
     choose_engine,
     discover,
+    find_commit,
     find_device,
     find_precision,
 )
@@ -78,3 +82,35 @@ def test_facts_are_plain_data_and_back():
     config = make_config(tiny_task(), **TINY)
     applied = facts.applied(config)
     assert (applied.device, applied.precision) == (facts.device, facts.precision)
+
+
+def test_a_run_of_a_checkout_knows_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_commit.cache_clear()
+    monkeypatch.setenv("PROTOFED_COMMIT", "abc1234")  # a copy without its history
+    try:
+        assert find_commit() == "abc1234"
+        find_commit.cache_clear()
+        monkeypatch.delenv("PROTOFED_COMMIT")
+        found = find_commit()
+        assert not found or re.fullmatch("[0-9a-f]{7}", found)
+    finally:
+        find_commit.cache_clear()
+
+
+def test_the_commit_is_read_from_git_s_files(tmp_path: Path) -> None:
+    git = tmp_path / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "packed-refs").write_text("# pack-refs\n1111111aaaa refs/heads/main\n")
+    assert _head(git) == "1111111aaaa"
+    (git / "refs" / "heads" / "main").write_text("2222222bbbb\n")  # newer than the packed one
+    assert _head(git) == "2222222bbbb"
+    own = git / "worktrees" / "w"
+    own.mkdir(parents=True)
+    (own / "HEAD").write_text("ref: refs/heads/main\n")
+    (own / "commondir").write_text("../..\n")
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / ".git").write_text(f"gitdir: {own}\n")
+    assert _head(tmp_path / "w" / ".git") == "2222222bbbb"
+    (own / "HEAD").write_text("3333333cccc\n")
+    assert _head(tmp_path / "w" / ".git") == "3333333cccc"

@@ -53,7 +53,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"titel": "x"}, ["'titel'", "title"]),
     ({"lick": "fpl-table2"}, ["'lick'", "did you mean like"]),
     ({"kind": "tabel"}, ["'tabel'", "table"]),
-    ({"kind": "banana"}, ["'banana'", "valid: bars, curves, sweep"]),
+    ({"kind": "banana"}, ["'banana'", "valid: bars, curves, differences, sweep"]),
     ({"rows": {}}, ["[rows]"]),
     ({"tasks": {}}, ["[tasks]"]),
     ({"tasks": {"glyphs": {"task": 3}}}, ["task must be a text"]),

@@ -458,3 +458,11 @@ def test_accuracies_may_be_of_the_last_round_alone(tmp_path: Path) -> None:
     assert table.rows[0].reached is not None and table.rows[0].reached[0].mean == 3
     assert table.head == "Test accuracy in %, last round."
     assert "until a round reaches it" in table.details
+
+
+def test_a_value_that_a_row_s_name_says_is_not_said_again(tmp_path: Path) -> None:
+    sweep = [{"rows": ["FPL"], "over": {"upcr": [3.0, 10.0]}}]
+    (table,) = make_study(study(kind="sweep", sweep=sweep), tmp_path / "s").tables()
+    assert (
+        "hyper-parameters: each method's defaults but for what a row's name says;" in table.details
+    )

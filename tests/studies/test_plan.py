@@ -184,3 +184,9 @@ def test_its_domains_are_looked_up_once_where_each_is_left_out(
     image_folder(tmp_path / "pets", ("x", "y", "z"))
     here = pets(f"folder:{tmp_path / 'pets'}", leave_out="each")
     assert {run.unseen for run in plan(here)} == {"x", "y", "z"}
+
+
+def test_a_row_on_another_task_is_still_that_row() -> None:
+    made = load("styles").overridden(on="glyphs", settings={"rounds": 2})
+    first = {run.line.label: run.config for run in plan(made) if run.task == "glyphs"}
+    assert first["GroupNorm"].norm == "group" and first["FedAvg"].norm == "batch"

@@ -10,6 +10,7 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ Numbers of runs with different values are not comparable to the last digit.
 
 DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
+
+SHORT_COMMIT = 7
+"""As many characters of a commit are recorded."""
 
 DIGESTS = ("digest", "public_digest", "weights_digest", "model_digest")
 """The facts that stand for what comes from files."""
@@ -110,10 +114,45 @@ def discover(config: Config, task: Task) -> Facts:
             "numpy": np.__version__,
             "pillow": PIL.__version__,  # another one may decode a JPEG to other pixels
             "python": platform.python_version(),
+            **({"commit": commit} if (commit := find_commit()) else {}),
         },
         weights_digest=config.weights and file_digest(config.weights),
         model_digest=",".join(file_digest(n.rpartition(":")[0]) for n in files) or None,
     )
+
+
+@cache
+def find_commit() -> str:
+    """The commit of the checkout that the package runs from, or what the environment says.
+
+    Empty if neither is there. A copy of a checkout without its history has ``PROTOFED_COMMIT``.
+    """
+    root = Path(__file__).parents[3]
+    if given := os.environ.get("PROTOFED_COMMIT"):
+        return given[:40]
+    if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
+        return ""  # an installed package may lie in someone else's repository
+    try:
+        return _head(root / ".git")[:SHORT_COMMIT]
+    except (OSError, ValueError):
+        return ""
+
+
+def _head(git: Path) -> str:
+    """The commit that is checked out, read from git's own files: no process is started."""
+    if git.is_file():  # a worktree
+        git = git.parent / git.read_text("utf-8").partition("gitdir: ")[2].strip()
+    head = (git / "HEAD").read_text("utf-8").strip()
+    if not head.startswith("ref: "):
+        return head
+    name, common = head.removeprefix("ref: "), git
+    if (git / "commondir").is_file():
+        common = git / (git / "commondir").read_text("utf-8").strip()
+    for place in (git, common):
+        if (place / name).is_file():
+            return (place / name).read_text("utf-8").strip()
+    packed = (common / "packed-refs").read_text("utf-8").splitlines()
+    return next((line.split()[0] for line in packed if line.endswith(f" {name}")), "")
 
 
 def file_digest(path: str) -> str:

@@ -356,16 +356,14 @@ class StudyFolder:
 
     def _choice(self, task: StudyTask) -> list[str]:
         tried = Counter(line.row.label for line in self.study.lines_on(task))
-        found = [
-            f"{line.label} (of {tried[line.row.label]} tried)"
-            for line in self.choices(task.name)
-            if line.sweep is not None
-        ]
-        if not found:
+        chosen = [line for line in self.choices(task.name) if line.sweep is not None]
+        if not chosen:
             return []
-        return [
-            f"Chosen by validation accuracy: {'; '.join(found)}. Test images had no part in it."
-        ]
+        how = f", of {tried[chosen[0].row.label]} tried: {chosen[0].label}"
+        if len(tried) > 1:
+            found = (f"{line.label} (of {tried[line.row.label]} tried)" for line in chosen)
+            how = f": {'; '.join(found)}"
+        return [f"Chosen by validation accuracy{how}. Test images had no part in it."]
 
     def write_tables(self) -> list[str]:
         """The tables in every format; returns the names of the files."""

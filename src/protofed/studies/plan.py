@@ -28,6 +28,8 @@ TASK_OWNED = ("model", "width", "norm", "weights", "train", "freeze_bn", "rounds
               "test_split", "leftover", "repair", "samples", "protocol", "data",
               "skip_bad")  # fmt: skip
 """Settings that belong to a task: on another one they would mean something else."""
+ROW_OWNED = ("norm", "flip")
+"""Those of them that a row keeps on another task: without them it would be another row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,8 +153,8 @@ def _folder_domains(name: str, options: tuple[tuple[str, Any], ...]) -> tuple[st
 def _runs(study: Study, task: StudyTask, line: Line, seed: int) -> list[PlannedRun]:
     own = line.row.settings
     if "on" in study.override:
-        swept = {name: own[name] for name in line.point if name in own}
-        own = {**_moved(study, own, next(iter(study.tasks.values())).task, task.task), **swept}
+        kept = {name: own[name] for name in (*line.point, *ROW_OWNED) if name in own}
+        own = {**_moved(study, own, next(iter(study.tasks.values())).task, task.task), **kept}
     settings = {**_settings(study, task), **own, **study.override.get("settings", {})}
     drawn = study.tsne.get("rounds", []) if "keep_rounds" not in settings else []
     left_out = settings.get("leave_out")

@@ -421,7 +421,7 @@ def grid(
             name = f"{r.label}: paper ({NOT_RUN})" if empty else "paper (ours − paper)"
             printed = [name, *(_printed(r, c) for c in columns)]
             delta_paper = printed_difference(r, base)
-            printed += ["" if delta_paper is None else _sign(delta_paper, 2)] * compared
+            printed += ["" if delta_paper is None else sign(delta_paper, 2)] * compared
             label = r.label if empty else ""
             lines.append(line([*map(TableCell, printed)], paper=True, label=label))
     return header, lines
@@ -487,7 +487,7 @@ def _printed(r: TableRow, column: str) -> str:
     if column == AVERAGE and r.paper_std is not None:
         text += f" ± {r.paper_std:.2f}"
     if own is not None and not math.isnan(value):
-        text += f" ({_sign(own.mean - value)})"
+        text += f" ({sign(own.mean - value)})"
     return text
 
 
@@ -517,14 +517,15 @@ def _spread(value: Spread | None) -> str:
 def signed(value: Spread | None) -> str:
     """A difference with its standard error and interval; empty if there is none."""
     if value is None or value.half is None:
-        return "" if value is None else _sign(value.mean)
+        return "" if value is None else sign(value.mean)
     noise = ", noise" if value.noise else ""
-    return f"{_sign(value.mean)} ± {value.error:.1f} (±{value.half:.1f}{noise})"
+    return f"{sign(value.mean)} ± {value.error:.1f} (±{value.half:.1f}{noise})"
 
 
-def _sign(value: float, digits: int = 1) -> str:
+def sign(value: float, digits: int = 1) -> str:
+    """A difference as text, never -0.0."""
     text = f"{value:+.{digits}f}"
-    return text if float(text) else f"{0:+.{digits}f}"  # never -0.0
+    return text if float(text) else f"{0:+.{digits}f}"
 
 
 # ---- captions -----------------------------------------------------------------------------------
@@ -608,7 +609,8 @@ def _hyper_parameters(measures: Sequence[Measure]) -> str:
     found: dict[str, str] = {}
     named = ""
     for m in measures:
-        words = [f"{k}={v}" for k, v in changed_options(m.settings).items()]
+        changed = changed_options(m.settings).items()
+        words = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in changed]
         if any(word in m.label for word in words):
             named = " but for what a row's name says"
         if words := [word for word in words if word not in m.label]:
