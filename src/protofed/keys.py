@@ -14,6 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -33,6 +37,27 @@ def key(*parts: int | str) -> int:
 def generator(*parts: int | str) -> np.random.Generator:
     """A fresh host generator for this key."""
     return np.random.Generator(np.random.Philox(key(*parts)))
+
+
+_torch_lock = threading.RLock()
+if hasattr(os, "register_at_fork"):  # nobody has it then: in a fork it would never be released
+    os.register_at_fork(
+        before=_torch_lock.acquire,
+        after_in_parent=_torch_lock.release,
+        after_in_child=_torch_lock.release,
+    )
+
+
+@contextmanager
+def torch_draws(*parts: int | str) -> Iterator[None]:
+    """PyTorch's own generator, for initial weights: seeded with this key, and then as it was.
+
+    All threads share it, so one at a time has it: of two runs in two threads, neither draws what
+    the other should have.
+    """
+    with _torch_lock, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(key(*parts))
+        yield
 
 
 # The finalizer of SplitMix64 (Steele, Lea, Flood 2014). Torch has no unsigned 64-bit arithmetic

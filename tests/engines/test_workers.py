@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -178,6 +178,26 @@ def test_a_finished_run_leaves_neither_threads_nor_processes_nor_memory() -> Non
 
 
 @linux
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_processes_end_with_the_run(error: type[Exception] | None) -> None:
+    """Not when Python collects what is left of it, which may be much later."""
+
+    class Fails(Observer):
+        def round(self, record: Any) -> None:
+            if error is not None:
+                raise error
+
+    before, settings = children(), {**SETTINGS, "engine": "workers", "workers": 2}
+    gc.disable()
+    try:
+        with pytest.raises(error) if error else nullcontext():
+            run(tiny_task(samples=18, clients=3), "fedavg", observers=[Fails()], **settings)
+        assert children() <= before
+    finally:
+        gc.enable()
+
+
+@linux
 def test_images_and_the_broadcast_go_as_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of a worker has a client's rows and private state, and little else."""
     running, sizes, put = federation("fedbn"), list[tuple[Any, int]](), Memory.put
@@ -270,13 +290,20 @@ def test_signals_to_all_processes_are_for_the_run_to_answer() -> None:
     running.run_round()
 
 
-@linux
 @pytest.mark.usefixtures("leaves_nothing")
 def test_workers_do_not_end_with_the_thread_that_makes_them() -> None:
+    """As a process would."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(federation).result()
     running.run_round()
-    assert running.engine._processes is not None  # type: ignore[attr-defined]
+
+
+def test_two_runs_in_two_threads_do_not_disturb_each_other() -> None:
+    """PyTorch has one generator for all threads, from which initial weights are drawn."""
+    loop, settings = result("fedavg", rounds=1), {"engine": "workers", "workers": 2, "rounds": 1}
+    with ThreadPoolExecutor(4) as pool:
+        for found in [pool.submit(result, "fedavg", **settings) for _ in range(8)]:
+            assert same(loop, found.result())
 
 
 @linux

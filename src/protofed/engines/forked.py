@@ -47,9 +47,6 @@ START_SECONDS = 30.0
 """How long a process may take to start. One may hang for good: a lock that some other thread had
 at the fork is never released in it."""
 
-_forking = threading.Lock()
-"""Held at a fork: a pipe that another one inherited would not close when its process dies."""
-
 
 class InProcess(Exception):
     """The traceback of an error that was raised in another process, as the error's cause."""
@@ -58,10 +55,13 @@ class InProcess(Exception):
 def fork(count: int, make: Callable[[], Any], tensors: Sequence[Tensor]) -> Processes | None:
     """Processes that have these tensors; None if they cannot be had here.
 
-    They need Linux. And PyTorch refuses to compute gradients in a fork if it has threads for a GPU:
-    since the first gradient, on a machine that has one. They end with the thread that calls this.
+    They need Linux. PyTorch refuses to compute gradients in a fork if it has threads for a GPU:
+    since the first gradient, on a machine that has one. And they end with the thread that forks
+    them, so that is the main one: another may end before the run, or be one of several that
+    compute, whose locks would never be released in a fork.
     """
-    if not hasattr(os, "memfd_create"):
+    in_main = threading.current_thread() is threading.main_thread()
+    if not (hasattr(os, "memfd_create") and in_main):
         return None
     each: list[Process] = []
     try:
@@ -97,7 +97,7 @@ class Processes:
 class Process:
     """A process, which does what it is asked to, one thing at a time.
 
-    It ends with the thread that makes it, whatever ends that.
+    It ends with this one, whatever ends that.
     """
 
     def __init__(self, make: Callable[[], Any], shared: _Shared) -> None:
@@ -107,7 +107,7 @@ class Process:
         _flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # no fork may do what a run does
         try:
-            with _forking, warnings.catch_warnings():
+            with warnings.catch_warnings():
                 # Python warns of threads, which PyTorch may have: the fork uses none
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._pipe, pipe = Pipe()

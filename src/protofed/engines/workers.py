@@ -3,14 +3,13 @@
 A worker is a process, forked from this one, with a loop engine of its own: two of them are faster
 than two threads, which share Python's lock. It has the run's images and method from the start, so
 only the rest of a client's round travels, through shared memory: what all clients receive, its
-private state and its reply. Where a process cannot be forked (outside Linux, or
-after a gradient was computed on a machine with a GPU), workers are threads. A client's result
-equals the loop engine's bit for bit in any case, whatever the number of workers.
+private state and its reply. Where a process cannot be forked (``protofed.engines.forked``), workers
+are threads. A client's result equals the loop engine's bit for bit in any case, whatever the number
+of workers.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -55,10 +54,7 @@ class Workers(Engine):
         self._pool = pool = ThreadPoolExecutor(
             self._count, "protofed", initializer=torch.set_num_threads, initargs=(1,)
         )
-        make = partial(fork, self._count, self._make_loop, tensors)
-        # they end with the thread that forks them, so not one of the user's: it may end before
-        in_main = threading.current_thread() is threading.main_thread()
-        self._processes = processes = make() if in_main else pool.submit(make).result()
+        self._processes = processes = fork(self._count, self._make_loop, tensors)
         self._idle = SimpleQueue[Callable[..., Any]]()
         for n in range(self._count):
             ask = processes.each[n].ask if processes else partial(_call, self._make_loop())
@@ -118,6 +114,9 @@ class Workers(Engine):
                 yield whole
         finally:
             self._give_up(future for futures in running for future in futures)
+
+    def close(self) -> None:
+        self._end()
 
     def _prepare(self, received: Tree) -> None:
         """Let the workers have what all clients receive; start them if they were ended."""

@@ -39,6 +39,10 @@ class Engine(Protocol):
         """Free device memory that can be allocated again in the next round, if there is any."""
         return
 
+    def close(self) -> None:
+        """End the engine's processes, if it has any; another round would start others."""
+        return
+
 
 EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None, Sequence[Images]], Engine]
 """The last arguments are the setting ``workers``, and all images that clients and tests are of."""

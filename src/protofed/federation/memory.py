@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from protofed import keys
 from protofed.config import Config
 from protofed.cores import core_count
 from protofed.data import Task
@@ -146,7 +147,7 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
     one's own at its real size.
     """
     classes, side, own = len(task.classes), task.image_size, is_file(model)
-    with torch.random.fork_rng(devices=[]):
+    with keys.torch_draws("to look at"):
         with nullcontext() if own else torch.device("meta"):
             network = backbone = build(model, classes, side, config.width, config.norm)
             with suppress(Exception):  # a custom network may need real values

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from protofed import keys
 from protofed.errors import ProtofedError
 from protofed.method import Entry, Method, Sizes, restyled_stages
 from protofed.methods import METHODS
@@ -23,7 +24,7 @@ def require_fit(
     """An error if clients with these models cannot be one federation of the method."""
     if len(names) < 2:
         return
-    with torch.random.fork_rng(devices=[]):  # networks to look at: none of their draws count
+    with keys.torch_draws("to look at"):  # none of these draws counts
         backbones = {n: build(n, classes, image_size, width, norm) for n in names}
         sizes = {n: b.features for n, b in backbones.items()}
         if len(set(sizes.values())) > 1:

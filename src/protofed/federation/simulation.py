@@ -541,8 +541,7 @@ def initial_network(
     from the file ``weights``, if one is given: whoever only computes in the network needs none.
     """
     model = model or config.models[0]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keys.key(config.seed, short_name(model), "init"))
+    with keys.torch_draws(config.seed, short_name(model), "init"):
         classes = len(task.classes)
         backbone = build(model, classes, task.image_size, config.width, config.norm)
         if weights is not None:

@@ -14,9 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from protofed import tree
+from protofed import keys, tree
 from protofed.config import Config, check_settings
 from protofed.data import Task
 from protofed.errors import ProtofedError, unknown
@@ -155,7 +153,7 @@ class StoredModel:
                 f"client {client} has no model of its own here", "leave it out for the global one"
             )
         name = card.models[client] if client else next(iter(card.models.values()))
-        with torch.random.fork_rng(devices=[]):
+        with keys.torch_draws("to be replaced"):
             backbone = build(name, len(card.classes), card.image_size, card.width, card.norm)
             sizes = Sizes.of(backbone, len(card.classes), card.image_size)
             network = method.network(backbone, sizes).to(DTYPES[card.precision])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,17 +67,21 @@ def run(
         states = folder.client_states if folder is not None else None
         federation = Federation(config, loaded, states, facts)
         if folder is None:
-            return _rounds(federation, None, None, observers)
+            with closing(federation.engine):
+                return _rounds(federation, None, None, observers)
         found = {**facts.to_dict(), "run": federation.hash, "config": asked.hash}
         complete = config.for_task(loaded.info)
-        with folder.open(
-            config,
-            federation.hash,
-            found,
-            resume=resume,
-            overwrite=overwrite,
-            hash_of=lambda rounds: facts.run_hash(replace(complete, rounds=rounds)),
-        ) as checkpoint:
+        with (
+            closing(federation.engine),
+            folder.open(
+                config,
+                federation.hash,
+                found,
+                resume=resume,
+                overwrite=overwrite,
+                hash_of=lambda rounds: facts.run_hash(replace(complete, rounds=rounds)),
+            ) as checkpoint,
+        ):
             return _rounds(federation, folder, checkpoint, observers)
 
 
