@@ -16,6 +16,7 @@ from protofed.data.augment import AUGMENTS
 from protofed.deploy import operator as deploy
 from protofed.deploy import programs
 from protofed.deploy.members import Members, read_members
+from protofed.deploy.run_log import log_path
 from protofed.deploy.setup import init
 from protofed.deploy.spec import pack, unpack
 from protofed.errors import ProtofedError
@@ -123,3 +124,25 @@ def test_status_and_stop_say_what_the_server_knows(
     known.pop(0)
     with pytest.raises(ProtofedError, match="no run is running"):
         deploy.stop(home, None)
+
+
+def test_lines_that_are_logged_before_a_start_returns_are_shown(
+    tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower takes seconds to say that a run is started; on a busy machine it is over by then."""
+    home = tmp_path / "f" / "server"
+    spec = deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
+    log = log_path(deploy.run_folder(home, spec))
+    log.parent.mkdir(parents=True)
+    log.write_text("an earlier attempt\n")
+
+    def start(*args: Any, **more: Any) -> int:
+        with log.open("a") as file:
+            file.write("waiting for sites\nthe run ended\n")
+        return 7
+
+    monkeypatch.setattr(deploy, "start", start)
+    monkeypatch.setattr(deploy, "runs", lambda _: [{"run-id": 7, "status": "finished:failed"}])
+    words = ["deploy", "start", "--dir", str(home), "--method", "fpl", "--rounds", "1", "--wait"]
+    said = CliRunner().invoke(app, words).output
+    assert "waiting for sites" in said and "an earlier attempt" not in said

@@ -331,11 +331,12 @@ def start(
         say(f"public: {describe_digest(run.facts.public_digest)}")
     out = operator.run_folder(home, run)
     log = log_path(out)
+    before = log.stat().st_size if log.is_file() else 0
     number = operator.start(home, run, resume, overwrite, confirm=confirm, on_poison=on_poison)
     say(f"run {number} is started; results: {out}, log: {log}")
     if wait:
         try:
-            status = operator.follow(home, number, log, say)
+            status = operator.follow(home, number, log, before, say)
         except KeyboardInterrupt:  # only the watching ends
             say(f"run {number} continues; protofed deploy status shows it, deploy stop ends it")
             return

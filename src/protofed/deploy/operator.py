@@ -158,9 +158,13 @@ def site_status(folder: Path) -> dict[str, str]:
     return {site: words.get(word, word) for site, word in found.items()}
 
 
-def follow(folder: Path, number: int, log: Path, tell: Callable[[str], None] = print) -> str:
-    """Show a run's log until the run ends, and return its final status."""
-    offset = log.stat().st_size if log.is_file() else 0  # skip what earlier attempts wrote
+def follow(
+    folder: Path, number: int, log: Path, offset: int = 0, tell: Callable[[str], None] = print
+) -> str:
+    """Show a run's log until the run ends, and return its final status.
+
+    ``offset`` is the size of the log before the run was started: what earlier attempts wrote.
+    """
     last_asked, ending, status = 0.0, False, ""
     while True:
         if log.is_file():
