@@ -7,6 +7,7 @@ compared wherever runs stand in one row of a table.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
