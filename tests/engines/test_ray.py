@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from tests.simulated_cluster import FAST, simulated_cluster, thaw
 
 from protofed import tree
 from protofed.cluster import connected
+from protofed.config import make_config
 from protofed.engines import ray as ray_engine
 from protofed.errors import ProtofedError
+from protofed.federation.cpu import one_thread
 from protofed.federation.simulation import Federation, Observer
 from protofed.methods import METHODS, method_class
 from protofed.runs.records import Record, without_times
@@ -74,6 +78,32 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_the_loop_bit_for_bit(cluster: Any, name: str) -> None:
     assert same(result(name, **CASES[name]), result(name, engine="ray", workers=2, **CASES[name]))
+
+
+def test_actors_end_with_the_run(cluster: Any) -> None:
+    """Or the next run would wait for their cores, until Python collects what is left of this."""
+    import ray
+
+    gc.disable()
+    try:
+        result("fedavg", engine="ray", rounds=1)
+        until = time.monotonic() + 20
+        while ray.available_resources().get("CPU") != ray.cluster_resources()["CPU"]:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_was_closed_starts_again(cluster: Any) -> None:
+    task = tiny_task(samples=18, clients=3)
+    settings = {**SETTINGS, "engine": "ray", "workers": 1}
+    with one_thread():
+        loop = Federation(make_config(task, "fedavg", **SETTINGS), task)
+        running = Federation(make_config(task, "fedavg", **settings), task)
+        for _ in range(2):
+            assert without_times([running.run_round()]) == without_times([loop.run_round()])
+            running.engine.close()
 
 
 @pytest.mark.slow

@@ -130,27 +130,35 @@ class Ray(Engine):
     def __init__(
         self, setup: Setup, networks: MakeNetworks, device: torch.device, workers: int | None = None
     ) -> None:
-        stack = ExitStack()
-        weakref.finalize(self, stack.close)
+        self._setup, self._networks, self._workers = setup, networks, workers
+        self._kind = device.type
+        self._start()
+
+    def _start(self) -> None:
+        stack, self._seats = ExitStack(), list[Seat]()
+        self._end = weakref.finalize(self, stack.close)
         ray = self._ray = stack.enter_context(connected(AUTO))
+        stack.callback(_end_actors, ray, self._seats)  # or they keep their cores
         _teach_ray()
         for name, module in sys.modules.items():
             if name.startswith("protofed_user_"):  # a file of the user's own, which nodes lack
                 ray.cloudpickle.register_pickle_by_value(module)
-        self._kind = device.type
         engine, place = ENGINES[self._kind]
         self._made = (
-            ray.put(setup),
-            ray.put(dict(networks())),
+            ray.put(self._setup),
+            ray.put(dict(self._networks())),
             *(engine, place, torch.backends.cudnn.allow_tf32),
         )
         there = int(ray.cluster_resources().get(self._unit, 0))
         if not there:
             raise ProtofedError(f"the Ray cluster has no {self._unit}s", "see ray status")
-        self._seats = [self._new_seat() for _ in range(workers or there)]
+        self._seats += [self._new_seat() for _ in range(self._workers or there)]
         self._call, self._longest, self._lost = 0, 0.0, 0
         self._data: dict[str, Any] = {}
         self._tests: dict[int, tuple[Any, Any]] = {}
+
+    def close(self) -> None:
+        self._end()
 
     @property
     def _unit(self) -> str:
@@ -159,6 +167,7 @@ class Ray(Engine):
     def train(
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> Generator[tuple[str, Reply]]:
+        self._prepare()
         for data in clients:
             if data.name not in self._data:
                 self._data[data.name] = self._ray.put(data.with_images(data.images))
@@ -174,6 +183,7 @@ class Ray(Engine):
     def evaluate(
         self, jobs: Sequence[EvalJob], received: Tree, mine: PrivateStates, round: int
     ) -> Generator[Scores]:
+        self._prepare()
         broadcast = self._ray.put(received)
         parts = [(n, [test]) for n, job in enumerate(jobs) for test in job.tests]
         if len(jobs) >= len(self._seats):
@@ -191,6 +201,10 @@ class Ray(Engine):
                 found[number].setdefault(rule, {}).update(scored)
         for job, scores in zip(jobs, found, strict=True):  # test sets in their order
             yield {rule: {name: s[name] for name in job.tests} for rule, s in scores.items()}
+
+    def _prepare(self) -> None:
+        if not self._end.alive:
+            self._start()
 
     def _put_test(self, images: Any) -> Any:
         if id(images) not in self._tests:
@@ -291,6 +305,12 @@ class Ray(Engine):
         self._ray.kill(seat.actor)
         self._seats[self._seats.index(seat)] = self._new_seat()
         return {part for call, part, _ in seat.asked.values() if call == self._call}
+
+
+def _end_actors(ray: Any, seats: Sequence[Seat]) -> None:
+    if ray.is_initialized():  # else they have ended
+        for seat in seats:
+            ray.kill(seat.actor)
 
 
 def _require_version(found: Any) -> None:
