@@ -323,6 +323,7 @@ def test_the_audit_log_has_what_was_asked_and_what_was_sent(world: Callable[...,
     asked, sent, last_asked, last_sent = audit(w)
     assert asked["settings"]["method"] == "fpl" and asked["settings"]["lr"] == 0.01
     assert asked["train"] and not last_asked["train"] and last_asked["round"] == 1
+    assert [e["round"] for e in (asked, sent, last_asked, last_sent)] == [1, 1, 1, 1]
     assert asked["received"]["model"]["bytes"] > 0
     slots = sent["slots"]
     assert slots["prototypes"]["shapes"]["count"] == [10] and slots["prototypes"]["norm"] > 0

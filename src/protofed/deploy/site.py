@@ -273,7 +273,7 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
         audit.append(event, **about, why=str(error)[:MAX_REASON])
         raise
     numbers = {name: value for name, value in asdict(said).items() if type(value) in (int, float)}
-    audit.append("sent", **about | numbers, slots=contents(message))
+    audit.append("sent", **numbers | about, slots=contents(message))
     return add_tree(write(said), message)
 
 
