@@ -215,8 +215,11 @@ def test_a_last_round_that_diverged_is_no_result() -> None:
         def loss(self, client: Client, batch: Batch) -> Terms:
             return {"steep": 1e37 * super().loss(client, batch)["ce"]}
 
+    steep = {**QUICK, "rounds": 1, "lr": 1e6, "batch": 64}
     with pytest.raises(Diverged, match="round 1: the averaged model is not finite"):
-        run(TASK, Steep(), **{**QUICK, "rounds": 1, "lr": 1e6, "batch": 64})
+        run(TASK, Steep(), bounds="off", **steep)
+    with pytest.raises(Diverged, match="every reply was refused; .* more than a number can hold"):
+        run(TASK, Steep(), **steep)
 
 
 def test_an_average_that_is_not_finite_names_the_hook() -> None:

@@ -115,6 +115,8 @@ class Bounds:
                 if value > limit or value == math.inf:  # numbers so large that no norm holds them
                     what = {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
                     why = f"{what} {value:.4g}, more than {limit:.4g}: {reference}"
+                    if value == math.inf:
+                        why = f"{what} more than a number can hold"
                     found.setdefault(name, {})[slot] = limit, f"out of bounds: {why}"
         return found
 
