@@ -116,7 +116,7 @@ class Bounds:
                     what = {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
                     why = f"{what} {value:.4g}, more than {limit:.4g}: {reference}"
                     if value == math.inf:
-                        why = f"{what} more than a number can hold"
+                        why = f"{what} inf: too large for any bound"
                     found.setdefault(name, {})[slot] = limit, f"out of bounds: {why}"
         return found
 
