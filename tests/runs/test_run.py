@@ -218,7 +218,7 @@ def test_a_last_round_that_diverged_is_no_result() -> None:
     steep = {**QUICK, "rounds": 1, "lr": 1e6, "batch": 64}
     with pytest.raises(Diverged, match="round 1: the averaged model is not finite"):
         run(TASK, Steep(), bounds="off", **steep)
-    with pytest.raises(Diverged, match=r"reply was refused; .* changed by inf: too large for any bound"):
+    with pytest.raises(Diverged, match=r"refused; .* changed by inf: too large"):
         run(TASK, Steep(), **steep)
 
 
