@@ -1,10 +1,11 @@
 """The Triton kernels of ``batchnorm``, ``step`` (of SGD) and ``replacements`` (draws, styles).
 
-Batch normalization has R rows (batch × height × width, channels last), C channels, P parts.
-Program (p, b) works on the rows of part p, EACH tiles of TILE rows, and on a block of BLOCK
-channels. The first kernel of a pass writes its sums per part, [P, 2, C]; every program of the
-second joins all parts itself, which is cheaper than a third kernel. Sums have the type of the
-parts: float32 or float64.
+Batch normalization has R rows (batch × height × width, channels last) and C channels. Forward and
+backward, sums over the rows come first, per part of them: [P, 2, C]. Program (p, b) of such a
+kernel works on the rows of part p, EACH tiles of TILE rows, and on a block of BLOCK channels; a
+convolution may write the same sums (``convolution_kernels``). A second, small kernel joins the
+parts in their order, so that a sum has the same bits in every run. A third goes over the rows
+again. Sums have the type of the parts: float32 or float64.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["R", "P", "EACH"])
+@triton.jit(do_not_specialize=["R", "EACH"])
 def statistics(x_, part_, R, C, EACH, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Mean and sum of squared deviations of each channel over this program's rows."""
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -37,58 +38,88 @@ def statistics(x_, part_, R, C, EACH, TILE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(part + C, tl.sum(squares, 0) - total * total / count, mask=c < C)
 
 
-@triton.jit(do_not_specialize=["R", "P", "EACH"])
-def normalize(
-    x_, add_, y_, part_, mean_, scale_, weight_, bias_, running_mean_, running_var_,
-    R, C, EACH, P,
-    MOMENTUM: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, RELU: tl.constexpr,
-    TRACK: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["R", "ROWS", "P"])
+def join_statistics(
+    part_, mean_, scale_, running_mean_, running_var_, R, C, ROWS, P,
+    MOMENTUM: tl.constexpr, EPS: tl.constexpr, TRACK: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts' statistics, update the running ones, normalize this program's rows."""
-    p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Join the statistics of P parts of ROWS rows each; update the running ones."""
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dtype = part_.dtype.element_ty
-    parts = tl.arange(0, PARTS)
-    there = (parts < P)[:, None] & (c < C)[None, :]
-    part = part_ + parts[:, None] * 2 * C + c[None, :]
-    means = tl.load(part, mask=there, other=0)
-    deviations = tl.load(part + C, mask=there, other=0)
-    count = tl.minimum(EACH * TILE, R - parts * EACH * TILE)
-    count = tl.where(parts < P, count, 0).to(dtype)[:, None]
     rows = tl.full((), R, dtype)
-    mean = tl.sum(count * means, 0) / rows
-    away = tl.where(there, means - mean[None, :], 0)
-    variance = tl.sum(deviations + count * away * away, 0) / rows
-    scale = 1 / tl.sqrt(variance + EPS).to(dtype)
-    if p == 0:
-        tl.store(mean_ + c, mean, mask=c < C)
-        tl.store(scale_ + c, scale, mask=c < C)
-        if TRACK:
-            old = tl.load(running_mean_ + c, mask=c < C)
-            tl.store(running_mean_ + c, old + MOMENTUM * (mean - old), mask=c < C)
-            unbiased = variance * (rows / (rows - 1))
-            old = tl.load(running_var_ + c, mask=c < C)
-            tl.store(running_var_ + c, old + MOMENTUM * (unbiased - old), mask=c < C)
-    factor = scale * tl.load(weight_ + c, mask=c < C, other=0)
-    offset = tl.load(bias_ + c, mask=c < C, other=0)
-    for tile in range(EACH):
-        r = (p * EACH + tile) * TILE + tl.arange(0, TILE)
-        inside = (r < R)[:, None] & (c < C)[None, :]
-        at = r[:, None] * C + c[None, :]
-        x = tl.load(x_ + at, mask=inside, other=0).to(dtype)
-        y = (x - mean[None, :]) * factor[None, :] + offset[None, :]
-        if ADD:
-            y += tl.load(add_ + at, mask=inside, other=0).to(dtype)
-        if RELU:
-            y = tl.where(y < 0, 0, y)  # a maximum would turn NaN into 0 and hide divergence
-        tl.store(y_ + at, y, mask=inside)
+    total = tl.zeros((PARTS, BLOCK), dtype)
+    for first in range(0, P, PARTS):
+        _, count, means, _ = _part(part_, first, c, R, C, ROWS, P, PARTS)
+        total += count * means
+    mean = tl.sum(total, 0) / rows
+    total = tl.zeros((PARTS, BLOCK), dtype)
+    for first in range(0, P, PARTS):
+        there, count, means, deviations = _part(part_, first, c, R, C, ROWS, P, PARTS)
+        away = tl.where(there, means - mean[None, :], 0)
+        total += deviations + count * away * away
+    variance = tl.sum(total, 0) / rows
+    tl.store(mean_ + c, mean, mask=c < C)
+    tl.store(scale_ + c, 1 / tl.sqrt(variance + EPS).to(dtype), mask=c < C)
+    if TRACK:
+        old = tl.load(running_mean_ + c, mask=c < C)
+        tl.store(running_mean_ + c, old + MOMENTUM * (mean - old), mask=c < C)
+        unbiased = variance * (rows / (rows - 1))
+        old = tl.load(running_var_ + c, mask=c < C)
+        tl.store(running_var_ + c, old + MOMENTUM * (unbiased - old), mask=c < C)
 
 
-@triton.jit(do_not_specialize=["R", "P", "EACH"])
-def gradient_sums(
-    x_, mean_, scale_, weight_, bias_, dy_, y_, dadd_, part_, R, C, EACH,
-    MASKS: tl.constexpr, RELU: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _part(part_, first, c, R, C, ROWS, P, PARTS: tl.constexpr):
+    """Which of PARTS parts there are, their rows, means and squared deviations."""
+    q = first + tl.arange(0, PARTS)
+    there = (q < P)[:, None] & (c < C)[None, :]
+    count = tl.where(q < P, tl.minimum(ROWS, R - q * ROWS), 0).to(part_.dtype.element_ty)
+    at = part_ + q[:, None] * 2 * C + c[None, :]
+    means = tl.load(at, mask=there, other=0)
+    return there, count[:, None], means, tl.load(at + C, mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=["R"])
+def normalize(
+    x_, mean_, scale_, weight_, bias_, add_, mean2_, scale2_, weight2_, bias2_, y_, R, C,
+    ADD: tl.constexpr, RELU: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums of g and of g · x̂ over this program's rows, where g is dy masked by ReLU."""
+    """Normalize TILE rows; add nothing, a map, or another map that is normalized too."""
+    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype = mean_.dtype.element_ty
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    at = r[:, None] * C + c[None, :]
+    y = _normalized(x_, at, inside, mean_, scale_, weight_, bias_, c, C)
+    if ADD == "map":
+        y += tl.load(add_ + at, mask=inside, other=0).to(dtype)
+    if ADD == "normalized":
+        y += _normalized(add_, at, inside, mean2_, scale2_, weight2_, bias2_, c, C)
+    if RELU:
+        y = tl.where(y < 0, 0, y)  # a maximum would turn NaN into 0 and hide divergence
+    tl.store(y_ + at, y, mask=inside)
+
+
+@triton.jit
+def _normalized(x_, at, inside, mean_, scale_, weight_, bias_, c, C):
+    mean = tl.load(mean_ + c, mask=c < C, other=0)
+    factor = tl.load(scale_ + c, mask=c < C, other=0) * tl.load(weight_ + c, mask=c < C, other=0)
+    offset = tl.load(bias_ + c, mask=c < C, other=0)
+    x = tl.load(x_ + at, mask=inside, other=0).to(mean.dtype)
+    return (x - mean[None, :]) * factor[None, :] + offset[None, :]
+
+
+@triton.jit(do_not_specialize=["R", "EACH"])
+def gradient_sums(
+    x_, mean_, scale_, weight_, bias_, dy_, y_, g_, x2_, mean2_, scale2_, part_, R, C, EACH,
+    MASKS: tl.constexpr, RELU: tl.constexpr, SECOND: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of g and of g · x̂ over this program's rows, where g is dy masked by ReLU.
+
+    MASKS: ReLU's output is y, and g is written. SECOND: sums of g · x̂2 too.
+    """
     p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     dtype = part_.dtype.element_ty
     mean = tl.load(mean_ + c, mask=c < C, other=0)
@@ -97,6 +128,10 @@ def gradient_sums(
     bias = tl.load(bias_ + c, mask=c < C, other=0)
     sums = tl.zeros((TILE, BLOCK), dtype)
     products = tl.zeros((TILE, BLOCK), dtype)
+    if SECOND:
+        mean2 = tl.load(mean2_ + c, mask=c < C, other=0)
+        scale2 = tl.load(scale2_ + c, mask=c < C, other=0)
+        products2 = tl.zeros((TILE, BLOCK), dtype)
     for tile in range(EACH):
         r = (p * EACH + tile) * TILE + tl.arange(0, TILE)
         inside = (r < R)[:, None] & (c < C)[None, :]
@@ -104,50 +139,60 @@ def gradient_sums(
         g = tl.load(dy_ + at, mask=inside, other=0).to(dtype)
         if MASKS:
             g = tl.where(tl.load(y_ + at, mask=inside, other=0) > 0, g, 0)
-            tl.store(dadd_ + at, g, mask=inside)
+            tl.store(g_ + at, g, mask=inside)
         x = tl.load(x_ + at, mask=inside, other=0).to(dtype)
         x = (x - mean[None, :]) * scale[None, :]
         if RELU:
             g = tl.where(x * weight[None, :] + bias[None, :] > 0, g, 0)
         sums += g
         products += g * x
-    part = part_ + p * 2 * C + c
+        if SECOND:
+            x = tl.load(x2_ + at, mask=inside, other=0).to(dtype)
+            products2 += g * (x - mean2[None, :]) * scale2[None, :]
+    part = part_ + p * (3 if SECOND else 2) * C + c
     tl.store(part, tl.sum(sums, 0), mask=c < C)
     tl.store(part + C, tl.sum(products, 0), mask=c < C)
+    if SECOND:
+        tl.store(part + 2 * C, tl.sum(products2, 0), mask=c < C)
 
 
-@triton.jit(do_not_specialize=["R", "P", "EACH"])
+@triton.jit(do_not_specialize=["P"])
+def join_sums(part_, sum_, C, P, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Row s of the sums [S, C] over the parts [P, S, C]; s is the program's second number."""
+    c, s = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    total = tl.zeros((PARTS, BLOCK), part_.dtype.element_ty)
+    for first in range(0, P, PARTS):
+        q = first + tl.arange(0, PARTS)
+        at = (q * tl.num_programs(1) + s)[:, None] * C + c[None, :]
+        total += tl.load(part_ + at, mask=(q < P)[:, None] & (c < C)[None, :], other=0)
+    tl.store(sum_ + s * C + c, tl.sum(total, 0), mask=c < C)
+
+
+@triton.jit(do_not_specialize=["R"])
 def gradient(
-    x_, mean_, scale_, weight_, bias_, dy_, dx_, dweight_, dbias_, part_, R, C, EACH, P,
-    RELU: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    x_, mean_, scale_, weight_, bias_, g_, dx_, dbias_, dweight_, R, C,
+    RELU: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Join the sums; from them, the gradients of weight, bias and this program's rows."""
-    p, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dtype = part_.dtype.element_ty
-    parts = tl.arange(0, PARTS)
-    there = (parts < P)[:, None] & (c < C)[None, :]
-    part = part_ + parts[:, None] * 2 * C + c[None, :]
-    dbias = tl.sum(tl.load(part, mask=there, other=0), 0)
-    dweight = tl.sum(tl.load(part + C, mask=there, other=0), 0)
-    if p == 0:
-        tl.store(dbias_ + c, dbias, mask=c < C)
-        tl.store(dweight_ + c, dweight, mask=c < C)
+    """The gradient of TILE rows, from that of weight and bias."""
+    r = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dtype = mean_.dtype.element_ty
     mean = tl.load(mean_ + c, mask=c < C, other=0)
     scale = tl.load(scale_ + c, mask=c < C, other=0)
     weight = tl.load(weight_ + c, mask=c < C, other=0)
     bias = tl.load(bias_ + c, mask=c < C, other=0)
     rows = tl.full((), R, dtype)
-    for tile in range(EACH):
-        r = (p * EACH + tile) * TILE + tl.arange(0, TILE)
-        inside = (r < R)[:, None] & (c < C)[None, :]
-        at = r[:, None] * C + c[None, :]
-        g = tl.load(dy_ + at, mask=inside, other=0).to(dtype)
-        x = tl.load(x_ + at, mask=inside, other=0).to(dtype)
-        x = (x - mean[None, :]) * scale[None, :]
-        if RELU:
-            g = tl.where(x * weight[None, :] + bias[None, :] > 0, g, 0)
-        rest = (dbias[None, :] + x * dweight[None, :]) / rows
-        tl.store(dx_ + at, (weight * scale)[None, :] * (g - rest), mask=inside)
+    dbias = tl.load(dbias_ + c, mask=c < C, other=0) / rows
+    dweight = tl.load(dweight_ + c, mask=c < C, other=0) / rows
+    inside = (r < R)[:, None] & (c < C)[None, :]
+    at = r[:, None] * C + c[None, :]
+    g = tl.load(g_ + at, mask=inside, other=0).to(dtype)
+    x = tl.load(x_ + at, mask=inside, other=0).to(dtype)
+    x = (x - mean[None, :]) * scale[None, :]
+    if RELU:
+        g = tl.where(x * weight[None, :] + bias[None, :] > 0, g, 0)
+    dx = (weight * scale)[None, :] * (g - dbias[None, :] - x * dweight[None, :])
+    tl.store(dx_ + at, dx, mask=inside)
 
 
 @triton.jit(do_not_specialize=["START"])

@@ -172,7 +172,7 @@ def _copy_into(static: Tree, content: Tree) -> None:
 
 def _fuse(network: Network) -> None:
     try:
-        from protofed.engines.lanes.batchnorm import fuse
+        from protofed.engines.lanes.fusion import fuse
     except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewhere
         text = "Triton is not installed: BatchNorm runs in PyTorch's own kernels, about 15 % slower"
         warnings.warn(text, stacklevel=2)

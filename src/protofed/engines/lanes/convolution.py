@@ -1,0 +1,220 @@
+"""Convolutions in bfloat16 on GPUs with a tensor memory accelerator (Hopper and later).
+
+For the small maps and few channels here, these kernels take half the time of cuDNN's. They can also
+do what would be passes of their own over the maps: a convolution writes the sums that BatchNorm
+needs of its output (``parts``), and a gradient is added or masked while it is still in registers.
+
+All tensors are channels last. Sizes of tiles are those that did most work a second with six lanes
+(benchmarks/records/lanes-convolutions-h200.txt).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, TypeGuard
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from protofed.engines.lanes import convolution_kernels as kernels
+
+ROWS = 128  # output pixels of a tile
+PIXELS = 64  # that a weight's gradient takes at a time
+PROGRAMS = 66  # of a weight's gradient, at least: half of an H200's multiprocessors
+BLOCK = 1024  # entries of a weight's gradient that a program adds up
+MOST = 64  # rows and columns of the output, a power of two
+CHANNELS = 64  # of which numbers of channels are multiples
+
+
+def is_plain(conv: nn.Module, kernel: int) -> TypeGuard[nn.Conv2d]:
+    """Whether a module is a convolution as here: its kernel, stride, padding, and no bias."""
+    return (
+        type(conv) is nn.Conv2d
+        and conv.kernel_size == (kernel, kernel)
+        and conv.stride in ((1, 1), (2, 2))
+        and conv.padding == (kernel // 2, kernel // 2)
+        and conv.dilation == (1, 1)
+        and conv.groups == 1
+        and conv.bias is None
+        and conv.padding_mode == "zeros"
+    )
+
+
+def supports(weight: Tensor, device: torch.device, height: int, width: int) -> bool:
+    """Whether the kernels can compute outputs of this size with this weight, on this device."""
+    return (
+        weight.dtype == torch.bfloat16
+        and _has_tma(device)
+        and weight.is_contiguous(memory_format=torch.channels_last)
+        and all(channels % CHANNELS == 0 for channels in weight.shape[:2])
+        and all(size <= MOST and size & (size - 1) == 0 for size in (height, width))
+    )
+
+
+@cache
+def _has_tma(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Parts:
+    """Sums per tile of rows, [P, 2, C]: the last tile may have fewer than ``rows``."""
+
+    def __init__(self, rows: int, count: int, channels: int, device: torch.device) -> None:
+        self.rows, self.count = rows, count
+        self.sums = torch.empty(count, 2, channels, dtype=torch.float32, device=device)
+
+
+def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Parts]:
+    """The convolution, and mean and squared deviations of its channels per tile of rows."""
+    co, ci, kernel, _ = weight.shape
+    n, _, h, w = x.shape
+    ho, wo = h // stride, w // stride
+    y = _empty(x, (n, co, ho, wo))
+    images, rows = _box(ROWS, ho, wo)
+    columns, depth, launch = _tile(ci, co)
+    tiles = triton.cdiv(n, images) * (ho // rows)
+    parts = Parts(ROWS, tiles, co, x.device)
+    kernels.convolve[(tiles, co // columns)](
+        _strided(x, stride, (images, rows, 1, wo, depth)),
+        _matrix(weight, co, (columns, depth)),
+        _matrix(y, n * ho * wo, (ROWS, columns)),
+        parts.sums, n * ho * wo,
+        CI=ci, CO=co, STRIDE=stride, TAPS=kernel * kernel, HO=ho, WO=wo,
+        NB=images, BH=rows, COLUMNS=columns, DEPTH=depth, **launch,
+    )  # fmt: skip
+    return y, parts
+
+
+def input_gradient(g: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
+    """The gradient of the input of a 3×3 convolution with stride 1, plus ``add``."""
+    return _input_gradient(g, weight, add, None, None, None, None)[0]
+
+
+def normalized_input_gradient(
+    g: Tensor, weight: Tensor, y: Tensor, x: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Parts]:
+    """The gradient at BatchNorm's output where the convolution's input is y = ReLU(BatchNorm(x)).
+
+    Also the sums of it and of it times x̂, per tile of rows.
+    """
+    dx, parts = _input_gradient(g, weight, None, y, x, mean, scale)
+    assert parts is not None
+    return dx, parts
+
+
+def _input_gradient(
+    g: Tensor,
+    weight: Tensor,
+    add: Tensor | None,
+    y: Tensor | None,
+    x: Tensor | None,
+    mean: Tensor | None,
+    scale: Tensor | None,
+) -> tuple[Tensor, Parts | None]:
+    co, ci = weight.shape[:2]
+    n, _, h, w = g.shape
+    dx = _empty(g, (n, ci, h, w))
+    images, rows = _box(ROWS, h, w)
+    columns, depth, launch = _tile(co, ci)
+    tiles = triton.cdiv(n, images) * (h // rows)
+    parts = None if y is None else Parts(ROWS, tiles, ci, g.device)
+    none = _matrix(dx, n * h * w, (ROWS, columns))  # in place of what is not there
+    kernels.input_gradient[(tiles, ci // columns)](
+        _maps(g, (images, rows, w, depth)),
+        _matrix(weight, co, (depth, columns)),
+        *(none if t is None else _matrix(t, n * h * w, (ROWS, columns)) for t in (dx, add, y, x)),
+        dx if mean is None else mean, dx if scale is None else scale,
+        dx if parts is None else parts.sums,
+        CI=ci, CO=co, H=h, W=w, NB=images, BH=rows, COLUMNS=columns, DEPTH=depth,
+        ADD=add is not None, NORM=y is not None, **launch,
+    )  # fmt: skip
+    return dx, parts
+
+
+def strided_input_gradient(g: Tensor, weight: Tensor, g1: Tensor, weight1: Tensor) -> Tensor:
+    """The gradient of the input of a 3×3 and a 1×1 convolution, both with stride 2."""
+    co, ci = weight.shape[:2]
+    n, _, ho, wo = g.shape
+    dx = _empty(g, (n, ci, 2 * ho, 2 * wo))
+    images, rows = _box(ROWS, ho, wo)
+    columns, depth, launch = _tile(co, ci)
+    box, tile = (images, rows, wo, depth), (depth, columns)
+    kernels.strided_input_gradient[(triton.cdiv(n, images) * (ho // rows), ci // columns, 4)](
+        _maps(g, box),
+        _matrix(weight, co, tile),
+        _maps(g1, box),
+        _matrix(weight1, co, tile),
+        _strided(dx, 2, (images, rows, 1, wo, columns)),
+        CI=ci, CO=co, HO=ho, WO=wo, NB=images, BH=rows, COLUMNS=columns, DEPTH=depth, **launch,
+    )  # fmt: skip
+    return dx
+
+
+def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor:
+    """The gradient of a convolution's weight from its input and its output's gradient."""
+    co, ci, kernel, _ = weight.shape
+    n, _, ho, wo = g.shape
+    taps = kernel * kernel
+    images, rows = _box(PIXELS, ho, wo)
+    inner, outer = (128 if channels % 128 == 0 else 64 for channels in (ci, co))
+    programs = taps * (ci // inner) * (co // outer)
+    parts = min(max(1, round(PROGRAMS / programs)), triton.cdiv(n, images) * (ho // rows))
+    dw = torch.empty_like(weight)
+    # The parts are added up in their order: atomic additions would round differently in every run.
+    summed = dw if parts == 1 else dw.new_empty(parts, dw.numel(), dtype=torch.float32)
+    kernels.weight_gradient[(taps * (ci // inner), co // outer, parts)](
+        _strided(x, stride, (images, rows, 1, wo, inner)),
+        _matrix(g, n * ho * wo, (PIXELS, outer)),
+        summed, n,
+        CI=ci, CO=co, STRIDE=stride, TAPS=taps, HO=ho, WO=wo, NB=images, BH=rows,
+        IN=inner, OUT=outer, PARTS=parts, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    if parts > 1:
+        grid = (triton.cdiv(dw.numel(), BLOCK),)
+        kernels.add_parts[grid](summed, dw, dw.numel(), PARTS=parts, BLOCK=BLOCK, num_warps=4)
+    return dw
+
+
+def _box(pixels: int, height: int, width: int) -> tuple[int, int]:
+    """Images and rows of an image that have so many pixels together."""
+    return max(1, pixels // (height * width)), min(height, pixels // width)
+
+
+def _tile(summed: int, outputs: int) -> tuple[int, int, dict[str, Any]]:
+    """Output channels of a tile, channels summed over at a time, and how to launch it."""
+    columns = 128 if outputs % 128 == 0 else 64
+    depth = 128 if summed % 256 == 0 and columns == 128 else 64
+    return columns, depth, {"num_warps": 8 if columns == 128 else 4, "num_stages": 3}
+
+
+def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
+def _matrix(tensor: Tensor, rows: int, block: tuple[int, int]) -> TensorDescriptor:
+    """A channels-last tensor as a matrix: pixels × channels, or outputs × the rest."""
+    return _boxes(tensor, [rows, tensor.numel() // rows], block)
+
+
+def _maps(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Maps [N, H, W, C]."""
+    n, c, h, w = x.shape
+    return _boxes(x, [n, h, w, c], block)
+
+
+def _strided(x: Tensor, stride: int, block: tuple[int, ...]) -> TensorDescriptor:
+    """Maps by the place of a pixel among ``stride``: [N, H/S, S, W/S, S·C]."""
+    n, c, h, w = x.shape
+    return _boxes(x, [n, h // stride, stride, w // stride, stride * c], block)
+
+
+def _boxes(tensor: Tensor, shape: list[int], block: tuple[int, ...]) -> TensorDescriptor:
+    """Boxes of a channels-last tensor that is read as if it had this shape."""
+    # PyTorch's own strides mean nothing where a size is 1.
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return TensorDescriptor(tensor, shape, strides, list(block))

@@ -1,0 +1,240 @@
+"""Networks with replaced forward passes against the same networks without.
+
+Needs Triton, and a GPU or ``TRITON_INTERPRET=1`` (which runs kernels on a CPU, slowly).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not (torch.cuda.is_available() or INTERPRETED):
+    pytest.skip("kernels need a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from protofed.engines.lanes import fusion as module  # noqa: E402
+from protofed.errors import NoSecondDerivative  # noqa: E402
+from protofed.models import build  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_whole_network(training: bool) -> None:
+    torch.manual_seed(0)
+    network = build("resnet10", 5, 8, 8).double().to(DEVICE, memory_format=torch.channels_last)
+    twin = copy.deepcopy(network)
+    module.fuse(twin)
+    x = torch.randn(5, 3, 8, 8, dtype=torch.float64, device=DEVICE)
+    assert network.state_dict().keys() == twin.state_dict().keys()
+    grads = []
+    for net in (network, twin):
+        net.train()
+        net(x)  # updates the running statistics
+        net.train(training)
+        out = net(x)
+        loss = out.logits.square().sum() + out.feature.sum()
+        grads.append([out.logits, *torch.autograd.grad(loss, list(net.parameters()))])
+    for ours, theirs in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    for ours, theirs in zip(twin.buffers(), network.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_first_convolution_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 16, 3, 2, padding=1).to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 3, 9, 9, device=DEVICE).bfloat16()
+    ours, theirs = module._few_channels_conv(conv, x), conv(x)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    weight = torch.randn_like(theirs)
+    grads = [torch.autograd.grad((y * weight).sum(), conv.weight)[0] for y in (ours, theirs)]
+    torch.testing.assert_close(*grads, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize(("stride", "side"), [((2, 2), 8), ((3, 2), 7)])
+def test_a_strided_convolution_of_single_pixels(stride: tuple[int, int], side: int) -> None:
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 5, 1, stride).double().to(DEVICE, memory_format=torch.channels_last)
+    found = []
+    for way in (conv, partial(module._strided_1x1_conv, conv)):
+        x = torch.linspace(-1, 2, 3 * 8 * side * side, dtype=torch.float64, device=DEVICE)
+        x = x.reshape(3, 8, side, side).requires_grad_()
+        y = way(x)
+        (dx,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        second = torch.autograd.grad(dx.square().sum(), [x, conv.weight], retain_graph=True)
+        grads = torch.autograd.grad(y.square().sum(), [x, conv.weight, conv.bias])
+        of_one = torch.func.grad(lambda x, way=way: way(x[None]).square().sum())
+        found.append([y, dx, *second, *grads, torch.func.vmap(of_one)(x.detach())])
+    for ours, theirs in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_strided_convolutions_of_a_resnet_are_subsampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = build("resnet10", 5, 8, 8).to(DEVICE, memory_format=torch.channels_last)
+    module.fuse(network)
+    subsampled: list[tuple[int, ...]] = []
+    inner = module._Subsample.apply
+    monkeypatch.setattr(
+        module._Subsample,
+        "apply",
+        lambda x, *s: (subsampled.append(tuple(x.shape)), inner(x, *s))[1],
+    )
+    network(torch.randn(2, 3, 8, 8, device=DEVICE))
+    assert subsampled == [(2, 8, 8, 8), (2, 16, 4, 4), (2, 32, 2, 2)]
+
+
+class Louder(nn.BatchNorm2d):
+    """A module of a method's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def network_of_other_modules() -> nn.Sequential:
+    torch.manual_seed(0)
+    relu = nn.ReLU()
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, dilation=2, padding=2),
+        nn.BatchNorm2d(6),
+        relu,
+        nn.Conv2d(6, 6, 3, groups=3, padding=1, padding_mode="circular"),
+        relu,  # used again, and not after a norm
+        nn.Conv2d(6, 4, 1),
+        Louder(4),
+        nn.ReLU(),
+    ).to(DEVICE)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_other_modules_are_left_alone(bf16: bool) -> None:
+    """A method may bring modules of its own."""
+    network, twin = network_of_other_modules(), network_of_other_modules()
+    module.fuse(twin)
+    x = torch.randn(4, 3, 6, 6, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
+        ours, theirs = twin(x), network(x)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.05 if bf16 else 1e-5)
+
+
+def blocks() -> list[nn.Module]:
+    """One with an identity as shortcut, one with stride 2: the only ones of these ResNets."""
+    torch.manual_seed(0)
+    network = build("resnet10", 5, 8, 64).to(DEVICE, memory_format=torch.channels_last)
+    return [m for m in network.modules() if type(m) is module.ResidualBlock][:2]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("images", [1, 3])
+def test_a_fused_block(which: int, images: int) -> None:
+    """In float32 on a CPU, where the interpreter has no bfloat16; else in bfloat16."""
+    ours, theirs = blocks()[which], blocks()[which]
+    x = torch.randn(images, 64, 8, 8, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    y, found = by_kernels(ours, x)
+    x.requires_grad_()
+    wanted = theirs(x)
+    weight = torch.linspace(-1, 1, wanted.numel(), device=DEVICE).reshape(wanted.shape)
+    torch.testing.assert_close(y, wanted, **CLOSE)
+    named = {"x": x, **dict(theirs.named_parameters())}
+    grads = torch.autograd.grad((wanted * weight).sum(), list(named.values()))
+    for name, grad in zip(named, grads, strict=True):
+        close = (found[name] - grad).norm() < (1e-5 if INTERPRETED else 0.02) * grad.norm()
+        assert close, (name, found[name], grad)
+    for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(mine, other, **CLOSE)
+
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4} if INTERPRETED else {"rtol": 0.02, "atol": 0.05}
+
+
+def by_kernels(block: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The block's output and all gradients, with a weighted sum as loss."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    layers = module._layers(block)
+    assert layers is not None
+    x = x.detach().to(dtype).requires_grad_()
+    inputs = [
+        p.detach().to(dtype).requires_grad_() if p.dim() == 4 else p
+        for conv, norm in layers
+        for p in (conv.weight, norm.weight, norm.bias)
+    ]
+    y = module._FusedBlock.apply(x, layers, *inputs)
+    names = {id(p): name for name, p in block.named_parameters()}
+    order = [names[id(p)] for c, n in layers for p in (c.weight, n.weight, n.bias)]
+    weight = torch.linspace(-1, 1, y.numel(), device=DEVICE).reshape(y.shape)
+    grads = torch.autograd.grad((y * weight).sum(), [x, *inputs])
+    return y.detach().float(), dict(zip(["x", *order], (g.float() for g in grads), strict=True))
+
+
+def test_a_second_derivative_of_a_block_is_refused() -> None:
+    block = blocks()[0]
+    layers = module._layers(block)
+    assert layers is not None
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    x = torch.randn(1, 64, 8, 8, device=DEVICE, dtype=dtype, requires_grad=True)
+    inputs = [
+        p.detach().to(dtype) if p.dim() == 4 else p
+        for conv, norm in layers
+        for p in (conv.weight, norm.weight, norm.bias)
+    ]
+    x_last = x.contiguous(memory_format=torch.channels_last)
+    y = module._FusedBlock.apply(x_last, layers, *inputs)
+    with pytest.raises(NoSecondDerivative):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        (lambda b: b, True),
+        (lambda b: b.eval(), False),
+        (lambda b: b.body[1].eval(), False),
+        (lambda b: b.body.__setitem__(2, nn.GELU()), False),
+        (lambda b: b.body.__setitem__(1, nn.GroupNorm(8, 64)), False),
+        (lambda b: setattr(b.body[0], "groups", 2), False),
+        (lambda b: setattr(b.body[3], "padding_mode", "circular"), False),
+        (lambda b: setattr(b, "shortcut", nn.ReLU()), False),
+    ],
+)
+def test_which_blocks_are_fused(
+    change: object, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what the kernels compute; anything else has PyTorch's own layers."""
+    monkeypatch.setattr(module.convolution, "_has_tma", lambda device: True)
+    block = blocks()[0]
+    for conv in (block.body[0], block.body[3]):
+        conv.to(torch.bfloat16)
+    change(block)
+    layers = module._layers(block)
+    x = torch.empty(2, 64, 8, 8)
+    assert (layers is not None and module._can_fuse(layers, x)) == fused
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels", "dtype", "fused"),
+    [
+        ((2, 64, 8, 8), 64, torch.bfloat16, True),
+        ((2, 64, 8, 8), 64, torch.float32, False),
+        ((2, 64, 6, 6), 64, torch.bfloat16, False),
+        ((2, 64, 128, 128), 64, torch.bfloat16, False),
+        ((2, 32, 8, 8), 32, torch.bfloat16, False),
+    ],
+)
+def test_which_sizes_are_fused(
+    shape: tuple[int, ...],
+    channels: int,
+    dtype: torch.dtype,
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module.convolution, "_has_tma", lambda device: True)
+    conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, dtype=dtype)
+    conv = conv.to(memory_format=torch.channels_last)
+    layers = [(conv, nn.BatchNorm2d(channels))] * 2
+    assert module._can_fuse(layers, torch.empty(shape)) == fused
