@@ -29,10 +29,8 @@ CLOSE = 1e-5 if INTERPRETED else 0.004  # bfloat16 has 8 bits
 # images, input and output channels, side of the output
 SMALL = [(3, 64, 128, 4), (1, 128, 64, 2), (2, 64, 64, 16), (33, 64, 64, 1)]
 RESNET = [
-    (n, width * 2 // stride, width * 2, 64 * 32 // width)
-    for n in (1, 9, 32, 64)
-    for width in (32, 64, 128, 256)
-    for stride in (1, 2)
+    *((n, width, width, 2048 // width) for n in (1, 9, 32, 64) for width in (64, 128, 256, 512)),
+    *((n, width // 2, width, 2048 // width) for n in (5, 32) for width in (128, 256, 512)),
 ]
 SHAPES = SMALL if INTERPRETED else [*SMALL, *RESNET]
 
