@@ -49,9 +49,12 @@ def size(slot: str, entries: Slot, start: Slot) -> float | None:
     floats = {n: t for n, t in entries.items() if t.is_floating_point()}
     if not floats:
         return None
-    change = slot == "model"
-    parts = [t.double() - start[n] if change and n in start else t for n, t in floats.items()]
-    return float(torch.stack([part.double().norm() for part in parts]).norm())
+    moved = [n for n in floats if slot == "model" and n in start]
+    parts = [t for n, t in floats.items() if n not in moved]
+    if moved:
+        parts += torch._foreach_sub([floats[n] for n in moved], [start[n] for n in moved])
+    # a few kernels for all entries: a GPU waits for the host here, once for each client
+    return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).norm())
 
 
 def sizes(message: Tree, start: Slot) -> dict[str, float]:
@@ -189,13 +192,25 @@ def _check_numbers(reply: Reply, start: Slot, count_noise: float) -> None:
                     f"out of bounds: '{kind}' of slot '{slot}' must be {words} from 0 to "
                     f"{most:g} that sum to at most {most_sum:g} samples"
                 )
-    for name, t in reply.message.get("model", {}).items():
-        if name.endswith("running_var") and bool((t < 0).any()):
-            raise OutOfBounds(f"out of bounds: '{name}' is a variance and has negative entries")
-        if not t.is_floating_point() and t.dtype != torch.bool and name in start:
-            counted = t - start[name]
-            if bool(((counted < 0) | (counted > FACTOR * reply.steps)).any()):
-                raise OutOfBounds(
-                    f"out of bounds: counter '{name}' moved by {int(counted.max())} in "
-                    f"{reply.steps} steps"
-                )
+    model = reply.message.get("model", {})
+    variances = {n: t for n, t in model.items() if n.endswith("running_var")}
+    if negative := _where(variances, lambda t: t < 0):
+        raise OutOfBounds(f"out of bounds: '{negative}' is a variance and has negative entries")
+    counters = {
+        n: t - start[n]
+        for n, t in model.items()
+        if not t.is_floating_point() and t.dtype != torch.bool and n in start
+    }
+    most = FACTOR * reply.steps
+    if name := _where(counters, lambda t: (t < 0) | (t > most)):
+        raise OutOfBounds(
+            f"out of bounds: counter '{name}' moved by {int(counters[name].max())} in "
+            f"{reply.steps} steps"
+        )
+
+
+def _where(entries: Slot, wrong: Callable[[Tensor], Tensor]) -> str | None:
+    """The first entry in which something is wrong. All are looked at together: a GPU waits once."""
+    if not entries or not bool(wrong(torch.cat([t.flatten() for t in entries.values()])).any()):
+        return None
+    return next(name for name, t in entries.items() if bool(wrong(t).any()))

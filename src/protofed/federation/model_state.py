@@ -36,4 +36,4 @@ def load_model(network: Network, model: Slot) -> None:
                 f"the model does not fit the network: {name} is {tuple(model[name].shape)}, "
                 f"not {tuple(t.shape)}"
             )
-        t.copy_(model[name])
+    torch._foreach_copy_(list(state.values()), [model[name] for name in state])

@@ -32,7 +32,7 @@ from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
 from protofed.federation.setup import ClientData, Setup
 from protofed.tree import Tree
 
-LANES = 6  # on an H200, 5 and 8 are 3 to 5 % slower, 3 and 12 at least 10 %
+LANES = 8
 LARGEST_EVALUATION_BATCH = 2048
 SMALL_EVALUATION_BATCH = 128  # rather than go below it, evaluation takes the lanes' memory
 RECORDING_COST = 1.5  # a lane that must first record a graph counts as this much slower
