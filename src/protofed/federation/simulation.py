@@ -176,6 +176,10 @@ class Federation:
         )  # fmt: skip
         self.setup = replace(make_setup(config, self.task, network), public=public)
         self.sizes = self.setup.sizes
+        self._initial_states = {
+            name: (n.state_dict(), Sizes.of(n, self.sizes.classes, self.sizes.image))
+            for name, n in self._initial.items()
+        }
         names = [share.name for share in self.shares]
         self.attackers = (
             choose_attackers(names, config.attackers, config.seed) if config.attack else frozenset()
@@ -227,9 +231,7 @@ class Federation:
         return {model: self.make_network(model) for model in self._initial}
 
     def _initial_client(self, name: str) -> Tree:
-        network = self._initial[self.models[name]]
-        sizes = Sizes.of(network, self.sizes.classes, self.sizes.image)
-        return self.server.initial_client(network.state_dict(), sizes)
+        return self.server.initial_client(*self._initial_states[self.models[name]])
 
     def run_round(self, observers: Sequence[Observer] = ()) -> Record:
         """One round: broadcast, local training, upload, aggregate, evaluate."""
