@@ -122,15 +122,14 @@ def test_what_is_no_address_is_refused_at_once(address: str) -> None:
 
 def test_auto_takes_a_cluster_that_runs(monkeypatch: pytest.MonkeyPatch, listener: str) -> None:
     """One that has ended is not taken, unless it was asked for by name: then that is an error."""
-    found: list[str | None] = [None]
-    services = SimpleNamespace(canonicalize_bootstrap_address=lambda _: found[0])
-    ray = SimpleNamespace(_private=SimpleNamespace(services=services))
+    ray, ended = pytest.importorskip("ray"), "127.0.0.1:1"
+    services = ray._private.services
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    monkeypatch.setattr(services, "resolve_ip_for_localhost", lambda host: host)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert cluster._running(ray) == "local"
-    found[0] = listener
-    assert cluster._running(ray) == listener
-    found[0] = ended = "127.0.0.1:1"
-    assert cluster._running(ray) == "local"
+    for noted, taken in ((None, "local"), (listener, listener), (ended, "local")):
+        monkeypatch.setattr(services, "find_bootstrap_address", lambda _, noted=noted: noted)
+        assert cluster._running(ray) == taken
     monkeypatch.setenv("RAY_ADDRESS", ended)
     assert cluster._running(ray) == ended
 

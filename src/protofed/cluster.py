@@ -86,14 +86,13 @@ def connected(address: str) -> Iterator[Any]:
 
 def _running(ray: Any) -> str:
     """The cluster that RAY_ADDRESS names; else one that runs on this machine; else ``local``."""
-    found: str | None = ray._private.services.canonicalize_bootstrap_address(AUTO)
-    if found is None:
+    if (named := os.environ.get("RAY_ADDRESS") or AUTO) != AUTO:
+        return named
+    try:
+        found: str = ray._private.services.canonicalize_bootstrap_address(AUTO)
+        _require_listener(found)  # it may be Ray's note of a cluster that has ended
+    except (ConnectionError, ProtofedError):
         return LOCAL
-    if not os.environ.get("RAY_ADDRESS"):  # Ray has a note of the last cluster: it may have ended
-        try:
-            _require_listener(found)
-        except ProtofedError:
-            return LOCAL
     return found
 
 
