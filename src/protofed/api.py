@@ -226,7 +226,7 @@ def run_study(
         runner = GpuRunner(todo, console, jobs, mps) if on_gpu else on_cpu
     else:
         cpus = max(job.config.workers or 1 for job in work)
-        runner = RayRunner(ray, pool, most=jobs, cpus=cpus, gpus=gpus_per_run)
+        runner = RayRunner(ray, pool, console, most=jobs, cpus=cpus, gpus=gpus_per_run)
     failed = run_all(work, runner, console)
     files, made = list[str](), folder.tables() if folder is not None else []
     if folder is not None and any(table.runs for table in made):

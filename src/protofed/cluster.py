@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from protofed.errors import ProtofedError
@@ -23,7 +24,10 @@ LOCAL, AUTO = "local", "auto"
 OBJECT_STORE = 256 << 20
 """Bytes of shared memory of a cluster on this machine; what does not fit is kept on disk."""
 
-_ASK_WITHOUT_TOKEN = """
+CONNECT_SECONDS = 5.0
+"""How long a cluster's machine may take to accept a connection."""
+
+_ASK = """
 import sys
 from ray._raylet import GcsClient
 from ray.exceptions import AuthenticationError
@@ -45,8 +49,9 @@ def require_ray() -> Any:
         import ray
     except ImportError:
         raise ProtofedError("Ray is not installed", "pip install 'protofed[cluster]'") from None
-    if not ray.is_initialized():
-        ray._raylet.Config.initialize("")  # it may have been imported before the mode was set
+    if not ray.is_initialized():  # else it keeps what these variables were at first
+        ray._raylet.Config.initialize("")
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
     return ray
 
 
@@ -62,68 +67,111 @@ def connected(address: str) -> Iterator[Any]:
         return
     handler = signal.getsignal(signal.SIGTERM)
     options = {"log_to_driver": False, "logging_level": "error"}
-    try:
-        if address not in (LOCAL, AUTO):
+    if address == AUTO:
+        address = _running(ray)
+    with ExitStack() as stack:
+        if address == LOCAL:
+            stack.enter_context(_new_token())
+            ray = require_ray()
+        stack.callback(ray.shutdown)
+        if address == LOCAL:
+            _start(ray, options)
+        else:
             _require_token(address)
-        if address != LOCAL:
             _join(ray, address, options)
-        if not ray.is_initialized():
-            if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
-                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-            store = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
-            try:
-                ray.init(LOCAL, **store, **options)
-            except Exception as error:  # Ray has no narrower one
-                raise ProtofedError(
-                    f"Ray does not start on this machine: {error}",
-                    "a busy machine may need a retry",
-                ) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
         yield ray
+
+
+def _running(ray: Any) -> str:
+    """The cluster that RAY_ADDRESS names; else one that runs on this machine; else ``local``."""
+    if (named := os.environ.get("RAY_ADDRESS") or AUTO) != AUTO:
+        return named
+    try:
+        found: str = ray._private.services.canonicalize_bootstrap_address(AUTO)
+        _require_listener(found)  # it may be Ray's note of a cluster that has ended
+    except (ConnectionError, ProtofedError):
+        return LOCAL
+    return found
+
+
+@contextmanager
+def _new_token() -> Iterator[None]:
+    before = os.environ.get("RAY_AUTH_TOKEN")
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    try:
+        yield
     finally:
-        ray.shutdown()
+        del os.environ["RAY_AUTH_TOKEN"]
+        if before is not None:
+            os.environ["RAY_AUTH_TOKEN"] = before
+
+
+def _start(ray: Any, options: dict[str, Any]) -> None:
+    store = {"object_store_memory": OBJECT_STORE, "include_dashboard": False}
+    try:
+        ray.init(LOCAL, **store, **options)
+    except Exception as error:  # Ray has no narrower one
+        raise ProtofedError(
+            f"Ray does not start on this machine: {error}", "a busy machine may need a retry"
+        ) from error
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Join a cluster; with ``auto``, if there is one."""
     try:
         ray.init(address, **options)
-    except ray.exceptions.AuthenticationError:
-        raise _no_token(address) from None
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        if address == AUTO and isinstance(error, ConnectionError):
-            return
         raise ProtofedError(
             f"cannot join the Ray cluster at {address}: {str(error).splitlines()[0]}",
-            "this machine must be one of its nodes (ray start --address HOST:PORT) and have its "
-            "token",
+            "this machine must be one of its nodes: ray start --address HOST:PORT",
         ) from None
-    if address == AUTO:
-        _require_token(ray.get_runtime_context().gcs_address)
+
+
+def _require_listener(address: str) -> None:
+    """An error unless someone listens there: Ray itself would try for 40 seconds."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise _no_cluster(address, "that is not HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        raise _no_cluster(address, str(error)) from None
 
 
 def _require_token(address: str) -> None:
-    """An error unless a cluster is there, and refuses whoever comes without a token."""
-    asked = subprocess.run(
-        [sys.executable, "-c", _ASK_WITHOUT_TOKEN, address],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        capture_output=True,
-        text=True,
-    )
-    found = asked.stderr.strip().rpartition("\n")[2]
-    if asked.returncode == 0:
+    """An error unless a cluster is there that takes our token, and nobody without one."""
+    _require_listener(address)
+    refusal = _ask(address, "disabled")
+    if not refusal:
         raise ProtofedError(
             f"the Ray cluster at {address} is open: it executes anyone's code",
             "stop it, and set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN on every machine before "
             "ray start",
         )
-    if found != "token":
-        raise ProtofedError(f"no Ray cluster answers at {address}: {found}", "see docs/cluster.md")
+    if refusal != "token":
+        raise _no_cluster(address, refusal)
+    if _ask(address, "token"):
+        raise ProtofedError(
+            f"the Ray cluster at {address} asks for a token that is not here",
+            "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the one it was started with",
+        )
 
 
-def _no_token(address: str) -> ProtofedError:
+def _ask(address: str, mode: str) -> str:
+    """Ask a cluster for its nodes, in a process of its own; why it does not say, if so."""
+    asked = subprocess.run(
+        [sys.executable, "-c", _ASK, address],
+        env={**os.environ, "RAY_AUTH_MODE": mode},
+        capture_output=True,
+        text=True,
+    )
+    said = asked.stderr.strip().rpartition("\n")[2]
+    return said or f"exit code {asked.returncode}" if asked.returncode else ""
+
+
+def _no_cluster(address: str, why: str) -> ProtofedError:
     return ProtofedError(
-        f"the Ray cluster at {address} asks for a token that is not here",
-        "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the one it was started with",
+        f"no Ray cluster answers at {address}: {why}",
+        "give the address that ray start --head printed; see docs/cluster.md",
     )

@@ -31,6 +31,7 @@ TYPED = {
     "inf": (["--method", "fpl", "--set", "tau=inf"], "finite"),
     "nested": (["--method", "fpl", "--set", f"tau={DEEP}"], "must be a number"),
     "a date": (["--method", "fpl", "--set", "tau=1979-05-27"], "must be a number"),
+    "the name of an emoji": (["--task", "a:b:"], "'a:b:'"),
     "batch": (["--batch", "1e26"], "not a valid int"),
     "a large batch": (["--batch", str(10**26)], "at most 1e+06"),
     "width": (["--width", "1000000"], "at most 100000"),

@@ -145,6 +145,25 @@ class InRound(Observer):
             self.acts.pop(round)(self.engine)  # type: ignore[arg-type]
 
 
+def test_an_answer_that_is_lost_with_its_node_is_asked_for_again(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large one stays on the node that made it until somebody fetches it."""
+    import ray
+
+    get, lost = ray.get, list[Any]()
+
+    def lose_one(answer: Any) -> Any:
+        if not lost:
+            lost.append(answer)
+            raise ray.exceptions.ObjectLostError(answer.hex(), None, "")
+        return get(answer)
+
+    loses = InRound({2: lambda _: monkeypatch.setattr(ray, "get", lose_one)})
+    found = result("fedavg", [loses], engine="ray", workers=1)
+    assert lost and same(found, result("fedavg"))
+
+
 @pytest.mark.slow
 def test_lost_actors_and_nodes_change_nothing(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
@@ -171,8 +190,10 @@ def test_lost_actors_and_nodes_change_nothing(
     settings = {"clients": {"left": 4, "right": 8}, "samples": 4, "rounds": 5}
     acts = {2: signal_one(signal.SIGKILL), 3: signal_one(signal.SIGSTOP), 4: kill_node}
     broken = InRound(dict(acts))
-    found = result("fedbn", [broken], engine="ray", workers=3, **settings)
-    thaw(*frozen)
+    try:
+        found = result("fedbn", [broken], engine="ray", workers=3, **settings)
+    finally:
+        thaw(*frozen)  # or it keeps its core
     assert broken.acts == {}
     assert same(found, result("fedbn", **settings))
 

@@ -58,7 +58,7 @@ def test_what_is_missing_is_run_with_plain_commands(
     make_runs(study(seeds=1), tmp_path, skip={("FPL", 0)})
     failed, out = run_quietly(jobs_of(study(seeds=1), tmp_path))
     assert failed == []
-    assert "1 of 2 runs are already complete" in out and "1 runs, 1 at a time" in out
+    assert "1 of 2 runs are already complete" in out and "1 run, 1 at a time" in out
     assert "FPL seed 0  round 1/1  scan" in out
     (command,) = started
     assert command[:6] == [sys.executable, "-m", "protofed", "run", "--quiet", "--resume"]

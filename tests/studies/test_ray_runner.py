@@ -75,10 +75,12 @@ def run_on(
     cluster: Any, made: Study, pool: Path, faults: dict[str, Fault] | None = None, **more: Any
 ) -> tuple[list[Job], list[Job], str]:
     """All jobs, those that failed, and what was printed."""
-    runner, out = Faulty(cluster.address, pool, **{"gpus": 0, **more}), io.StringIO()
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    runner = Faulty(cluster.address, pool, console, **{"gpus": 0, **more})
     runner.faults = faults or {}
     jobs = prepare(made, pool, elsewhere=True)[1]
-    return jobs, run_all(jobs, runner, Console(file=out, width=200)), out.getvalue()
+    return jobs, run_all(jobs, runner, console), out.getvalue()
 
 
 def pids(remote: RemoteRun) -> tuple[int, int]:
@@ -123,8 +125,9 @@ def test_code_reaches_the_nodes_and_runs_share_a_gpu(cluster: Any, tmp_path: Pat
             if job is jobs[-1]:
                 own.rename(tmp_path / "gone.py")
 
-    runner = WithoutFile(cluster.address, tmp_path / "runs", gpus=0.5)
-    assert run_all(jobs, runner, Console(file=io.StringIO())) == []
+    console = Console(file=io.StringIO())
+    runner = WithoutFile(cluster.address, tmp_path / "runs", console, gpus=0.5)
+    assert run_all(jobs, runner, console) == []
     assert seen.read_text().split() == ["0", "0"]
     assert all(f'name = "{own}:Own"' in job.folder.config_file.read_text() for job in jobs)
     assert {job.config.method.name for job in jobs} == {trusted.name}
@@ -171,7 +174,10 @@ def test_lost_actors_runs_and_nodes_change_nothing(cluster: Any, tmp_path: Path)
     names = [job.name for job in prepare(made, tmp_path / "runs", elsewhere=True)[1]]
     faults = dict(zip(names, (kill(0), kill(1), freeze_its_node), strict=True))
     jobs, failed, out = run_on(cluster, made, tmp_path / "runs", faults, silence=5)
-    assert failed == [] and faults == {} and "3 runs, 3 at a time" in out
+    assert failed == [] and faults == {}
+    assert (
+        f"Ray cluster at {cluster.address}: 3 machines, 4 cores, 1 GPUs\n3 runs, 3 at a time" in out
+    )
     assert f"{names[0]}: lost on" in out
     assert f"{names[1]}: killed by signal 9" in out
     assert "has not answered in 5 s; another actor takes it" in out

@@ -69,7 +69,7 @@ def _root(
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
     text = f"[yellow]warning:[/yellow] {escape(str(message))}"
-    Console(stderr=True).print(text, soft_wrap=True, highlight=False)
+    Console(stderr=True, emoji=False).print(text, soft_wrap=True, highlight=False)
 
 
 def main() -> None:
@@ -78,15 +78,17 @@ def main() -> None:
     try:
         app()
     except ProtofedError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        Console(stderr=True, emoji=False).print(
+            f"[red]error:[/red] {escape(str(error))}", soft_wrap=True
+        )
         sys.exit(error.exit_code)
     except OSError as error:  # of a place that only the system knows to be bad
         where = f": '{str(error.filename)[:200]}'" if error.filename else ""
         text = escape(f"{error.strerror or error}{where}")
-        Console(stderr=True).print(f"[red]error:[/red] {text}", soft_wrap=True)
+        Console(stderr=True, emoji=False).print(f"[red]error:[/red] {text}", soft_wrap=True)
         sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer's code for Ctrl-C
             text = "stopped; what is complete is kept: the same command resumes (run: --resume)"
-            Console(stderr=True).print(text)
+            Console(stderr=True, emoji=False).print(text)
         raise

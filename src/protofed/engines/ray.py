@@ -240,6 +240,8 @@ class Ray(Engine):
         self._call += 1
         waiting, left = deque(range(len(parts))), set(range(len(parts)))
         errors: dict[int, Exception] = {}
+        exceptions = self._ray.exceptions  # an answer that nobody has fetched is lost with its node
+        lost_errors = (exceptions.RayActorError, exceptions.ObjectLostError)
         while left:
             self._give_out(waiting, lambda actor, part: ask(actor, parts[part]))
             seats = {answer: seat for seat in self._seats for answer in seat.asked}
@@ -253,11 +255,11 @@ class Ray(Engine):
                 seat = seats[answer]
                 try:
                     found = self._ray.get(answer)
-                except self._ray.exceptions.RayActorError as error:
+                except lost_errors as error:
                     lost = self._replace(seat, error)
                     waiting.extendleft(sorted(lost & left - set(waiting), reverse=True))
                     continue
-                except self._ray.exceptions.RayTaskError as error:
+                except exceptions.RayTaskError as error:
                     found = error.cause if isinstance(error.cause, ProtofedError) else error
                 call, part, asked = seat.asked.pop(answer)
                 self._lost = 0

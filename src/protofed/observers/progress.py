@@ -34,7 +34,7 @@ def accuracies(record: Record, unseen: str | None = None, brief: bool = False) -
 
 def print_plain(console: Console, line: str) -> None:
     """Print a line as it is: no markup, no wrapping."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -144,7 +144,8 @@ def run_all(jobs: Sequence[Job], runner: Runner, console: Console) -> list[Job]:
         console.print(f"{done} of {len(jobs)} runs are already complete")
     if todo:
         with _stopped_by_sigterm(), runner:
-            console.print(f"{len(todo)} runs, {min(runner.at_once, len(todo))} at a time")
+            runs = f"{len(todo)} run{'s' * (len(todo) != 1)}"
+            console.print(f"{runs}, {min(runner.at_once, len(todo))} at a time")
             _run(jobs, todo, runner, console)
     return [job for job in jobs if job.state == "failed"]
 

@@ -64,6 +64,7 @@ class RayRunner:
         self,
         address: str,
         pool: Path,
+        console: Console,
         most: int | None = None,
         cpus: int = 1,
         gpus: float | None = None,
@@ -74,6 +75,7 @@ class RayRunner:
                 f"a run cannot have {gpus:g} GPUs", "--gpus-per-run is 0.25, say, or a whole number"
             )
         self.address, self.pool, self.most = address, pool, most
+        self._console = console
         self.cpus, self.gpus, self.silence = cpus, gpus, silence
         self._remote: dict[int, RemoteRun] = {}
         self._suspects: set[str] = set()
@@ -84,9 +86,14 @@ class RayRunner:
             self._ray = stack.enter_context(connected(self.address))
             self._ray.cloudpickle.register_pickle_by_value(ray_process)
             self._actor = self._ray.remote(ray_process.RunProcess)
-            there = self._ray.cluster_resources().get("GPU", 0)
+            there = self._ray.cluster_resources()
+            cores, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0))
+            nodes = sum(node["Alive"] for node in self._ray.nodes())
+            where = self._ray.get_runtime_context().gcs_address
+            said = f"{nodes} machine{'s' * (nodes != 1)}, {cores} cores, {gpus} GPUs"
+            print_plain(self._console, f"Ray cluster at {where}: {said}")
             if self.gpus is None:
-                self.gpus = 1.0 if there else 0.0
+                self.gpus = 1.0 if gpus else 0.0
             if not self._places():
                 raise ProtofedError(
                     f"no machine of the cluster has {self.cpus} cores and {self.gpus:g} GPUs, "
