@@ -207,7 +207,7 @@ def test_which_blocks_are_fused(
     change: object, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what the kernels compute; anything else has PyTorch's own layers."""
-    monkeypatch.setattr(module.convolution, "_has_tma", lambda device: True)
+    monkeypatch.setattr(module.convolution, "_is_hopper", lambda device: True)
     block = blocks()[0]
     for conv in (block.body[0], block.body[3]):
         conv.to(torch.bfloat16)
@@ -234,7 +234,7 @@ def test_which_sizes_are_fused(
     fused: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module.convolution, "_has_tma", lambda device: True)
+    monkeypatch.setattr(module.convolution, "_is_hopper", lambda device: True)
     conv = nn.Conv2d(channels, channels, 3, padding=1, bias=False, dtype=dtype)
     conv = conv.to(memory_format=torch.channels_last)
     layers = [(conv, nn.BatchNorm2d(channels))] * 2

@@ -115,6 +115,19 @@ def test_bfloat16_runs_and_stays_finite(name: str) -> None:
     assert all(torch.isfinite(t).all() for model in models for t in model.values())
 
 
+@pytest.mark.parametrize("batch", [8, 13])
+def test_runs_in_bfloat16_repeat_to_the_bit(batch: int) -> None:
+    """With kernels of our own for convolutions, many steps and several lanes: a race would show."""
+    settings = {**TINY, "clients": {"left": 5, "right": 5}, "samples": 20, "batch": batch}
+    settings |= {"model": "resnet10", "width": 64, "norm": None, "rounds": 3, "epochs": 10}
+    settings |= {"engine": "lanes", "device": "cuda", "precision": "bf16"}
+    task = enlarged(tiny_task(samples=20, clients=5), 4)
+    first, *others = [run(task, FedAvg(), **settings) for _ in range(4)]
+    for other in others:
+        assert [r["loss"] for r in other.rounds] == [r["loss"] for r in first.rounds]
+        assert all(torch.equal(t, other.model[name]) for name, t in first.model.items())
+
+
 @pytest.mark.parametrize("settings", [{"train": "head"}, {"freeze_bn": True}, {}])
 @pytest.mark.parametrize("name", ["fpl", "scaffold", "fedseproto"])
 def test_large_models_and_frozen_parts_agree(name: str, settings: dict[str, object]) -> None:

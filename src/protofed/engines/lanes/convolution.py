@@ -1,18 +1,18 @@
-"""Convolutions in bfloat16 on GPUs with a tensor memory accelerator (Hopper and later).
+"""Convolutions in bfloat16 on Hopper GPUs, which have a tensor memory accelerator.
 
-For the small maps and few channels here, these kernels take half the time of cuDNN's. They can also
-do what would be passes of their own over the maps: a convolution writes the sums that BatchNorm
-needs of its output (``parts``), and a gradient is added or masked while it is still in registers.
+cuDNN has few kernels for the small maps and few channels here. These can also do what would be
+passes of their own over the maps: a convolution writes the sums that BatchNorm needs of its output
+(``Parts``), and a gradient is added or masked while it is still in registers.
 
-All tensors are channels last. Sizes of tiles are those that did most work a second with six lanes
-(benchmarks/records/lanes-convolutions-h200.txt).
+All tensors are channels last. Sizes of tiles are among those that did most work a second with
+several lanes (benchmarks/records/lanes-convolutions-h200.txt).
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import triton
@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from protofed.engines.lanes import convolution_kernels as kernels
 
 ROWS = 128  # output pixels of a tile
+DEPTH = 64  # channels that are summed over at a time
 PIXELS = 64  # that a weight's gradient takes at a time
 PROGRAMS = 66  # of a weight's gradient, at least: half of an H200's multiprocessors
 BLOCK = 1024  # entries of a weight's gradient that a program adds up
@@ -47,7 +48,7 @@ def supports(weight: Tensor, device: torch.device, height: int, width: int) -> b
     """Whether the kernels can compute outputs of this size with this weight, on this device."""
     return (
         weight.dtype == torch.bfloat16
-        and _has_tma(device)
+        and _is_hopper(device)
         and weight.is_contiguous(memory_format=torch.channels_last)
         and all(channels % CHANNELS == 0 for channels in weight.shape[:2])
         and all(size <= MOST and size & (size - 1) == 0 for size in (height, width))
@@ -55,8 +56,9 @@ def supports(weight: Tensor, device: torch.device, height: int, width: int) -> b
 
 
 @cache
-def _has_tma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def _is_hopper(device: torch.device) -> bool:
+    """Later GPUs could do it too, with other tensor cores: nobody has tried."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 class Parts:
@@ -74,16 +76,16 @@ def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Parts]:
     ho, wo = h // stride, w // stride
     y = _empty(x, (n, co, ho, wo))
     images, rows = _box(ROWS, ho, wo)
-    columns, depth, launch = _tile(ci, co)
+    columns, launch = _tile(co)
     tiles = triton.cdiv(n, images) * (ho // rows)
     parts = Parts(ROWS, tiles, co, x.device)
     kernels.convolve[(tiles, co // columns)](
-        _strided(x, stride, (images, rows, 1, wo, depth)),
-        _matrix(weight, co, (columns, depth)),
+        _strided(x, stride, (images, rows, 1, wo, DEPTH)),
+        _matrix(weight, co, (columns, DEPTH)),
         _matrix(y, n * ho * wo, (ROWS, columns)),
         parts.sums, n * ho * wo,
         CI=ci, CO=co, STRIDE=stride, TAPS=kernel * kernel, HO=ho, WO=wo,
-        NB=images, BH=rows, COLUMNS=columns, DEPTH=depth, **launch,
+        NB=images, BH=rows, COLUMNS=columns, **launch,
     )  # fmt: skip
     return y, parts
 
@@ -118,17 +120,17 @@ def _input_gradient(
     n, _, h, w = g.shape
     dx = _empty(g, (n, ci, h, w))
     images, rows = _box(ROWS, h, w)
-    columns, depth, launch = _tile(co, ci)
+    columns, launch = _tile(ci)
     tiles = triton.cdiv(n, images) * (h // rows)
     parts = None if y is None else Parts(ROWS, tiles, ci, g.device)
     none = _matrix(dx, n * h * w, (ROWS, columns))  # in place of what is not there
     kernels.input_gradient[(tiles, ci // columns)](
-        _maps(g, (images, rows, w, depth)),
-        _matrix(weight, co, (depth, columns)),
+        _maps(g, (images, rows, w, DEPTH)),
+        _matrix(weight, co, (DEPTH, columns)),
         *(none if t is None else _matrix(t, n * h * w, (ROWS, columns)) for t in (dx, add, y, x)),
         dx if mean is None else mean, dx if scale is None else scale,
         dx if parts is None else parts.sums,
-        CI=ci, CO=co, H=h, W=w, NB=images, BH=rows, COLUMNS=columns, DEPTH=depth,
+        CI=ci, CO=co, H=h, W=w, NB=images, BH=rows, COLUMNS=columns,
         ADD=add is not None, NORM=y is not None, **launch,
     )  # fmt: skip
     return dx, parts
@@ -140,15 +142,15 @@ def strided_input_gradient(g: Tensor, weight: Tensor, g1: Tensor, weight1: Tenso
     n, _, ho, wo = g.shape
     dx = _empty(g, (n, ci, 2 * ho, 2 * wo))
     images, rows = _box(ROWS, ho, wo)
-    columns, depth, launch = _tile(co, ci)
-    box, tile = (images, rows, wo, depth), (depth, columns)
+    columns, launch = _tile(ci)
+    box, tile = (images, rows, wo, DEPTH), (DEPTH, columns)
     kernels.strided_input_gradient[(triton.cdiv(n, images) * (ho // rows), ci // columns, 4)](
         _maps(g, box),
         _matrix(weight, co, tile),
         _maps(g1, box),
         _matrix(weight1, co, tile),
         _strided(dx, 2, (images, rows, 1, wo, columns)),
-        CI=ci, CO=co, HO=ho, WO=wo, NB=images, BH=rows, COLUMNS=columns, DEPTH=depth, **launch,
+        CI=ci, CO=co, HO=ho, WO=wo, NB=images, BH=rows, COLUMNS=columns, **launch,
     )  # fmt: skip
     return dx
 
@@ -183,11 +185,11 @@ def _box(pixels: int, height: int, width: int) -> tuple[int, int]:
     return max(1, pixels // (height * width)), min(height, pixels // width)
 
 
-def _tile(summed: int, outputs: int) -> tuple[int, int, dict[str, Any]]:
-    """Output channels of a tile, channels summed over at a time, and how to launch it."""
-    columns = 128 if outputs % 128 == 0 else 64
-    depth = 128 if summed % 256 == 0 and columns == 128 else 64
-    return columns, depth, {"num_warps": 8 if columns == 128 else 4, "num_stages": 3}
+def _tile(outputs: int) -> tuple[int, dict[str, int]]:
+    """Output channels of a tile, and how to launch it: two programs fit on a multiprocessor."""
+    if outputs % 128 == 0:
+        return 128, {"DEPTH": DEPTH, "num_warps": 8, "num_stages": 4}
+    return 64, {"DEPTH": DEPTH, "num_warps": 4, "num_stages": 3}
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -12,8 +12,12 @@ marks a descriptor of such boxes, ``_`` a pointer.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -33,7 +37,7 @@ def convolve(
         tap, c = i // CHUNKS, (i % CHUNKS) * DEPTH
         x = _input(x_d, n, h, tap, c, CI, STRIDE, TAPS)
         w = w_d.load([co, tap * CI + c])
-        acc = tl.dot(x.reshape(ROWS, DEPTH), w.T, acc)
+        acc = _finished(tl.dot(x.reshape(ROWS, DEPTH), w.T, acc))
     y = acc.to(y_d.dtype)
     y_d.store([tile * ROWS, co], y)
     # BatchNorm is to have the statistics of what it reads: of rounded values.
@@ -68,7 +72,7 @@ def input_gradient(
         tap, c = i // CHUNKS, (i % CHUNKS) * DEPTH
         g = g_d.load([n, h + 1 - tap // 3, 1 - tap % 3, c])
         w = w_d.load([c, tap * CI + ci])
-        acc = tl.dot(g.reshape(ROWS, DEPTH), w, acc)
+        acc = _finished(tl.dot(g.reshape(ROWS, DEPTH), w, acc))
     if ADD:
         acc += add_d.load([tile * ROWS, ci]).to(tl.float32)
     if NORM:
@@ -113,10 +117,11 @@ def strided_input_gradient(
         down, right = odd_row * (1 - i_row), odd_column * (1 - i_column)
         g = g_d.load([n, h + down, right, c])
         w = w_d.load([c, (3 * row + column) * CI + ci])
-        acc = tl.dot(g.reshape(ROWS, DEPTH), w, acc)
+        acc = _finished(tl.dot(g.reshape(ROWS, DEPTH), w, acc))
     for i in range((1 - odd_row) * (1 - odd_column) * CHUNKS):
         g = g1_d.load([n, h, 0, i * DEPTH])
-        acc = tl.dot(g.reshape(ROWS, DEPTH), w1_d.load([i * DEPTH, ci]), acc)
+        w = w1_d.load([i * DEPTH, ci])
+        acc = _finished(tl.dot(g.reshape(ROWS, DEPTH), w, acc))
     dx = acc.to(dx_d.dtype).reshape(NB, BH, 1, WO, COLUMNS)
     dx_d.store([n, h, odd_row, 0, odd_column * CI + ci], dx)
 
@@ -138,7 +143,8 @@ def weight_gradient(
     for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
         n, h = _place(tile, HO, NB, BH)
         x = _input(x_d, n, h, tap, ci, CI, STRIDE, TAPS)
-        acc = tl.dot(x.reshape(PIXELS, IN).T, g_d.load([tile * PIXELS, co]), acc)
+        g = g_d.load([tile * PIXELS, co])
+        acc = _finished(tl.dot(x.reshape(PIXELS, IN).T, g, acc))
     ci += tl.arange(0, IN)
     co += tl.arange(0, OUT)
     at = ((part * CO + co) * TAPS + tap)[:, None] * CI + ci[None, :]
@@ -153,6 +159,20 @@ def add_parts(part_, sum_, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     for part in tl.static_range(PARTS):
         total += tl.load(part_ + part * SIZE + i, mask=i < SIZE, other=0)
     tl.store(sum_ + i, total.to(sum_.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def _finished(acc):
+    """The accumulator once the tensor cores are done with the product.
+
+    They read a box that was reshaped from registers, and go on reading while the program runs. Left
+    alone, Triton 3.6 loads the next box into the same registers without waiting for them: a race,
+    seen in runs that did not repeat to the bit. It waits where anything else uses the product, as
+    these no instructions do.
+    """
+    if INTERPRETED:
+        return acc
+    return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
