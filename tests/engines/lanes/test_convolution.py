@@ -65,12 +65,12 @@ def test_a_convolution_and_its_statistics(
     case = Case(shape, stride, kernel)
     y, parts = convolution.convolve(case.x, case.w, stride)
     assert close(y, case.y)
-    rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1]).double().split(parts.rows)
-    assert len(rows) == parts.count
+    rows = y.permute(0, 2, 3, 1).reshape(-1, y.shape[1]).double().split(convolution.ROWS)
+    assert len(rows) == len(parts)
     means = torch.stack([r.mean(0) for r in rows])
     deviations = torch.stack([(r - r.mean(0)).square().sum(0) for r in rows])
-    torch.testing.assert_close(parts.sums[:, 0].double(), means, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(parts.sums[:, 1].double(), deviations, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(parts[:, 0].double(), means, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(parts[:, 1].double(), deviations, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,9 +105,9 @@ def test_the_gradient_before_a_norm(shape: tuple[int, int, int, int]) -> None:
     assert close(g, case.dx * (y > 0))
     hat = (x.double() - mean.double()[:, None, None]) * scale.double()[:, None, None]
     for number, values in enumerate((g.double(), g.double() * hat)):
-        rows = values.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).split(parts.rows)
+        rows = values.permute(0, 2, 3, 1).reshape(-1, x.shape[1]).split(convolution.ROWS)
         sums = torch.stack([r.sum(0) for r in rows])
-        torch.testing.assert_close(parts.sums[:, number].double(), sums, rtol=1e-3, atol=0.05)
+        torch.testing.assert_close(parts[:, number].double(), sums, rtol=1e-3, atol=0.05)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -123,4 +123,4 @@ def test_nan_stays_nan() -> None:
     case.x[1, 2, 1, 1] = torch.nan
     y, parts = convolution.convolve(case.x, case.w, 1)
     assert y[1, :, :3, :3].isnan().all()
-    assert not y[0].isnan().any() and parts.sums.isnan().any()
+    assert not y[0].isnan().any() and parts.isnan().any()

@@ -1,8 +1,8 @@
 """Convolutions in bfloat16 on Hopper GPUs, which have a tensor memory accelerator.
 
 cuDNN has few kernels for the small maps and few channels here. These can also do what would be
-passes of their own over the maps: a convolution writes the sums that BatchNorm needs of its output
-(``Parts``), and a gradient is added or masked while it is still in registers.
+passes of their own over the maps: a convolution writes the sums that BatchNorm needs of its output,
+and a gradient is added or masked while it is still in registers.
 
 All tensors are channels last. Sizes of tiles are among those that did most work a second with
 several lanes (benchmarks/records/lanes-convolutions-h200.txt).
@@ -61,16 +61,11 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-class Parts:
-    """Sums per tile of rows, [P, 2, C]: the last tile may have fewer than ``rows``."""
+def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """The convolution, and mean and squared deviations of its channels: [P, 2, C].
 
-    def __init__(self, rows: int, count: int, channels: int, device: torch.device) -> None:
-        self.rows, self.count = rows, count
-        self.sums = torch.empty(count, 2, channels, dtype=torch.float32, device=device)
-
-
-def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Parts]:
-    """The convolution, and mean and squared deviations of its channels per tile of rows."""
+    They are of P tiles of ROWS rows each; the last may have fewer.
+    """
     co, ci, kernel, _ = weight.shape
     n, _, h, w = x.shape
     ho, wo = h // stride, w // stride
@@ -78,16 +73,16 @@ def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Parts]:
     images, rows = _box(ROWS, ho, wo)
     columns, launch = _tile(co)
     tiles = triton.cdiv(n, images) * (ho // rows)
-    parts = Parts(ROWS, tiles, co, x.device)
+    part_P2C = _sums(tiles, co, x)
     kernels.convolve[(tiles, co // columns)](
         _strided(x, stride, (images, rows, 1, wo, DEPTH)),
         _matrix(weight, co, (columns, DEPTH)),
         _matrix(y, n * ho * wo, (ROWS, columns)),
-        parts.sums, n * ho * wo,
+        part_P2C, n * ho * wo,
         CI=ci, CO=co, STRIDE=stride, TAPS=kernel * kernel, HO=ho, WO=wo,
         NB=images, BH=rows, COLUMNS=columns, **launch,
     )  # fmt: skip
-    return y, parts
+    return y, part_P2C
 
 
 def input_gradient(g: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
@@ -97,14 +92,12 @@ def input_gradient(g: Tensor, weight: Tensor, add: Tensor | None = None) -> Tens
 
 def normalized_input_gradient(
     g: Tensor, weight: Tensor, y: Tensor, x: Tensor, mean: Tensor, scale: Tensor
-) -> tuple[Tensor, Parts]:
+) -> tuple[Tensor, Tensor]:
     """The gradient at BatchNorm's output where the convolution's input is y = ReLU(BatchNorm(x)).
 
-    Also the sums of it and of it times x̂, per tile of rows.
+    Also the sums of it and of it times x̂, [P, 2, C], as ``convolve`` has them.
     """
-    dx, parts = _input_gradient(g, weight, None, y, x, mean, scale)
-    assert parts is not None
-    return dx, parts
+    return _input_gradient(g, weight, None, y, x, mean, scale)
 
 
 def _input_gradient(
@@ -115,25 +108,25 @@ def _input_gradient(
     x: Tensor | None,
     mean: Tensor | None,
     scale: Tensor | None,
-) -> tuple[Tensor, Parts | None]:
+) -> tuple[Tensor, Tensor]:
     co, ci = weight.shape[:2]
     n, _, h, w = g.shape
     dx = _empty(g, (n, ci, h, w))
     images, rows = _box(ROWS, h, w)
     columns, launch = _tile(ci)
     tiles = triton.cdiv(n, images) * (h // rows)
-    parts = None if y is None else Parts(ROWS, tiles, ci, g.device)
+    part_P2C = _sums(0 if y is None else tiles, ci, g)
     none = _matrix(dx, n * h * w, (ROWS, columns))  # in place of what is not there
     kernels.input_gradient[(tiles, ci // columns)](
         _maps(g, (images, rows, w, DEPTH)),
         _matrix(weight, co, (DEPTH, columns)),
         *(none if t is None else _matrix(t, n * h * w, (ROWS, columns)) for t in (dx, add, y, x)),
         dx if mean is None else mean, dx if scale is None else scale,
-        dx if parts is None else parts.sums,
+        part_P2C,
         CI=ci, CO=co, H=h, W=w, NB=images, BH=rows, COLUMNS=columns,
         ADD=add is not None, NORM=y is not None, **launch,
     )  # fmt: skip
-    return dx, parts
+    return dx, part_P2C
 
 
 def strided_input_gradient(g: Tensor, weight: Tensor, g1: Tensor, weight1: Tensor) -> Tensor:
@@ -190,6 +183,10 @@ def _tile(outputs: int) -> tuple[int, dict[str, int]]:
     if outputs % 128 == 0:
         return 128, {"DEPTH": DEPTH, "num_warps": 8, "num_stages": 4}
     return 64, {"DEPTH": DEPTH, "num_warps": 4, "num_stages": 3}
+
+
+def _sums(tiles: int, channels: int, like: Tensor) -> Tensor:
+    return torch.empty(tiles, 2, channels, dtype=torch.float32, device=like.device)
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -146,20 +146,16 @@ class _FusedBlock(torch.autograd.Function):
         dy = grads[0].contiguous(memory_format=torch.channels_last)
         g, sums = gradient_sums(second, dy, y, relu=False, second=third[0] if third else None)
         g2 = gradient(second, g, sums[0], sums[1], relu=False)
-        ga, parts = convolution.normalized_input_gradient(g2, weights[1], a, *first[:3])
-        sums1 = join_sums(parts.sums)
+        ga, part_P2C = convolution.normalized_input_gradient(g2, weights[1], a, *first[:3])
+        sums1 = join_sums(part_P2C)
         g1 = gradient(first, ga, sums1[0], sums1[1], relu=False)
-        gradients = [
-            *(convolution.weight_gradient(x, g1, weights[0], ctx.stride), sums1[1], sums1[0]),
-            *(convolution.weight_gradient(a, g2, weights[1], 1), sums[1], sums[0]),
-        ]
+        dw1 = convolution.weight_gradient(x, g1, weights[0], ctx.stride)
+        dw2 = convolution.weight_gradient(a, g2, weights[1], 1)
+        gradients = [dw1, sums1[1], sums1[0], dw2, sums[1], sums[0]]
         if third:
             g3 = gradient(third[0], g, sums[0], sums[2], relu=False)
-            gradients += [
-                convolution.weight_gradient(x, g3, weights[2], ctx.stride),
-                sums[2],
-                sums[0],
-            ]
+            dw3 = convolution.weight_gradient(x, g3, weights[2], ctx.stride)
+            gradients += [dw3, sums[2], sums[0]]
             dx = convolution.strided_input_gradient(g1, weights[0], g3, weights[2])
         else:
             dx = convolution.input_gradient(g1, weights[0], g)
@@ -167,8 +163,8 @@ class _FusedBlock(torch.autograd.Function):
 
 
 def _convolved(x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, stride: int) -> Normed:
-    y, parts = convolution.convolve(x, weight, stride)
-    return join_statistics(norm, parts.sums, parts.rows, y)
+    y, part_P2C = convolution.convolve(x, weight, stride)
+    return join_statistics(norm, part_P2C, convolution.ROWS, y)
 
 
 def _few_channels_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
