@@ -124,6 +124,12 @@ def images(n: int) -> str:
 # ---- reconstruction ------------------------------------------------------------------------------
 
 
+def hostile_world() -> World:
+    """A federation with the settings that the server chooses."""
+    chosen = {"model": "cnn2", "width": 8, "norm": "none", "epochs": 1, "lr": 1e-6}
+    return World({"proto_pass": "post"}, **chosen)
+
+
 def crafted(world: World, steps: int) -> tuple[Tree, nn.Module]:
     """Weights that encode an image in its feature, and the decoder.
 
@@ -224,7 +230,7 @@ def draw(images_of: list[Tensor], drawn: dict[str, list[Tensor | None]], path: P
             if image is None:
                 axis.text(0.5, 0.5, "not\nsent", ha="center", va="center", fontsize=7, color="gray")
             else:
-                axis.imshow(image.clamp(0, 1), cmap="gray", vmin=0, vmax=1)
+                axis.imshow(image.clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1)
         middle = (line[0].get_position().y0 + line[0].get_position().y1) / 2
         figure.text(0.01, middle, label, va="center", fontsize=8)
     figure.savefig(path, dpi=130)
@@ -332,9 +338,7 @@ def main() -> None:
     print(f"python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores")
     with one_thread():
         if only in (None, "reconstruction"):
-            chosen = {"model": "cnn2", "width": 8, "norm": "none", "epochs": 1, "lr": 1e-6}
-            hostile = World({"proto_pass": "post"}, **chosen)
-            reconstruction(hostile, trials, steps, options.out)
+            reconstruction(hostile_world(), trials, steps, options.out)
         if only != "reconstruction":
             world = World({})
             received = honest(world, steps // 5)

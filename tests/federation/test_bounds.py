@@ -115,8 +115,20 @@ def test_few_clients_have_an_absolute_bound() -> None:
     assert found == [set(), set(), {"a"}]
 
 
-def test_a_slot_that_was_empty_so_far_has_no_bound() -> None:
+def test_a_slot_that_the_dry_run_leaves_empty_is_held_against_the_others() -> None:
+    """GA's scores: no image of noise is classified correctly."""
+    assert rounds(Bounds(dict, clients=4), four(10.1), four(9.9)) == [{"a"}, set()]
+    bounds = Bounds(dict, clients=4)
+    for name, length in four(10.1).items():
+        bounds.admit(name, reply(prototypes(length)), {})
+    assert "10 times the median of this round" in bounds.outside()["a"]["prototypes"][1]
+
+
+def test_where_most_send_nothing_or_few_reply_an_empty_slot_has_no_bound() -> None:
+    """Ten times 0 would refuse the first honest client; of two replies, a lie the other one."""
     assert rounds(Bounds(dict, clients=4), four(0, 0, 0, 0), four(7)) == [set(), set()]
+    assert rounds(Bounds(dict, clients=4), {"a": 7.0, "b": 1e-6}) == [set()]
+    assert rounds(Bounds(dict, clients=2), {"a": 7.0, "b": 1e-6}) == [set()]
 
 
 @pytest.mark.parametrize(

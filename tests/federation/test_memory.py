@@ -221,7 +221,7 @@ def test_what_a_container_or_a_batch_job_may_take(tmp_path, line, base, names):
 
 
 def test_runs_at_a_time_fit_into_memory(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setattr("protofed.studies.execution.core_count", lambda: 16)
     job = Job("x", None, None, "")
     assert default_jobs([job]) == 16, "nothing is to be done"
     assert default_jobs([replace(job, memory=FREE)]) == 8

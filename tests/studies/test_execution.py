@@ -73,7 +73,7 @@ def test_what_is_missing_is_run_with_plain_commands(
 
 def test_the_last_runs_share_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three runs, two at a time: the third would otherwise leave half of the cores idle."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4), raising=False)
+    monkeypatch.setattr("protofed.studies.execution.core_count", lambda: 4)
     started = run_in_process(monkeypatch)
     jobs = jobs_of(study(seeds=3, rows={"FedAvg": "fedavg"}), tmp_path)
     assert run_quietly(jobs, at_once=2)[0] == []

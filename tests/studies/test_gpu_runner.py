@@ -222,7 +222,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Gpus]:
             torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=f"uuid-{i}")
         )
         monkeypatch.setattr(gpu_runner, "free_memory", lambda: found.host)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+        monkeypatch.setattr(gpu_runner, "core_count", lambda: 16)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         return found
 

@@ -126,18 +126,19 @@ class Bounds:
     def _limit(self, slot: str) -> tuple[float, str]:
         past = [found[slot] for found in self.history if found.get(slot)]
         now = [own[slot] for own in self._round.values() if slot in own]
-        enough = (past, now) if len(now) >= FEW else (past,)
-        medians = [median_low(values) for values in enough if values]
+        known: dict[str, float] = {}
         if past and not self.few:
-            words = f"{self.factor:g} times the median of the last rounds"
-            return self.factor * max(medians), words
-        if self._dry is None:
-            self._dry = self._dry_run()
-        dry = self._dry.get(slot, 0.0)
-        size = dry if self.few else max([dry, *medians])
+            known["the median of the last rounds"] = median_low(past)
+        else:
+            if self._dry is None:
+                self._dry = self._dry_run()
+            known["that of the server's own dry run"] = self._dry.get(slot, 0.0)
+        if len(now) >= FEW:
+            known["the median of this round"] = median_low(now)
+        reference, size = max(known.items(), key=lambda item: item[1])
         factor = self.factor * WIDER if self.few else self.factor
-        words = f"{factor:g} times that of the server's own dry run"
-        return factor * size or math.inf, words
+        # of 0 nothing can be said: honest clients may be the first to have something
+        return factor * size or math.inf, f"{factor:g} times {reference}"
 
     def settle(self, name: str, slots: Mapping[str, float] | None) -> None:
         """Let a reply count with these slots clipped to these sizes, or (None) not at all."""

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from protofed import keys
 from protofed.config import Config
+from protofed.control_groups import control_groups
 from protofed.cores import core_count
 from protofed.data import Task
 from protofed.errors import ProtofedError
@@ -196,26 +197,14 @@ def free_memory(root: Path = Path("/")) -> int | None:
 
 def _cgroup_free(root: Path) -> Iterator[int]:
     """What each control group of this process (a container, a batch job) leaves it."""
-    groups = root / "sys/fs/cgroup"
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2 of control groups
-            base, names = groups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # version 1
-            base = groups / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        group = base / path.strip("/")
-        while group.is_relative_to(base):
+    for group in control_groups("memory", root):
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
             with suppress(OSError, ValueError, KeyError):  # "max": no limit
-                limit, used = (int((group / name).read_text()) for name in names[:2])
-                yield limit - used + _read_numbers(group / "memory.stat")[names[2]]
-            group = group.parent
+                free = int((group / limit).read_text()) - int((group / used).read_text())
+                yield free + _read_numbers(group / "memory.stat")[cache]
 
 
 def _read_numbers(path: Path) -> dict[str, int]:
