@@ -8,11 +8,11 @@ A small CNN (cnn3, width 16) on 32×32 images, SGD with momentum. Workloads:
 
     silo    10 clients × 100 images, batch 32, 5 epochs, the CNN without BatchNorm: all have the
             same network, in channels-last memory
-    device  50 clients × 50 images, batch 10, 1 epoch, and that network: the shape of pfl's own
-            CIFAR10 benchmark
-    glyphs  as silo, the CNN with BatchNorm: this package's embedded task with its own model, which
-            the rivals have as their users would write it (``Plain``, images as tensors usually
-            lie in memory: channel by channel)
+    plain   as silo, but the rivals have the CNN as their users would write it (``Plain``, images
+            as tensors usually lie in memory: channel by channel)
+    device  50 clients × 50 images, batch 10, 1 epoch, and the network of silo: the shape of pfl's
+            own CIFAR10 benchmark
+    glyphs  as plain, the CNN with BatchNorm: this package's embedded task with its own model
 
 Everyone starts from the same weights and takes the same minibatches in the same order; after three
 rounds the global weights must agree to 1e-4, or the benchmark fails (not BatchNorm's running
@@ -46,7 +46,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +74,16 @@ class Workload:
     batch: int
     epochs: int
     norm: str = "none"
+    plain: bool = False
+    """Whether the rivals have network and images as their users would write them."""
 
 
 WORKLOADS = {
     "silo": Workload(10, 100, 32, 5),
+    "plain": Workload(10, 100, 32, 5, plain=True),
     "device": Workload(50, 50, 10, 1),
-    "glyphs": Workload(10, 100, 32, 5, "batch"),
-    "tiny": Workload(4, 24, 16, 2, "batch"),  # to try the script
+    "glyphs": Workload(10, 100, 32, 5, "batch", plain=True),
+    "tiny": Workload(4, 24, 16, 2, "batch", plain=True),  # to try the script
 }
 
 
@@ -136,19 +139,22 @@ def client_data(work: Workload) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[
     data = {}
     for name, s in ours.clients.items():
         x = normalized(s.images.x, ours.task.augment, torch.float32)  # in channels-last memory
-        data[name] = (x.contiguous() if work.norm == "batch" else x, s.images.y)
+        data[name] = (x.contiguous() if work.plain else x, s.images.y)
     return data, {name: t.clone() for name, t in ours.model.items()}
 
 
 class Plain(nn.Module):
-    """The CNN with BatchNorm as it is usually written; its entries have the names of ours."""
+    """The CNN as it is usually written; its entries have the names of ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: str) -> None:
         super().__init__()
+        batch = norm == "batch"
         layers: list[nn.Module] = []
         for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)]
-            layers += [nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=not batch)]
+            # Identity, which costs a microsecond, only for the names
+            layers += [nn.BatchNorm2d(outputs) if batch else nn.Identity()]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 512), nn.ReLU())
         self.head = nn.Linear(512, CLASSES)
 
@@ -169,7 +175,7 @@ class Same(nn.Module):
 
 def network(work: Workload, weights: dict[str, Tensor]) -> nn.Module:
     """A rival's network."""
-    net = Plain() if work.norm == "batch" else Same()
+    net = Plain(work.norm) if work.plain else Same()
     entries(net).load_state_dict(weights)
     return net
 
@@ -385,7 +391,7 @@ def flower_train(message: Any, context: Any) -> Any:
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
     request = dict(message.content["config"])
-    work = Workload(*(request[n] for n in ("clients", "samples", "batch", "epochs", "norm")))
+    work = Workload(**{f.name: request[f.name] for f in fields(Workload)})
     net = actor_network(work, request["threads"])
     entries(net).load_state_dict(message.content["arrays"].to_torch_state_dict())
     name = f"all-{context.node_config['partition-id']}"
@@ -522,6 +528,7 @@ def referee(workload: str, rounds: int, names: list[str]) -> None:
     print(f"\n{workload}: {work}; {passes} images a round; load average at the start {load}")
     with tempfile.TemporaryDirectory(prefix="protofed-rivals-") as folder:
         contenders = []
+        os.environ["RAY_TMPDIR"] = folder  # or Ray joins a cluster that this machine runs, or ran
         try:
             for name in names:
                 log = Path(folder) / f"{name.replace(' ', '-')}.log"
@@ -603,7 +610,8 @@ def main() -> None:
         except PackageNotFoundError:
             found.append(f"{package} (not installed)")
     print(f"python {platform.python_version()}, {', '.join(found)}; {os.cpu_count()} cores")
-    names = ["silo", "device", "glyphs"] if options.workload == "all" else [options.workload]
+    every = ["silo", "plain", "device", "glyphs"]
+    names = every if options.workload == "all" else [options.workload]
     for name in names:
         referee(name, options.rounds, options.only)
 
