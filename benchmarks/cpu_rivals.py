@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -135,7 +136,9 @@ def federation(work: Workload, engine: str) -> Any:
 @functools.cache
 def client_data(work: Workload) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Each client's images as normalized float32 with labels, and the initial weights."""
-    ours = federation(work, "loop")
+    # Without our setting of the C library's allocator, which would last in a rival's process.
+    with mock.patch("protofed.engines.loop.keep_freed_memory"):
+        ours = federation(work, "loop")
     data = {}
     for name, s in ours.clients.items():
         x = normalized(s.images.x, ours.task.augment, torch.float32)  # in channels-last memory
