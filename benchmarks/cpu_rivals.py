@@ -28,6 +28,7 @@ until it is ready for its first round, plus that round. Memory is that after the
 processes share counts once.
 
     protofed workers    2 processes, 1 thread each        protofed loop     1 thread
+    PyTorch loop        1 thread, no library: our network in a loop over clients, epochs and batches
     pfl 2 processes     torchrun, gloo, 1 thread each     pfl 1 process     with 2 threads
     Flower 2 actors     Ray, 1 CPU and 1 thread each      Flower 1 actor    2 CPUs and 2 threads
 """
@@ -46,7 +47,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,6 +60,7 @@ from torch.nn.functional import cross_entropy
 from protofed import keys
 from protofed.data.augment import normalized
 from protofed.data.task import Augment, Domain, Images, Task
+from protofed.federation.cpu import keep_freed_memory
 from protofed.models import build
 
 # A small step: the order in which a rival adds up its clients changes the last bit of the mean, and
@@ -166,11 +168,11 @@ class Plain(nn.Module):
 
 
 class Same(nn.Module):
-    """Our CNN without BatchNorm, as we use it."""
+    """Our CNN, as we use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: str) -> None:
         super().__init__()
-        self.network = build("cnn3", CLASSES, 32, 16, "none").to(memory_format=torch.channels_last)
+        self.network = build("cnn3", CLASSES, 32, 16, norm).to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x).logits
@@ -178,7 +180,7 @@ class Same(nn.Module):
 
 def network(work: Workload, weights: dict[str, Tensor]) -> nn.Module:
     """A rival's network."""
-    net = Plain(work.norm) if work.plain else Same()
+    net = Plain(work.norm) if work.plain else Same(work.norm)
     entries(net).load_state_dict(weights)
     return net
 
@@ -196,6 +198,19 @@ def batches(
     rng = keys.generator(SEED, round, name, 0, epoch, "order")
     order = torch.from_numpy(rng.permutation(len(y)))
     yield from zip(x[order].split(batch), y[order].split(batch), strict=True)
+
+
+def train(
+    net: nn.Module, data: tuple[Tensor, Tensor], name: str, round: int, work: Workload
+) -> None:
+    """A client's local training as it is usually written."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    for epoch in range(work.epochs):
+        for x, y in batches(data, name, round, epoch, work.batch):
+            loss = cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
 
 # ---- contenders --------------------------------------------------------------------------------
@@ -224,6 +239,27 @@ def answer(text: str) -> None:
 def protofed(work: Workload, engine: str) -> None:
     ours = federation(work, engine)
     serve(lambda _: ours.run_round()["seconds"]["train"], lambda: ours.model)
+
+
+def bare(work: Workload) -> None:
+    """No library at all: our network, our layout and our allocator's settings in a plain loop."""
+    work = replace(work, plain=False)
+    data, model = client_data(work)
+    keep_freed_memory()
+    net = network(work, model)
+
+    def one_round(round: int) -> float:
+        nonlocal model
+        began = time.perf_counter()
+        trained = []
+        for name, own in data.items():
+            entries(net).load_state_dict(model)
+            train(net, own, name, round, work)
+            trained.append({n: t.clone() for n, t in entries(net).state_dict().items()})
+        model = {n: sum(t[n] for t in trained) / len(trained) for n in model}
+        return time.perf_counter() - began
+
+    serve(one_round, lambda: model)
 
 
 def pfl(work: Workload, threads: int) -> None:
@@ -399,13 +435,7 @@ def flower_train(message: Any, context: Any) -> Any:
     entries(net).load_state_dict(message.content["arrays"].to_torch_state_dict())
     name = f"all-{context.node_config['partition-id']}"
     data = client_data(work)[0][name]
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    for epoch in range(work.epochs):
-        for x, y in batches(data, name, request["round"], epoch, work.batch):
-            loss = cross_entropy(net(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(net, data, name, request["round"], work)
     content = RecordDict(
         {
             "arrays": ArrayRecord(entries(net).state_dict()),
@@ -418,6 +448,7 @@ def flower_train(message: Any, context: Any) -> Any:
 CONTENDERS: dict[str, Callable[[Workload], None]] = {
     "protofed workers": lambda work: protofed(work, "workers"),
     "protofed loop": lambda work: protofed(work, "loop"),
+    "PyTorch loop": bare,
     "pfl 2 processes": lambda work: pfl(work, 1),
     "pfl 1 process": lambda work: pfl(work, 2),
     "Flower 2 actors": lambda work: flower(work, 1),
