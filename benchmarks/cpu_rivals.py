@@ -8,11 +8,11 @@ A small CNN (cnn3, width 16) on 32×32 images, SGD with momentum. Workloads:
 
     silo    10 clients × 100 images, batch 32, 5 epochs, the CNN without BatchNorm: all have the
             same network, in channels-last memory
-    device  50 clients × 50 images, batch 10, 1 epoch, and that network: the shape of pfl's own
-            CIFAR10 benchmark
-    glyphs  as silo, the CNN with BatchNorm: this package's embedded task with its own model, which
-            the rivals have as their users would write it (``Plain``, images as tensors usually
-            lie in memory: channel by channel)
+    plain   as silo, but the rivals have the CNN as their users would write it (``Plain``, images
+            as tensors usually lie in memory: channel by channel)
+    device  50 clients × 50 images, batch 10, 1 epoch, and the network of silo: the shape of pfl's
+            own CIFAR10 benchmark
+    glyphs  as plain, the CNN with BatchNorm: this package's embedded task with its own model
 
 Everyone starts from the same weights and takes the same minibatches in the same order; after three
 rounds the global weights must agree to 1e-4, or the benchmark fails (not BatchNorm's running
@@ -28,6 +28,7 @@ until it is ready for its first round, plus that round. Memory is that after the
 processes share counts once.
 
     protofed workers    2 processes, 1 thread each        protofed loop     1 thread
+    PyTorch loop        1 thread, no library: our network in a loop over clients, epochs and batches
     pfl 2 processes     torchrun, gloo, 1 thread each     pfl 1 process     with 2 threads
     Flower 2 actors     Ray, 1 CPU and 1 thread each      Flower 1 actor    2 CPUs and 2 threads
 """
@@ -46,9 +47,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -58,6 +60,7 @@ from torch.nn.functional import cross_entropy
 from protofed import keys
 from protofed.data.augment import normalized
 from protofed.data.task import Augment, Domain, Images, Task
+from protofed.federation.cpu import keep_freed_memory
 from protofed.models import build
 
 # A small step: the order in which a rival adds up its clients changes the last bit of the mean, and
@@ -74,13 +77,16 @@ class Workload:
     batch: int
     epochs: int
     norm: str = "none"
+    plain: bool = False
+    """Whether the rivals have network and images as their users would write them."""
 
 
 WORKLOADS = {
     "silo": Workload(10, 100, 32, 5),
+    "plain": Workload(10, 100, 32, 5, plain=True),
     "device": Workload(50, 50, 10, 1),
-    "glyphs": Workload(10, 100, 32, 5, "batch"),
-    "tiny": Workload(4, 24, 16, 2, "batch"),  # to try the script
+    "glyphs": Workload(10, 100, 32, 5, "batch", plain=True),
+    "tiny": Workload(4, 24, 16, 2, "batch", plain=True),  # to try the script
 }
 
 
@@ -132,23 +138,28 @@ def federation(work: Workload, engine: str) -> Any:
 @functools.cache
 def client_data(work: Workload) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     """Each client's images as normalized float32 with labels, and the initial weights."""
-    ours = federation(work, "loop")
+    # Without our setting of the C library's allocator, which would last in a rival's process.
+    with mock.patch("protofed.engines.loop.keep_freed_memory"):
+        ours = federation(work, "loop")
     data = {}
     for name, s in ours.clients.items():
         x = normalized(s.images.x, ours.task.augment, torch.float32)  # in channels-last memory
-        data[name] = (x.contiguous() if work.norm == "batch" else x, s.images.y)
+        data[name] = (x.contiguous() if work.plain else x, s.images.y)
     return data, {name: t.clone() for name, t in ours.model.items()}
 
 
 class Plain(nn.Module):
-    """The CNN with BatchNorm as it is usually written; its entries have the names of ours."""
+    """The CNN as it is usually written; its entries have the names of ours."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: str) -> None:
         super().__init__()
+        batch = norm == "batch"
         layers: list[nn.Module] = []
         for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)]
-            layers += [nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=not batch)]
+            # Identity, which costs a microsecond, only for the names
+            layers += [nn.BatchNorm2d(outputs) if batch else nn.Identity()]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
         self.encoder = nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 512), nn.ReLU())
         self.head = nn.Linear(512, CLASSES)
 
@@ -157,11 +168,11 @@ class Plain(nn.Module):
 
 
 class Same(nn.Module):
-    """Our CNN without BatchNorm, as we use it."""
+    """Our CNN, as we use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: str) -> None:
         super().__init__()
-        self.network = build("cnn3", CLASSES, 32, 16, "none").to(memory_format=torch.channels_last)
+        self.network = build("cnn3", CLASSES, 32, 16, norm).to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.network(x).logits
@@ -169,7 +180,7 @@ class Same(nn.Module):
 
 def network(work: Workload, weights: dict[str, Tensor]) -> nn.Module:
     """A rival's network."""
-    net = Plain() if work.norm == "batch" else Same()
+    net = Plain(work.norm) if work.plain else Same(work.norm)
     entries(net).load_state_dict(weights)
     return net
 
@@ -187,6 +198,19 @@ def batches(
     rng = keys.generator(SEED, round, name, 0, epoch, "order")
     order = torch.from_numpy(rng.permutation(len(y)))
     yield from zip(x[order].split(batch), y[order].split(batch), strict=True)
+
+
+def train(
+    net: nn.Module, data: tuple[Tensor, Tensor], name: str, round: int, work: Workload
+) -> None:
+    """A client's local training as it is usually written."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+    for epoch in range(work.epochs):
+        for x, y in batches(data, name, round, epoch, work.batch):
+            loss = cross_entropy(net(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
 
 # ---- contenders --------------------------------------------------------------------------------
@@ -215,6 +239,27 @@ def answer(text: str) -> None:
 def protofed(work: Workload, engine: str) -> None:
     ours = federation(work, engine)
     serve(lambda _: ours.run_round()["seconds"]["train"], lambda: ours.model)
+
+
+def bare(work: Workload) -> None:
+    """No library at all: our network, our layout and our allocator's settings in a plain loop."""
+    work = replace(work, plain=False)
+    data, model = client_data(work)
+    keep_freed_memory()
+    net = network(work, model)
+
+    def one_round(round: int) -> float:
+        nonlocal model
+        began = time.perf_counter()
+        trained = []
+        for name, own in data.items():
+            entries(net).load_state_dict(model)
+            train(net, own, name, round, work)
+            trained.append({n: t.clone() for n, t in entries(net).state_dict().items()})
+        model = {n: sum(t[n] for t in trained) / len(trained) for n in model}
+        return time.perf_counter() - began
+
+    serve(one_round, lambda: model)
 
 
 def pfl(work: Workload, threads: int) -> None:
@@ -385,18 +430,12 @@ def flower_train(message: Any, context: Any) -> Any:
     from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
     request = dict(message.content["config"])
-    work = Workload(*(request[n] for n in ("clients", "samples", "batch", "epochs", "norm")))
+    work = Workload(**{f.name: request[f.name] for f in fields(Workload)})
     net = actor_network(work, request["threads"])
     entries(net).load_state_dict(message.content["arrays"].to_torch_state_dict())
     name = f"all-{context.node_config['partition-id']}"
     data = client_data(work)[0][name]
-    optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
-    for epoch in range(work.epochs):
-        for x, y in batches(data, name, request["round"], epoch, work.batch):
-            loss = cross_entropy(net(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    train(net, data, name, request["round"], work)
     content = RecordDict(
         {
             "arrays": ArrayRecord(entries(net).state_dict()),
@@ -409,6 +448,7 @@ def flower_train(message: Any, context: Any) -> Any:
 CONTENDERS: dict[str, Callable[[Workload], None]] = {
     "protofed workers": lambda work: protofed(work, "workers"),
     "protofed loop": lambda work: protofed(work, "loop"),
+    "PyTorch loop": bare,
     "pfl 2 processes": lambda work: pfl(work, 1),
     "pfl 1 process": lambda work: pfl(work, 2),
     "Flower 2 actors": lambda work: flower(work, 1),
@@ -522,6 +562,7 @@ def referee(workload: str, rounds: int, names: list[str]) -> None:
     print(f"\n{workload}: {work}; {passes} images a round; load average at the start {load}")
     with tempfile.TemporaryDirectory(prefix="protofed-rivals-") as folder:
         contenders = []
+        os.environ["RAY_TMPDIR"] = folder  # or Ray joins a cluster that this machine runs, or ran
         try:
             for name in names:
                 log = Path(folder) / f"{name.replace(' ', '-')}.log"
@@ -603,7 +644,8 @@ def main() -> None:
         except PackageNotFoundError:
             found.append(f"{package} (not installed)")
     print(f"python {platform.python_version()}, {', '.join(found)}; {os.cpu_count()} cores")
-    names = ["silo", "device", "glyphs"] if options.workload == "all" else [options.workload]
+    every = ["silo", "plain", "device", "glyphs"]
+    names = every if options.workload == "all" else [options.workload]
     for name in names:
         referee(name, options.rounds, options.only)
 
