@@ -1,16 +1,18 @@
-"""A process that trains on a CPU keeps the memory it frees."""
+"""A process that trains on a CPU keeps the memory it frees, and the threads it asked for."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from protofed.config import make_config
 from protofed.federation import cpu
-from protofed.federation.cpu import keep_freed_memory
+from protofed.federation.cpu import keep_freed_memory, one_thread, use_one_thread
 from protofed.federation.simulation import Federation
 from protofed.testing.checks import TINY, tiny_task
 
@@ -56,3 +58,11 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     keep_freed_memory.cache_clear()
     assert keep_freed_memory() is False
     keep_freed_memory.cache_clear()
+
+
+def test_a_thread_keeps_its_one_thread_while_others_set_theirs() -> None:
+    """As a run in another thread does when it ends."""
+    with one_thread(), ThreadPoolExecutor(1, initializer=use_one_thread) as pool:
+        pool.submit(int).result()
+        torch.set_num_threads(3)
+        assert pool.submit(torch.get_num_threads).result() == 1

@@ -25,7 +25,7 @@ from protofed.data.task import Images
 from protofed.engines.forked import Processes, Work, fork
 from protofed.engines.loop import Loop
 from protofed.federation.client_round import Reply
-from protofed.federation.cpu import keep_freed_memory
+from protofed.federation.cpu import keep_freed_memory, use_one_thread
 from protofed.federation.engine import Engine, MakeNetworks, PrivateStates
 from protofed.federation.evaluation import EvalJob, Scores
 from protofed.federation.setup import ClientData, Setup
@@ -51,9 +51,7 @@ class Workers(Engine):
 
     def _start(self) -> None:
         tensors = [tensor for images in self._images for tensor in (images.x, images.y)]
-        self._pool = pool = ThreadPoolExecutor(
-            self._count, "protofed", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._pool = pool = ThreadPoolExecutor(self._count, "protofed", use_one_thread)
         self._processes = processes = fork(self._count, self._make_loop, tensors)
         self._idle = SimpleQueue[Callable[..., Any]]()
         for n in range(self._count):

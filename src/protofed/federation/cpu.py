@@ -30,6 +30,14 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def use_one_thread() -> None:
+    """Have the calling thread compute with one intra-op thread from now on."""
+    # When a thread first asks, it takes over the number that any thread set last. If that came
+    # later, a run that ends in another thread, and sets back its own number, would change this one.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
 @functools.cache
 def keep_freed_memory() -> bool:
     """Let the process keep memory that it frees; False if the C library has no such setting.
