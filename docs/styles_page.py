@@ -19,6 +19,8 @@ from protofed.studies.tables import AVERAGE, Spread, paired, signed
 
 OURS, BASE = "ProtoStyle", "I²PFL"
 CONTROLS = ("color jitter", "GroupNorm")
+JITTERED = ", color jitter"
+"""Ends the labels of rows that have a method and the control; without a method, it is a row."""
 ASKED = {"office_caltech": 8.0, "pacs": 4.0, "digits": 2.0}
 """Points above I²PFL that were asked for before the runs, by task."""
 WORSE = 2.0
@@ -98,6 +100,8 @@ def rivals(tables: Mapping[str, TaskTable], ours: str = OURS, tuned: bool = Fals
             own = rows.get(ours)
             if own is None or label == ours or label.endswith(TUNED) != tuned:
                 continue
+            if label.endswith(JITTERED):  # compared with each other, see ``jittered``
+                continue
             if (value := paired(own, row, AVERAGE)) is not None:
                 found.setdefault(label, {})[task] = value
     made = [Rival(n, fmean(s.mean for s in own.values()), own) for n, own in found.items()]
@@ -141,6 +145,18 @@ def controls(table: TaskTable) -> Iterator[str]:
         name = f"{label[0].upper()}{label[1:]}"
         gained = f"{signed(gain)} against {BASE} on {table.task}"
         yield f"- {name} alone (FedAvg with it) is {gained}; {verdict}."
+
+
+def jittered(table: TaskTable) -> Iterator[str]:
+    """Whether ours still gains where every row has color jitter."""
+    rows = {row.label: row for row in table.rows if row.accuracy}
+    others = {BASE: rows.get(BASE + JITTERED), "FedAvg": rows.get(CONTROLS[0])}
+    if (own := rows.get(OURS + JITTERED)) is None:
+        return
+    pairs = {n: paired(own, row, AVERAGE) for n, row in others.items() if row is not None}
+    words = " and ".join(f"{signed(v)} against {n}" for n, v in pairs.items() if v is not None)
+    if words:
+        yield f"- If all have color jitter, {OURS} is {words} on {table.task}."
 
 
 class StylesPage:
@@ -193,7 +209,8 @@ class StylesPage:
         return "\n\n".join(parts) + "\n"
 
     def _controls(self) -> list[str]:
-        lines = [line for table in self.tables.values() for line in controls(table)]
+        tables = self.tables.values()
+        lines = [line for t in tables for line in (*controls(t), *jittered(t))]
         return ["\n".join(["Controls first:", "", *lines])] if lines else []
 
     def _gains(self, table: TaskTable) -> list[str]:
