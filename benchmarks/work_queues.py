@@ -1,7 +1,7 @@
 """Runs that share a GPU, by the number of processes, of lanes, and of work queues of each process.
 
-    python benchmarks/work_queues.py DATA [--task office_caltech] [--method fpl]
-        [--processes 1,6,12] [--lanes 8] [--queues default,8,32] [--rounds 6]
+    python benchmarks/work_queues.py DATA [--task office_caltech] [--protocol i2pfl]
+        [--method fpl] [--processes 1,6,12] [--lanes 8] [--queues default,8,32] [--rounds 6]
 
 A process's streams share its work queues, whose number CUDA takes from the environment variable
 CUDA_DEVICE_MAX_CONNECTIONS: streams in one queue wait for each other. Through MPS, processes share
@@ -38,7 +38,7 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 def run(given: argparse.Namespace) -> None:
     """One of the processes: says that it is ready, waits for a line, and prints what came out."""
     engine.LANES = int(given.lanes)
-    settings = {"data": given.data, "protocol": "i2pfl", "rounds": 100}
+    settings = {"data": given.data, "protocol": given.protocol, "rounds": 100}
     settings |= {"device": given.device, **({"model": given.model} if given.model else {})}
     if given.device == "cuda":
         settings |= {"engine": "lanes", "precision": "bf16"}
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--task", default="office_caltech")
     parser.add_argument("--method", default="fpl")
+    parser.add_argument("--protocol", default="i2pfl")
     parser.add_argument("--model")
     parser.add_argument("--processes", default="1,6,12")
     parser.add_argument("--lanes", default="8")
