@@ -221,9 +221,11 @@ class StylesPage:
         for name in sorted(
             names, key=lambda n: -(found[n] if n in found else found[n + TUNED]).mean
         ):
-            cells = [name, signed(found.get(name)), signed(found.get(name + TUNED))]
-            lines.append(cells[: 2 + tuned])
-        header = ["row", f"− {BASE}", f"tuned, − {BASE} tuned"][: 2 + tuned]
+            cells = []
+            for value in (found.get(name), found.get(name + TUNED))[: 1 + tuned]:
+                cells += [signed(value), "" if value is None else str(value.seeds)]
+            lines.append([name, *cells])
+        header = ["row", f"− {BASE}", "seeds", f"tuned, − {BASE} tuned", "seeds"][: 3 + 2 * tuned]
         return [f"### {table.task}", _table(header, lines)]
 
     def _domains(self) -> list[str]:
