@@ -164,32 +164,64 @@ def test_an_answer_that_is_lost_with_its_node_is_asked_for_again(
     assert lost and same(found, result("fedavg"))
 
 
+def test_an_actor_that_hangs_in_an_earlier_round_is_replaced(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the only one, and nobody waits for its answer any more."""
+    monkeypatch.setattr(ray_engine, "SLOW_SECONDS", 1.0)
+    monkeypatch.setattr(ray_engine, "SLOWER", 0)
+    task = tiny_task(samples=18, clients=3)
+    settings = {**SETTINGS, "engine": "ray", "workers": 1}
+    with one_thread():
+        loop = Federation(make_config(task, "fedavg", **SETTINGS), task)
+        running = Federation(make_config(task, "fedavg", **settings), task)
+        engine: Any = running.engine
+        received, clients = running.server.broadcast(), [*running.clients.values()]
+        given_up = engine.train(clients, received, running.store.get, 0)
+        next(given_up)
+        hung = signal_actor(engine, signal.SIGSTOP)
+        try:
+            next(given_up)  # it is asked for the next client
+            given_up.close()
+            assert without_times([running.run_round()]) == without_times([loop.run_round()])
+        finally:
+            thaw(hung)
+            engine.close()
+
+
+def signal_actor(engine: ray_engine.Ray, number: int) -> int:
+    """Send a signal to the first actor that is at work; returns its process."""
+    import ray
+
+    seat = next(seat for seat in engine._seats if seat.started and not engine._is_late(seat))
+    pid: int = ray.get(seat.actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, number)
+    return pid
+
+
 @pytest.mark.slow
 def test_lost_actors_and_nodes_change_nothing(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In round 2 an actor dies, in round 3 one freezes, in round 4 a node dies."""
-    import ray
+    """In round 2 an actor dies, in round 3 one freezes, in round 4 a node dies.
 
+    The frozen one may have the only core that is left.
+    """
     monkeypatch.setattr(ray_engine, "SLOW_SECONDS", 1.0)
     monkeypatch.setattr(ray_engine, "SLOWER", 0)
     frozen: list[int] = []
 
-    def signal_one(number: int) -> Callable[[ray_engine.Ray], None]:
-        def act(engine: ray_engine.Ray) -> None:
-            seat = next(seat for seat in engine._seats if seat.started)
-            pid = ray.get(seat.actor.__ray_call__.remote(lambda _: os.getpid()))
-            os.kill(pid, number)
-            frozen.append(pid)
-
-        return act
-
-    def kill_node(_: ray_engine.Ray) -> None:
-        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    def kill_larger_node(_: ray_engine.Ray) -> None:
+        node = max(cluster.worker_nodes, key=lambda node: node._ray_params.num_cpus)
+        cluster.remove_node(node, allow_graceful=False)
 
     settings = {"clients": {"left": 4, "right": 8}, "samples": 4, "rounds": 5}
-    acts = {2: signal_one(signal.SIGKILL), 3: signal_one(signal.SIGSTOP), 4: kill_node}
-    broken = InRound(dict(acts))
+    acts: dict[int, Callable[[ray_engine.Ray], object]] = {
+        2: lambda engine: signal_actor(engine, signal.SIGKILL),
+        3: lambda engine: frozen.append(signal_actor(engine, signal.SIGSTOP)),
+        4: kill_larger_node,
+    }
+    broken = InRound(acts)
     try:
         found = result("fedbn", [broken], engine="ray", workers=3, **settings)
     finally:

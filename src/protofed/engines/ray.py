@@ -4,7 +4,8 @@ An actor for each core or GPU has an engine of its own, the loop or lanes, and i
 clients. What all of them receive is put into Ray's object store once a round: a machine fetches it
 once, and its actors read it there. A group whose actor dies is given to another one, and so is one
 that takes far longer than the others: a client's round is a function of what it is given, so that
-whoever answers first, the result is the same.
+whoever answers first, the result is the same. An actor that hangs in an earlier round is replaced
+when nobody else answers: its core may be the last one.
 """
 
 from __future__ import annotations
@@ -251,12 +252,16 @@ class Ray(Engine):
                 warnings.warn("the Ray cluster has no room yet: see ray status", stacklevel=1)
             if not answered and any(seat.started and not seat.asked for seat in self._seats):
                 waiting.extend(sorted(self._pending(left) - set(waiting)))
+            if not answered:  # the others may be waiting for the room of one that hangs
+                for seat in filter(self._is_late, [*self._seats]):
+                    self._replace(seat)
             for answer in answered:
                 seat = seats[answer]
                 try:
                     found = self._ray.get(answer)
                 except lost_errors as error:
-                    lost = self._replace(seat, error)
+                    self._count_loss(error)
+                    lost = self._replace(seat)
                     waiting.extendleft(sorted(lost & left - set(waiting), reverse=True))
                     continue
                 except exceptions.RayTaskError as error:
@@ -283,8 +288,8 @@ class Ray(Engine):
     def _give_out(self, waiting: deque[int], ask: Callable[[Any, int], Any]) -> None:
         for depth in (1, 2):  # the second is there when the first is done
             for place, seat in enumerate(self._seats):
-                late = any(call != self._call for call, _, _ in seat.asked.values())
-                if waiting and seat.started and not late and len(seat.asked) < depth:
+                free = seat.started and not self._is_late(seat)
+                if waiting and free and len(seat.asked) < depth:
                     # an actor on a GPU has the images of the clients it had in the last round
                     mine = (part for part in waiting if part % len(self._seats) == place)
                     waiting.remove(part := next(mine, waiting[0]))
@@ -298,12 +303,18 @@ class Ray(Engine):
         }
         return asked & parts
 
-    def _replace(self, seat: Seat, error: Exception) -> set[int]:
-        """Put another actor in the place of a lost one; returns what that had of this call."""
+    def _is_late(self, seat: Seat) -> bool:
+        """Whether it is still at work for an earlier call, which needs no answer any more."""
+        return seat.started and any(call != self._call for call, _, _ in seat.asked.values())
+
+    def _count_loss(self, error: Exception) -> None:
         self._lost += 1
         if self._lost > 3 * len(self._seats):
             why = str(error).strip().splitlines()
             raise ProtofedError(f"Ray loses actor after actor: {why[0]}", "see docs/cluster.md")
+
+    def _replace(self, seat: Seat) -> set[int]:
+        """Put another actor in the place of a lost one; returns what that had of this call."""
         self._ray.kill(seat.actor)
         self._seats[self._seats.index(seat)] = self._new_seat()
         return {part for call, part, _ in seat.asked.values() if call == self._call}
