@@ -18,9 +18,10 @@ from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.tables import AVERAGE, Spread, paired, signed
 
 OURS, BASE = "ProtoStyle", "I²PFL"
-CONTROLS = ("color jitter", "GroupNorm")
+CONTROLS = ("color jitter", "color jitter, uniform", "FedAvg, uniform", "GroupNorm")
 JITTERED = ", color jitter"
 """Ends the labels of rows that have a method and the control; without a method, it is a row."""
+UNBALANCED = f"{OURS}, by samples"
 ASKED = {"office_caltech": 8.0, "pacs": 4.0, "digits": 2.0}
 """Points above I²PFL that were asked for before the runs, by task."""
 WORSE = 2.0
@@ -100,7 +101,7 @@ def rivals(tables: Mapping[str, TaskTable], ours: str = OURS, tuned: bool = Fals
             own = rows.get(ours)
             if own is None or label == ours or label.endswith(TUNED) != tuned:
                 continue
-            if label.endswith(JITTERED):  # compared with each other, see ``jittered``
+            if label.endswith(JITTERED) or label == UNBALANCED:  # see ``variants``
                 continue
             if (value := paired(own, row, AVERAGE)) is not None:
                 found.setdefault(label, {})[task] = value
@@ -143,13 +144,18 @@ def controls(table: TaskTable) -> Iterator[str]:
             share = (whole.mean - gap.mean) / whole.mean if whole.mean else 0.0
             verdict += f". Of {OURS}'s {whole.mean:+.1f} against FedAvg, it has {100 * share:.0f} %"
         name = f"{label[0].upper()}{label[1:]}"
-        gained = f"{signed(gain)} against {BASE} on {table.task}"
-        yield f"- {name} alone (FedAvg with it) is {gained}; {verdict}."
+        name = name if label.startswith("FedAvg") else f"{name} alone (FedAvg with it)"
+        yield f"- {name} is {signed(gain)} against {BASE} on {table.task}; {verdict}."
 
 
-def jittered(table: TaskTable) -> Iterator[str]:
-    """Whether ours still gains where every row has color jitter."""
+def variants(table: TaskTable) -> Iterator[str]:
+    """What ours gains without its average, and where every row has color jitter."""
     rows = {row.label: row for row in table.rows if row.accuracy}
+    if UNBALANCED in rows and BASE in rows:
+        gain = paired(rows[UNBALANCED], rows[BASE], AVERAGE)
+        if gain is not None:
+            words = "Averaged by samples, as most rows are"
+            yield f"- {words}, {OURS} is {signed(gain)} against {BASE} on {table.task}."
     others = {BASE: rows.get(BASE + JITTERED), "FedAvg": rows.get(CONTROLS[0])}
     if (own := rows.get(OURS + JITTERED)) is None:
         return
@@ -210,7 +216,7 @@ class StylesPage:
 
     def _controls(self) -> list[str]:
         tables = self.tables.values()
-        lines = [line for t in tables for line in (*controls(t), *jittered(t))]
+        lines = [line for t in tables for line in (*controls(t), *variants(t))]
         return ["\n".join(["Controls first:", "", *lines])] if lines else []
 
     def _gains(self, table: TaskTable) -> list[str]:

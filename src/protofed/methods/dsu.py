@@ -22,6 +22,8 @@ A batch of one sample has no scatter: it stays as it is.
 Deviations
     Σ²   with B − 1 in its denominator and 1e-6 added; the paper prints B.
     σ'   may be negative, which inverts the map.
+    where  the authors' ResNet has a sixth place, after the first convolution
+         and before its norm.
     CNN  after every convolution.
 """
 

@@ -34,9 +34,9 @@ Deviations
          the authors' code wraps around at 256.
     (3)  Operations, levels and weights are each image's own, as in AugMix; the authors' code
          draws operations and levels once for a batch. Its AugMix is torchvision's: those 13
-         operations, s = 3, D = 3, three chains, levels of whole numbers. Here levels are
-         continuous, as in AugMix, geometry is bilinear, and pixels are rounded to 8 bits
-         only where an operation needs it. No operation is left out.
+         operations, s = 3, D = 3, three chains, levels of whole numbers (0, 1 or 2 of 9: weaker
+         on average). Here levels are continuous, as in AugMix, geometry is bilinear, and pixels
+         are rounded to 8 bits only where an operation needs it. No operation is left out.
     (4)  By log-sum-exp; the authors' code clamps M to at least 1e-7.
     (6)  BatchNorm's running statistics are those of the originals: further passes of a step
          do not move them. The authors use a pretrained MobileNetV3 and Adam.

@@ -42,6 +42,7 @@ class MixStyle(Method):
     name = "mixstyle"
     paper = "Zhou et al., ICLR 2021"
     detached_terms = ("ce",)
+    size_limit = 50.0  # the gradient of a nearly flat map can be huge
 
     p: float = hyper(
         0.5, "p", "probability per batch and stage (0 = off)", least=0, most=1, weight=True

@@ -154,7 +154,7 @@ def test_clients_with_different_models_agree(name: str) -> None:
         assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fpl", "fedseproto"])
+@pytest.mark.parametrize("name", ["fedavg", "fpl", "fedseproto", "protostyle"])
 def test_residual_networks_agree(name: str) -> None:
     """Here BatchNorm, the shortcut's addition and ReLU are one kernel."""
     settings = {"model": "resnet10", "width": 8, "rounds": 2, "precision": "fp64"}
