@@ -18,9 +18,15 @@ from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.tables import AVERAGE, Spread, paired, signed
 
 OURS, BASE = "ProtoStyle", "I²PFL"
-CONTROLS = ("color jitter", "color jitter, uniform", "FedAvg, uniform", "GroupNorm")
-JITTERED = ", color jitter"
-"""Ends the labels of rows that have a method and the control; without a method, it is a row."""
+JITTER = "color jitter"
+CONTROLS = {
+    JITTER: "Color jitter alone (FedAvg with it)",
+    "color jitter, uniform": "The same with a uniform average",
+    "FedAvg, uniform": "FedAvg with a uniform average",
+    "GroupNorm": "GroupNorm alone (FedAvg with it)",
+}
+JITTERED = f", {JITTER}"
+"""Ends the labels of rows that have a method and the control."""
 UNBALANCED = f"{OURS}, by samples"
 ASKED = {"office_caltech": 8.0, "pacs": 4.0, "digits": 2.0}
 """Points above I²PFL that were asked for before the runs, by task."""
@@ -128,7 +134,7 @@ def _above_rivals(tables: Mapping[str, TaskTable], tuned: str = "") -> Check:
 def controls(table: TaskTable) -> Iterator[str]:
     """What the controls explain: said before anything else."""
     rows = {row.label: row for row in table.rows if row.accuracy}
-    for label in CONTROLS:
+    for label, name in CONTROLS.items():
         if label not in rows or OURS not in rows or BASE not in rows:
             continue
         gain, gap = (
@@ -143,8 +149,6 @@ def controls(table: TaskTable) -> Iterator[str]:
         if "FedAvg" in rows and (whole := paired(rows[OURS], rows["FedAvg"], AVERAGE)) is not None:
             share = (whole.mean - gap.mean) / whole.mean if whole.mean else 0.0
             verdict += f". Of {OURS}'s {whole.mean:+.1f} against FedAvg, it has {100 * share:.0f} %"
-        name = f"{label[0].upper()}{label[1:]}"
-        name = name if label.startswith("FedAvg") else f"{name} alone (FedAvg with it)"
         yield f"- {name} is {signed(gain)} against {BASE} on {table.task}; {verdict}."
 
 
@@ -156,7 +160,7 @@ def variants(table: TaskTable) -> Iterator[str]:
         if gain is not None:
             words = "Averaged by samples, as most rows are"
             yield f"- {words}, {OURS} is {signed(gain)} against {BASE} on {table.task}."
-    others = {BASE: rows.get(BASE + JITTERED), "FedAvg": rows.get(CONTROLS[0])}
+    others = {BASE: rows.get(BASE + JITTERED), "FedAvg": rows.get(JITTER)}
     if (own := rows.get(OURS + JITTERED)) is None:
         return
     pairs = {n: paired(own, row, AVERAGE) for n, row in others.items() if row is not None}
