@@ -24,7 +24,7 @@ def main() -> None:
     arguments = parser.parse_args()
     settings = {"device": "cuda", "data": arguments.data, "engine": "lanes", "precision": "bf16"}
     for count in map(int, arguments.lanes.split(",")):
-        engine.LANES = count
+        engine.LANES = range(count, count + 1)
         began = time.perf_counter()
         federation = Federation(make_config("digits", FPL(), rounds=100, **settings))
         federation.run_round()
@@ -34,7 +34,7 @@ def main() -> None:
         train = sorted(r["train"] for r in rounds)
         print(f"{count:2} lanes: first round {first:.1f} s, then {train} s", flush=True)
     if arguments.kernels:
-        engine.LANES = 1
+        engine.LANES = range(1, 2)
         federation = Federation(make_config("digits", FPL(), rounds=100, epochs=1, **settings))
         federation.run_round()
         federation.run_round()

@@ -37,7 +37,7 @@ VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 def run(given: argparse.Namespace) -> None:
     """One of the processes: says that it is ready, waits for a line, and prints what came out."""
-    engine.LANES = int(given.lanes)
+    engine.LANES = range(int(given.lanes), int(given.lanes) + 1)
     settings = {"data": given.data, "protocol": given.protocol, "rounds": 100}
     settings |= {"device": given.device, **({"model": given.model} if given.model else {})}
     if given.device == "cuda":

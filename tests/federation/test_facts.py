@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.facts import (
+    WORK_QUEUES,
     Facts,
     _head,
     choose_engine,
@@ -33,6 +35,22 @@ def test_cuda_without_a_gpu(monkeypatch):
     with pytest.raises(ProtofedError, match="no GPU") as error:
         find_device("cuda")
     assert "--device cpu" in error.value.hint
+
+
+def test_lanes_get_work_queues_unless_processes_share_them(monkeypatch):
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setenv(WORK_QUEUES, "4")
+    find_device("auto")
+    assert os.environ[WORK_QUEUES] == "4", "what a user says is kept"
+    monkeypatch.delenv(WORK_QUEUES)
+    find_device("cpu")
+    assert WORK_QUEUES not in os.environ
+    find_device("auto")
+    assert os.environ[WORK_QUEUES] == "32"
+    monkeypatch.delenv(WORK_QUEUES)
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "somewhere")
+    find_device("auto")
+    assert WORK_QUEUES not in os.environ
 
 
 def test_precision_is_what_was_asked_for_or_what_the_device_can(monkeypatch):

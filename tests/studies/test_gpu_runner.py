@@ -6,6 +6,7 @@ import io
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from tests.studies.fake_mps import install
 from tests.studies.made_runs import study
 
 from protofed.config import Config
+from protofed.federation.facts import WORK_QUEUES
 from protofed.federation.memory import Memory
 from protofed.runs.folder import RunFolder
 from protofed.studies import execution, gpu_runner
@@ -278,6 +280,21 @@ def test_one_gpu_is_left_as_it_is_named(
     gpus(1)
     assert "1 GPU\n2 runs, 2 at a time" in do(tmp_path, 2)
     assert all("CUDA_VISIBLE_DEVICES" not in env for env in environments)
+
+
+def test_runs_that_share_a_gpu_take_few_of_its_work_queues(
+    tmp_path: Path, gpus: Callable[[int], Gpus], environments: list[dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A process that has found its device asks for many of them, and passes that on."""
+    gpus(1)
+    monkeypatch.setenv(WORK_QUEUES, "32")
+    monkeypatch.setattr(gpu_runner, "mps_daemon", lambda gpus: nullcontext({"MPS": "1"}))
+    do(tmp_path / "a", 2, mps=True)
+    assert all(WORK_QUEUES not in env and env["MPS"] == "1" for env in environments)
+    environments.clear()
+    do(tmp_path / "b", 2, mps=False)
+    assert all(env[WORK_QUEUES] == "32" for env in environments)
 
 
 def test_two_runs_start_only_where_there_is_room(

@@ -36,6 +36,9 @@ Numbers of runs with different values are not comparable to the last digit.
 DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
 
+WORK_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Sets the number of CUDA's work queues, by default eight: streams in one wait for each other."""
+
 SHORT_COMMIT = 7
 """As many characters of a commit are recorded."""
 
@@ -166,13 +169,22 @@ def file_digest(path: str) -> str:
 
 
 def find_device(asked: str, remote: bool = False) -> str:
-    """The device; a ``remote`` one need not be on this machine."""
+    """The device; a ``remote`` one need not be on this machine.
+
+    Nothing may have used CUDA before, since it reads the number of its work queues only once.
+    """
+    if asked != "cpu" and not _uses_mps():  # through which processes share one pool of queues
+        os.environ.setdefault(WORK_QUEUES, "32")
     there = torch.cuda.is_available()
     if asked == AUTO:
         return "cuda" if there else "cpu"
     if asked == "cuda" and not there and not remote:
         raise ProtofedError("device cuda was asked for, but torch sees no GPU", "use --device cpu")
     return asked
+
+
+def _uses_mps() -> bool:
+    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps").exists()
 
 
 def find_precision(asked: str, device: str) -> str:

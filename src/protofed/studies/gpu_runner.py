@@ -23,6 +23,7 @@ from rich.console import Console
 
 from protofed.cores import core_count
 from protofed.errors import ProtofedError
+from protofed.federation.facts import WORK_QUEUES
 from protofed.federation.memory import free_memory
 from protofed.observers.progress import print_plain
 from protofed.studies.execution import Job, LocalRunner
@@ -181,6 +182,7 @@ class GpuRunner(LocalRunner):
         self._mps_wanted = mps if mps is not None else len(todo) > 1 and most != 1
         self._gpu_of: dict[Path, int] = {}
         self._variables: dict[str, str] = {}
+        self._shared = False  # through MPS
         self._count: RunsPerGpu | None = None
 
     def __enter__(self) -> Self:
@@ -209,6 +211,7 @@ class GpuRunner(LocalRunner):
         if self._mps_wanted:
             try:
                 self._variables = stack.enter_context(mps_daemon(self._gpus))
+                self._shared = True
                 said += ", shared through " + ("MPS" if self._variables else "the running MPS")
             except ProtofedError as error:
                 said += f", without MPS: {error.message}"
@@ -219,6 +222,8 @@ class GpuRunner(LocalRunner):
         busy = [*self._gpu_of.values()]
         gpu = self._gpu_of[job.folder.path] = min(range(len(self._gpus)), key=busy.count)
         variables = {**os.environ, **self._variables}
+        if self._shared:  # with as many queues for each as one run has, few runs could start
+            variables.pop(WORK_QUEUES, None)
         if len(self._gpus) > 1:
             variables["CUDA_VISIBLE_DEVICES"] = self._gpus[gpu]
         return variables

@@ -208,3 +208,19 @@ def test_residual_networks_with_group_norm_agree_with_the_loop() -> None:
     loop, lanes = both(FedAvg(), rounds=1, **settings)
     assert not any("running" in name for name in loop.server.state["model"])
     assert difference(loop, lanes) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lanes"),
+    [
+        ([600] * 6 + [72] * 4 + [732] * 3 + [100] * 7, 9),  # in eight lanes, one has 1,200 of 6,784
+        ([180] * 3 + [154] * 2 + [47] + [25] * 4, 8),  # no lane can have less than 180
+        ([50] * 20, 10),
+        ([50] * 3, 3),
+        ([50], 1),
+    ],
+)
+def test_lanes_are_as_many_as_share_the_work_evenly(sizes: list[int], lanes: int) -> None:
+    federation = in_lanes(FedAvg())
+    found = Lanes(federation.setup, federation.make_networks, torch.device("cpu"))
+    assert found._count(sizes) == lanes

@@ -279,7 +279,7 @@ def test_with_little_memory_there_are_fewer_lanes(monkeypatch: pytest.MonkeyPatc
 
     How much memory that is depends on the allocator, so the limit is found by bisection.
     """
-    monkeypatch.setattr(engine, "LANES", 5)
+    monkeypatch.setattr(engine, "LANES", range(5, 6))
     task = tiny_task(samples=22, clients=3)
     settings = {**TINY, "clients": CLIENTS, "samples": SAMPLES, "model": "resnet10", "width": 64}
     settings |= {"epochs": 1, "device": "cuda", "engine": "lanes", "precision": "fp64"}

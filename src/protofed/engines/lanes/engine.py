@@ -14,6 +14,7 @@ queue blocks the thread that fills it). It reads results once, at the end of a r
 from __future__ import annotations
 
 import gc
+import heapq
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,9 @@ from protofed.federation.evaluation import EvalJob, Scores, evaluate_job
 from protofed.federation.setup import ClientData, Setup
 from protofed.tree import Tree
 
-LANES = 8
+LANES = range(8, 13)
+"""How many there may be; more than the fewest only where clients are distributed more evenly."""
+UNEVEN = 1.1  # the longest lane may be so many times as long as with the best number of lanes
 LARGEST_EVALUATION_BATCH = 2048
 SMALL_EVALUATION_BATCH = 128  # rather than go below it, evaluation takes the lanes' memory
 RECORDING_COST = 1.5  # a lane that must first record a graph counts as this much slower
@@ -52,7 +55,8 @@ class Lanes(Engine):
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # which may change later
         self.setup, self.device = setup, device
-        self._make_networks, self._count = make_networks, lanes or LANES
+        self._make_networks = make_networks
+        self._counts = range(lanes, lanes + 1) if lanes else LANES
         self._tables = RandomTables(setup)
         self._lanes: list[dict[str, Lane]] = []  # for each stream, a lane per model
         self._evaluation_networks = make_networks()
@@ -70,7 +74,7 @@ class Lanes(Engine):
             except torch.cuda.OutOfMemoryError:
                 pass  # leave the handler: the error's traceback keeps tensors alive
             if retried:
-                self._halve_lanes(len(clients))
+                self._halve_lanes(self._count([len(data) for data in clients]))
             self._drop_lanes()  # the first time, only frees what earlier rounds and runs left
             retried = True
         for data in clients:
@@ -110,7 +114,7 @@ class Lanes(Engine):
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> dict[str, Reply]:
         received = _pad_prototypes(tree.to(received, self.device))
-        while len(self._lanes) < min(self._count, len(clients)):
+        while len(self._lanes) < self._count([len(data) for data in clients]):
             stream = _stream(self.device, len(self._lanes))
             self._lanes.append(
                 {
@@ -146,6 +150,12 @@ class Lanes(Engine):
         torch.cuda.synchronize(self.device)
         return {data.name: pending[data.name].reply() for data in clients}
 
+    def _count(self, sizes: Sequence[int]) -> int:
+        """How many lanes clients of these sizes get."""
+        counts = [count for count in self._counts if count <= len(sizes)] or [len(sizes)]
+        longest = {count: _longest_lane(sizes, count) for count in counts}
+        return next(n for n in counts if longest[n] <= UNEVEN * min(longest.values()))
+
     def _assign(self, clients: Sequence[ClientData]) -> list[list[ClientData]]:
         """The clients of each lane: largest first, each where it would finish soonest."""
         load = [0.0 for _ in self._lanes]
@@ -160,14 +170,14 @@ class Lanes(Engine):
             queues[place].append(data)
         return queues
 
-    def _halve_lanes(self, clients: int) -> None:
-        tried = min(self._count, clients)
+    def _halve_lanes(self, tried: int) -> None:
         if tried == 1:
             raise ProtofedError(
                 "out of GPU memory with one client at a time", "use a smaller --batch or --model"
             )
-        self._count = tried // 2
-        lanes = f"{self._count} lane{'s' if self._count > 1 else ''}"
+        half = tried // 2
+        self._counts = range(half, half + 1)
+        lanes = f"{half} lane{'s' if half > 1 else ''}"
         warnings.warn(f"out of GPU memory: continuing with {lanes}", stacklevel=2)
 
     def _drop_lanes(self) -> None:
@@ -175,6 +185,14 @@ class Lanes(Engine):
         torch.cuda.synchronize(self.device)  # their work may still be running
         self._lanes.clear()
         _collect_garbage()  # an error from a thread is in a reference cycle with what it keeps
+
+
+def _longest_lane(sizes: Sequence[int], count: int) -> int:
+    """Samples in the fullest of so many lanes, where each client goes to the emptiest."""
+    lanes = [0] * count
+    for size in sorted(sizes, reverse=True):
+        heapq.heapreplace(lanes, lanes[0] + size)
+    return max(lanes)
 
 
 def _collect_garbage() -> None:
