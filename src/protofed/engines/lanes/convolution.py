@@ -4,15 +4,14 @@ cuDNN has few kernels for the small maps and few channels here. These can also d
 passes of their own over the maps: a convolution writes the sums that BatchNorm needs of its output,
 and a gradient is added or masked while it is still in registers.
 
-All tensors are channels last. Sizes of tiles are among those that did most work a second with
-several lanes (benchmarks/records/lanes-convolutions-h200.txt).
+All tensors are channels last. What was measured: benchmarks/records/lanes-convolutions-h200.txt.
 """
 
 from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 import triton
@@ -21,13 +20,46 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from protofed.engines.lanes import convolution_kernels as kernels
 
-ROWS = 128  # output pixels of a tile
-DEPTH = 64  # channels that are summed over at a time
-PIXELS = 64  # that a weight's gradient takes at a time
 PROGRAMS = 66  # of a weight's gradient, at least: half of an H200's multiprocessors
 BLOCK = 1024  # entries of a weight's gradient that a program adds up
 MOST = 64  # rows and columns of the output, a power of two
 CHANNELS = 64  # of which numbers of channels are multiples
+
+
+class Tile(NamedTuple):
+    """What a program computes: a product [columns, rows], summed over ``depth`` at a time."""
+
+    rows: int  # output pixels; of a weight's gradient, input channels
+    columns: int  # output channels
+    depth: int  # input channels; of a weight's gradient, pixels
+    warps: int
+    stages: int  # boxes of each operand that are in shared memory, most of them on their way
+    taps: int = 1  # of a 3×3 weight's gradient, 1 or 3: one box of the output's gradient for all
+
+    @property
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def _tile(outputs: int) -> Tile:
+    """The tile for so many output channels.
+
+    Two programs fit on a multiprocessor, by shared memory (227 KB; a stage has rows + columns times
+    depth numbers of 2 bytes) and registers: while one stores its result, the other computes.
+    """
+    return Tile(128, 128, 64, 8, 3) if outputs % 128 == 0 else Tile(256, 64, 64, 4, 2)
+
+
+def _weight_tile(inputs: int, outputs: int) -> Tile:
+    """The tile of a weight's gradient, again two on a multiprocessor.
+
+    With few channels it has three taps, which share a box of the output's gradient: products of
+    64 × 64 read so much from the cache (11.6 µs for 151 MB) that the tensor cores wait for it.
+    """
+    wide = outputs % 128 == 0
+    if inputs % 128 != 0:
+        return Tile(64, 128, 64, 8, 2, taps=3) if wide else Tile(64, 64, 64, 4, 3, taps=3)
+    return Tile(128, 128, 64, 8, 3) if wide else Tile(128, 64, 64, 4, 3)
 
 
 def is_plain(conv: nn.Module, kernel: int) -> TypeGuard[nn.Conv2d]:
@@ -61,28 +93,28 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor, int]:
     """The convolution, and mean and squared deviations of its channels: [P, 2, C].
 
-    They are of P tiles of ROWS rows each; the last may have fewer.
+    They are of P parts; how many rows each has comes third. The last may have fewer.
     """
     co, ci, kernel, _ = weight.shape
     n, _, h, w = x.shape
     ho, wo = h // stride, w // stride
     y = _empty(x, (n, co, ho, wo))
-    images, rows = _box(ROWS, ho, wo)
-    columns, launch = _tile(co)
+    tile = _tile(co)
+    images, rows = _box(tile.rows, ho, wo)
     tiles = triton.cdiv(n, images) * (ho // rows)
     part_P2C = _sums(tiles, co, x)
-    kernels.convolve[(tiles, co // columns)](
-        _strided(x, stride, (images, rows, 1, wo, DEPTH)),
-        _matrix(weight, co, (columns, DEPTH)),
-        _matrix(y, n * ho * wo, (ROWS, columns)),
+    kernels.convolve[(tiles, co // tile.columns)](
+        _strided(x, stride, (images, rows, 1, wo, tile.depth)),
+        _matrix(weight, co, (tile.columns, tile.depth)),
+        _matrix(y, n * ho * wo, (tile.rows, tile.columns)),
         part_P2C, n * ho * wo,
         CI=ci, CO=co, STRIDE=stride, TAPS=kernel * kernel, HO=ho, WO=wo,
-        NB=images, BH=rows, COLUMNS=columns, **launch,
+        NB=images, BH=rows, COLUMNS=tile.columns, DEPTH=tile.depth, **tile.launch,
     )  # fmt: skip
-    return y, part_P2C
+    return y, part_P2C, tile.rows
 
 
 def input_gradient(g: Tensor, weight: Tensor, add: Tensor | None = None) -> Tensor:
@@ -112,19 +144,20 @@ def _input_gradient(
     co, ci = weight.shape[:2]
     n, _, h, w = g.shape
     dx = _empty(g, (n, ci, h, w))
-    images, rows = _box(ROWS, h, w)
-    columns, launch = _tile(ci)
+    tile = _tile(ci)
+    images, rows = _box(tile.rows, h, w)
     tiles = triton.cdiv(n, images) * (h // rows)
     part_P2C = _sums(0 if y is None else tiles, ci, g)
-    none = _matrix(dx, n * h * w, (ROWS, columns))  # in place of what is not there
-    kernels.input_gradient[(tiles, ci // columns)](
-        _maps(g, (images, rows, w, DEPTH)),
-        _matrix(weight, co, (DEPTH, columns)),
-        *(none if t is None else _matrix(t, n * h * w, (ROWS, columns)) for t in (dx, add, y, x)),
+    block = (tile.rows, tile.columns)
+    kernels.input_gradient[(tiles, ci // tile.columns)](
+        _maps(g, (images, rows, w, tile.depth)),
+        _matrix(weight, co, (tile.depth, tile.columns)),
+        # dx in place of what is not there
+        *(_matrix(dx if t is None else t, n * h * w, block) for t in (dx, add, y, x)),
         dx if mean is None else mean, dx if scale is None else scale,
         part_P2C,
-        CI=ci, CO=co, H=h, W=w, NB=images, BH=rows, COLUMNS=columns,
-        ADD=add is not None, NORM=y is not None, **launch,
+        CI=ci, CO=co, H=h, W=w, NB=images, BH=rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        ADD=add is not None, NORM=y is not None, **tile.launch,
     )  # fmt: skip
     return dx, part_P2C
 
@@ -134,16 +167,18 @@ def strided_input_gradient(g: Tensor, weight: Tensor, g1: Tensor, weight1: Tenso
     co, ci = weight.shape[:2]
     n, _, ho, wo = g.shape
     dx = _empty(g, (n, ci, 2 * ho, 2 * wo))
-    images, rows = _box(ROWS, ho, wo)
-    columns, launch = _tile(ci)
-    box, tile = (images, rows, wo, DEPTH), (DEPTH, columns)
-    kernels.strided_input_gradient[(triton.cdiv(n, images) * (ho // rows), ci // columns, 4)](
+    tile = _tile(ci)
+    images, rows = _box(tile.rows, ho, wo)
+    tiles = triton.cdiv(n, images) * (ho // rows)
+    box, block = (images, rows, wo, tile.depth), (tile.depth, tile.columns)
+    kernels.strided_input_gradient[(tiles, ci // tile.columns, 4)](
         _maps(g, box),
-        _matrix(weight, co, tile),
+        _matrix(weight, co, block),
         _maps(g1, box),
-        _matrix(weight1, co, tile),
-        _strided(dx, 2, (images, rows, 1, wo, columns)),
-        CI=ci, CO=co, HO=ho, WO=wo, NB=images, BH=rows, COLUMNS=columns, **launch,
+        _matrix(weight1, co, block),
+        _strided(dx, 2, (images, rows, 1, wo, tile.columns)),
+        CI=ci, CO=co, HO=ho, WO=wo, NB=images, BH=rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        **tile.launch,
     )  # fmt: skip
     return dx
 
@@ -153,19 +188,21 @@ def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor
     co, ci, kernel, _ = weight.shape
     n, _, ho, wo = g.shape
     taps = kernel * kernel
-    images, rows = _box(PIXELS, ho, wo)
-    inner, outer = (128 if channels % 128 == 0 else 64 for channels in (ci, co))
-    programs = taps * (ci // inner) * (co // outer)
+    tile = _weight_tile(ci, co)
+    images, rows = _box(tile.depth, ho, wo)
+    inner, outer = tile.rows, tile.columns
+    each = min(tile.taps, taps)
+    programs = taps // each * (ci // inner) * (co // outer)
     parts = min(max(1, round(PROGRAMS / programs)), triton.cdiv(n, images) * (ho // rows))
     dw = torch.empty_like(weight)
     # The parts are added up in their order: atomic additions would round differently in every run.
     summed = dw if parts == 1 else dw.new_empty(parts, dw.numel(), dtype=torch.float32)
-    kernels.weight_gradient[(taps * (ci // inner), co // outer, parts)](
+    kernels.weight_gradient[(taps // each * (ci // inner), co // outer, parts)](
         _strided(x, stride, (images, rows, 1, wo, inner)),
-        _matrix(g, n * ho * wo, (PIXELS, outer)),
+        _matrix(g, n * ho * wo, (tile.depth, outer)),
         summed, n,
         CI=ci, CO=co, STRIDE=stride, TAPS=taps, HO=ho, WO=wo, NB=images, BH=rows,
-        IN=inner, OUT=outer, PARTS=parts, num_warps=4, num_stages=4,
+        IN=inner, OUT=outer, PARTS=parts, EACH=each, **tile.launch,
     )  # fmt: skip
     if parts > 1:
         grid = (triton.cdiv(dw.numel(), BLOCK),)
@@ -176,13 +213,6 @@ def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor
 def _box(pixels: int, height: int, width: int) -> tuple[int, int]:
     """Images and rows of an image that have so many pixels together."""
     return max(1, pixels // (height * width)), min(height, pixels // width)
-
-
-def _tile(outputs: int) -> tuple[int, dict[str, int]]:
-    """Output channels of a tile, and how to launch it: two programs fit on a multiprocessor."""
-    if outputs % 128 == 0:
-        return 128, {"DEPTH": DEPTH, "num_warps": 8, "num_stages": 4}
-    return 64, {"DEPTH": DEPTH, "num_warps": 4, "num_stages": 3}
 
 
 def _sums(tiles: int, channels: int, like: Tensor) -> Tensor:

@@ -5,6 +5,11 @@ channels, and what is summed over are taps × input channels. A tile of rows is 
 of WO pixels. The tensor memory accelerator (TMA) fetches it for one tap as a box of the input,
 moved by a pixel, and fills in zeros outside of the image: that is the padding.
 
+Products are computed transposed, [columns, rows], so that a box is the second operand. Tensor cores
+read that one from shared memory. A box as first operand, which has to be reshaped, Triton 3.6 loads
+into registers: more work, and a race, since it loads the next one while the last is still read.
+``test_convolution_code.py`` looks at what is compiled.
+
 With stride 2, the input [N, H, W, C] is read as [N, H/2, 2, W/2, 2·C], where the pixels that a tap
 reads are a box again: tap 0 is the odd pixel before, tap 1 the even one, tap 2 the odd one. ``_d``
 marks a descriptor of such boxes, ``_`` a pointer.
@@ -12,12 +17,8 @@ marks a descriptor of such boxes, ``_`` a pointer.
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -31,24 +32,24 @@ def convolve(
     tile, co = tl.program_id(0), tl.program_id(1) * COLUMNS
     ROWS: tl.constexpr = NB * BH * WO
     n, h = _place(tile, HO, NB, BH)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     CHUNKS: tl.constexpr = CI // DEPTH
     for i in range(TAPS * CHUNKS):
         tap, c = i // CHUNKS, (i % CHUNKS) * DEPTH
         x = _input(x_d, n, h, tap, c, CI, STRIDE, TAPS)
         w = w_d.load([co, tap * CI + c])
-        acc = _finished(tl.dot(x.reshape(ROWS, DEPTH), w.T, acc))
+        acc = tl.dot(w, x.reshape(ROWS, DEPTH).T, acc)
     y = acc.to(y_d.dtype)
-    y_d.store([tile * ROWS, co], y)
+    y_d.store([tile * ROWS, co], y.T)
     # BatchNorm is to have the statistics of what it reads: of rounded values.
     y = y.to(tl.float32)
-    inside = (tile * ROWS + tl.arange(0, ROWS) < R)[:, None]
+    inside = (tile * ROWS + tl.arange(0, ROWS) < R)[None, :]
     count = tl.minimum(ROWS, R - tile * ROWS).to(tl.float32)
-    mean = tl.sum(y, 0) / count  # outside, y is 0
-    d = tl.where(inside, y - mean[None, :], 0)
+    mean = tl.sum(y, 1) / count  # outside, y is 0
+    d = tl.where(inside, y - mean[:, None], 0)
     part = part_ + tile * 2 * CO + co + tl.arange(0, COLUMNS)
     tl.store(part, mean)
-    tl.store(part + CO, tl.sum(d * d, 0))
+    tl.store(part + CO, tl.sum(d * d, 1))
 
 
 @triton.jit
@@ -66,27 +67,27 @@ def input_gradient(
     tile, ci = tl.program_id(0), tl.program_id(1) * COLUMNS
     ROWS: tl.constexpr = NB * BH * W
     n, h = _place(tile, H, NB, BH)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     CHUNKS: tl.constexpr = CO // DEPTH
     for i in range(9 * CHUNKS):
         tap, c = i // CHUNKS, (i % CHUNKS) * DEPTH
         g = g_d.load([n, h + 1 - tap // 3, 1 - tap % 3, c])
         w = w_d.load([c, tap * CI + ci])
-        acc = _finished(tl.dot(g.reshape(ROWS, DEPTH), w, acc))
+        acc = tl.dot(w.T, g.reshape(ROWS, DEPTH).T, acc)
     if ADD:
-        acc += add_d.load([tile * ROWS, ci]).to(tl.float32)
+        acc += add_d.load([tile * ROWS, ci]).T.to(tl.float32)
     if NORM:
-        acc = tl.where(y_d.load([tile * ROWS, ci]) > 0, acc, 0)
+        acc = tl.where(y_d.load([tile * ROWS, ci]).T > 0, acc, 0)
     dx = acc.to(dx_d.dtype)
-    dx_d.store([tile * ROWS, ci], dx)
+    dx_d.store([tile * ROWS, ci], dx.T)
     if NORM:
         c = ci + tl.arange(0, COLUMNS)
         mean, scale = tl.load(mean_ + c), tl.load(scale_ + c)
         dx = dx.to(tl.float32)
-        x = x_d.load([tile * ROWS, ci]).to(tl.float32)
+        x = x_d.load([tile * ROWS, ci]).T.to(tl.float32)
         part = part_ + tile * 2 * CI + c
-        tl.store(part, tl.sum(dx, 0))
-        tl.store(part + CI, tl.sum(dx * (x - mean[None, :]) * scale[None, :], 0))
+        tl.store(part, tl.sum(dx, 1))
+        tl.store(part + CI, tl.sum(dx * (x - mean[:, None]) * scale[:, None], 1))
 
 
 @triton.jit
@@ -104,7 +105,7 @@ def strided_input_gradient(
     odd_row, odd_column = 1 - tl.program_id(2) // 2, 1 - tl.program_id(2) % 2  # longest first
     ROWS: tl.constexpr = NB * BH * WO
     n, h = _place(tile, HO, NB, BH)
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     CHUNKS: tl.constexpr = CO // DEPTH
     for i in range((1 + odd_row) * (1 + odd_column) * CHUNKS):
         which, c = i // CHUNKS, (i % CHUNKS) * DEPTH
@@ -117,12 +118,12 @@ def strided_input_gradient(
         down, right = odd_row * (1 - i_row), odd_column * (1 - i_column)
         g = g_d.load([n, h + down, right, c])
         w = w_d.load([c, (3 * row + column) * CI + ci])
-        acc = _finished(tl.dot(g.reshape(ROWS, DEPTH), w, acc))
+        acc = tl.dot(w.T, g.reshape(ROWS, DEPTH).T, acc)
     for i in range((1 - odd_row) * (1 - odd_column) * CHUNKS):
         g = g1_d.load([n, h, 0, i * DEPTH])
         w = w1_d.load([i * DEPTH, ci])
-        acc = _finished(tl.dot(g.reshape(ROWS, DEPTH), w, acc))
-    dx = acc.to(dx_d.dtype).reshape(NB, BH, 1, WO, COLUMNS)
+        acc = tl.dot(w.T, g.reshape(ROWS, DEPTH).T, acc)
+    dx = acc.to(dx_d.dtype).T.reshape(NB, BH, 1, WO, COLUMNS)
     dx_d.store([n, h, odd_row, 0, odd_column * CI + ci], dx)
 
 
@@ -131,24 +132,33 @@ def weight_gradient(
     x_d, g_d, dw_, N,
     CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, NB: tl.constexpr, BH: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tap's weights, IN × OUT of them, over a part of the pixels."""
-    tap, ci = tl.program_id(0) // (CI // IN), (tl.program_id(0) % (CI // IN)) * IN
+    """The gradient of EACH taps' weights (1 or 3), IN × OUT of them, over a part of the pixels."""
+    tap, ci = tl.program_id(0) // (CI // IN) * EACH, (tl.program_id(0) % (CI // IN)) * IN
     co, part = tl.program_id(1) * OUT, tl.program_id(2)
     PIXELS: tl.constexpr = NB * BH * WO
     tiles = tl.cdiv(N, NB) * (HO // BH)
-    each = tl.cdiv(tiles, PARTS)
-    acc = tl.zeros((IN, OUT), tl.float32)
-    for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
+    span = tl.cdiv(tiles, PARTS)
+    acc = tl.zeros((OUT, IN), tl.float32)
+    acc1 = acc
+    acc2 = acc
+    for tile in range(part * span, tl.minimum((part + 1) * span, tiles)):
         n, h = _place(tile, HO, NB, BH)
+        g = g_d.load([tile * PIXELS, co]).T
         x = _input(x_d, n, h, tap, ci, CI, STRIDE, TAPS)
-        g = g_d.load([tile * PIXELS, co])
-        acc = _finished(tl.dot(x.reshape(PIXELS, IN).T, g, acc))
-    ci += tl.arange(0, IN)
-    co += tl.arange(0, OUT)
-    at = ((part * CO + co) * TAPS + tap)[:, None] * CI + ci[None, :]
-    tl.store(dw_ + at, acc.T.to(dw_.dtype.element_ty))
+        acc = tl.dot(g, x.reshape(PIXELS, IN), acc)
+        if EACH == 3:
+            x1 = _input(x_d, n, h, tap + 1, ci, CI, STRIDE, TAPS)
+            x2 = _input(x_d, n, h, tap + 2, ci, CI, STRIDE, TAPS)
+            acc1 = tl.dot(g, x1.reshape(PIXELS, IN), acc1)
+            acc2 = tl.dot(g, x2.reshape(PIXELS, IN), acc2)
+    at = (part * CO + co + tl.arange(0, OUT)) * TAPS + tap
+    dw_ += at[:, None] * CI + ci + tl.arange(0, IN)[None, :]
+    tl.store(dw_, acc.to(dw_.dtype.element_ty))
+    if EACH == 3:
+        tl.store(dw_ + CI, acc1.to(dw_.dtype.element_ty))
+        tl.store(dw_ + 2 * CI, acc2.to(dw_.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["SIZE"])
@@ -159,20 +169,6 @@ def add_parts(part_, sum_, SIZE, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     for part in tl.static_range(PARTS):
         total += tl.load(part_ + part * SIZE + i, mask=i < SIZE, other=0)
     tl.store(sum_ + i, total.to(sum_.dtype.element_ty), mask=i < SIZE)
-
-
-@triton.jit
-def _finished(acc):
-    """The accumulator once the tensor cores are done with the product.
-
-    They read a box that was reshaped from registers, and go on reading while the program runs. Left
-    alone, Triton 3.6 loads the next box into the same registers without waiting for them: a race,
-    seen in runs that did not repeat to the bit. It waits where anything else uses the product, as
-    these no instructions do.
-    """
-    if INTERPRETED:
-        return acc
-    return tl.inline_asm_elementwise("", "=f,0", [acc], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

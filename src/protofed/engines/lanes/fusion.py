@@ -163,8 +163,8 @@ class _FusedBlock(torch.autograd.Function):
 
 
 def _convolved(x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, stride: int) -> Normed:
-    y, part_P2C = convolution.convolve(x, weight, stride)
-    return join_statistics(norm, part_P2C, convolution.ROWS, y)
+    y, part_P2C, rows = convolution.convolve(x, weight, stride)
+    return join_statistics(norm, part_P2C, rows, y)
 
 
 def _few_channels_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
