@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("triton")
@@ -22,6 +23,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 from protofed.engines.lanes import fusion as module  # noqa: E402
 from protofed.errors import NoSecondDerivative  # noqa: E402
 from protofed.models import build  # noqa: E402
+from protofed.models.network import Network, Stage  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -248,3 +250,252 @@ def test_which_sizes_are_fused(
     conv = conv.to(memory_format=torch.channels_last)
     layers = [(conv, nn.BatchNorm2d(channels))] * 2
     assert module._can_fuse(layers, torch.empty(shape)) == fused
+
+
+def stem(inputs: int = 3, outputs: int = 16, last: bool = True) -> nn.Sequential:
+    """A convolution of images, BatchNorm and ReLU, with the convolution as it is in training."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+    )
+    nn.init.uniform_(layers[1].weight, 0.5, 1.5)
+    nn.init.normal_(layers[1].bias)
+    layers[0].to(DTYPE)
+    return layers.to(DEVICE, memory_format=torch.channels_last if last else None)
+
+
+@pytest.fixture
+def fused_stem(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The images that go through the fused stem; in the interpreter, in float32."""
+    images: list[Tensor] = []
+    inner = module._FusedStem.apply
+    monkeypatch.setattr(
+        module._FusedStem, "apply", lambda x, *more: (images.append(x), inner(x, *more))[1]
+    )
+    if INTERPRETED:
+        monkeypatch.setattr(module.stem, "supports", lambda conv, x: True)
+    return images
+
+
+def of_stem(layers: nn.Sequential, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The output, all gradients and running statistics of a step."""
+    y = layers(x)
+    named = dict(layers.named_parameters())
+    grads = torch.autograd.grad(y, list(named.values()), dy)
+    return {"y": y.detach(), **dict(zip(named, grads, strict=True)), **dict(layers.named_buffers())}
+
+
+def exactly(layers: nn.Sequential, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The same in float64, of numbers that are rounded where the kernels round them."""
+    twin = copy.deepcopy(layers).double()
+    y = F.conv2d(x.to(DTYPE).double(), twin[0].weight, padding=1)
+    y = twin[1](y + (y.to(DTYPE) - y).detach()).relu()
+    named = dict(twin.named_parameters())
+    grads = torch.autograd.grad(y, list(named.values()), dy.double())
+    return {"y": y.detach(), **dict(zip(named, grads, strict=True)), **dict(twin.named_buffers())}
+
+
+# images, input and output channels, side
+STEMS = [
+    (1, 3, 16, 4),
+    (3, 3, 64, 8),
+    (32, 3, 16, 4),
+    (1, 1, 32, 16),
+    (3, 4, 16, 8),
+    (1, 3, 16, 32),
+]
+LARGE_STEMS = [
+    *((n, 3, 64, side) for n in (1, 3, 32, 33, 64) for side in (4, 8, 16, 32)),
+    *((32, inputs, outputs, 32) for inputs in (1, 2, 4) for outputs in (16, 32, 128, 192)),
+    (5, 3, 64, 64),
+]
+
+
+@pytest.mark.parametrize("shape", STEMS if INTERPRETED else [*STEMS, *LARGE_STEMS])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_fused_stem(
+    shape: tuple[int, int, int, int], last: bool, fused_stem: list[Tensor]
+) -> None:
+    n, inputs, outputs, side = shape
+    layers = stem(inputs, outputs, last)
+    before = copy.deepcopy(layers)
+    module.fuse(layers)
+    x = torch.randn(n, inputs, side, side, device=DEVICE)
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    dy = torch.randn(n, outputs, side, side, device=DEVICE).to(DTYPE)
+    found, wanted = of_stem(layers, x, dy), exactly(before, x, dy)
+    assert len(fused_stem) == 1
+    assert found["y"].dtype == DTYPE
+    assert found["y"].is_contiguous(memory_format=torch.channels_last)
+    assert found["0.weight"].dtype == DTYPE
+    assert found["0.weight"].stride() == layers[0].weight.stride()
+    for name, value in wanted.items():
+        allowed = 1e-5 if INTERPRETED else 0.006 if found[name].dtype == DTYPE else 0.003
+        apart = (found[name].double() - value).norm()
+        assert apart <= allowed * value.double().norm(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, DTYPE])
+@pytest.mark.parametrize("layout", ["first", "last", "part", "expanded"])
+def test_images_of_a_fused_stem_are_read_as_they_are(
+    dtype: torch.dtype, layout: str, fused_stem: list[Tensor]
+) -> None:
+    """By their type and strides; and with the same bits as result in every run."""
+    x = torch.randn(3, 3, 8, 8, device=DEVICE).to(DTYPE)
+    if layout == "expanded":
+        x = x[:, :1].expand(3, 3, 8, 8)
+    plain = x.contiguous()
+    x = x.to(dtype)
+    if layout == "last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    if layout == "part":
+        x = torch.cat([x, x + 1], 3).contiguous(memory_format=torch.channels_last)[..., :8]
+    dy = torch.randn(3, 16, 8, 8, device=DEVICE).to(DTYPE)
+    found = []
+    for images in (plain, x, x):
+        layers = stem()
+        module.fuse(layers)
+        found.append(of_stem(layers, images, dy))
+    assert len(fused_stem) == 3
+    for name, value in found[0].items():
+        first, again = (f[name] for f in found[1:])
+        assert (first.double() - value.double()).norm() <= 0.001 * value.double().norm(), name
+        assert torch.equal(first, again), name
+
+
+def test_nan_stays_nan_in_a_fused_stem(fused_stem: list[Tensor]) -> None:
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
+    x[1, 2, 0, 3] = torch.nan
+    y, parts = module.stem.convolve(x, stem()[0].weight)
+    at = torch.zeros(2, 8, 8, dtype=torch.bool, device=DEVICE)
+    at[1, :2, 2:5] = True
+    assert torch.equal(y.isnan(), at[:, None].expand_as(y))
+    assert parts.isnan().all()
+    layers = stem()
+    module.fuse(layers)
+    found = of_stem(layers, x, torch.ones_like(y))
+    assert len(fused_stem) == 1
+    assert all(found[name].isnan().all() for name in ("y", "0.weight", "1.running_mean"))
+
+
+def test_stages_around_a_fused_stem(fused_stem: list[Tensor]) -> None:
+    """A method's ``between`` sees and changes the pixels, and the features after ReLU."""
+    encoder = nn.Sequential(*stem(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    network = Network(encoder, 16, 5, {"stem": Stage("2", 16)}).to(DEVICE)
+    module.fuse(network)
+    seen = {}
+
+    def between(stage: str, x: Tensor) -> Tensor:
+        seen[stage] = x.detach()
+        return 2 * x
+
+    x = torch.randn(4, 3, 8, 8, device=DEVICE)
+    with network.between(("pixels", "stem"), between):
+        feature = network.encoder(x)
+    torch.testing.assert_close(fused_stem[0], 2 * x)
+    assert seen["stem"].shape == (4, 16, 8, 8) and bool((seen["stem"] >= 0).all())
+    torch.testing.assert_close(feature, 2 * seen["stem"].mean((2, 3)), rtol=0.01, atol=1e-5)
+
+
+def test_a_fused_stem_trains_what_is_trainable(fused_stem: list[Tensor]) -> None:
+    layers = stem()
+    module.fuse(layers)
+    layers[0].weight.requires_grad_(False)
+    layers(torch.randn(2, 3, 8, 8, device=DEVICE)).square().sum().backward()
+    assert len(fused_stem) == 1
+    assert layers[0].weight.grad is None and layers[1].weight.grad is not None
+    with torch.no_grad():
+        assert not layers(torch.randn(2, 3, 8, 8, device=DEVICE)).requires_grad
+
+
+def test_a_second_derivative_of_a_stem_is_refused(fused_stem: list[Tensor]) -> None:
+    layers = stem()
+    module.fuse(layers)
+    y = layers(torch.randn(2, 3, 8, 8, device=DEVICE))
+    with pytest.raises(NoSecondDerivative):
+        torch.autograd.grad(y.square().sum(), layers[0].weight, create_graph=True)
+
+
+def hooked(layers: nn.Sequential) -> None:
+    layers[0].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        (lambda s: None, True),
+        (lambda s: s.eval(), False),
+        (lambda s: s[1].eval(), False),
+        (lambda s: setattr(s[1], "momentum", None), False),
+        (lambda s: s.__setitem__(1, nn.GroupNorm(8, 16).to(DEVICE)), False),
+        (lambda s: s.__setitem__(2, nn.GELU()), False),
+        (hooked, False),
+    ],
+)
+def test_which_stems_are_fused(change: object, fused: bool, fused_stem: list[Tensor]) -> None:
+    """In evaluation, with hooks in between or other layers, everything is as it was."""
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
+    layers, twin = stem(), stem()
+    change(layers)
+    change(twin)
+    module.fuse(layers)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=not INTERPRETED):
+        torch.testing.assert_close(layers(x).float(), twin(x).float(), rtol=0.03, atol=0.03)
+    assert len(fused_stem) == fused
+
+
+def test_images_with_a_gradient_are_not_fused(fused_stem: list[Tensor]) -> None:
+    layers, twin = stem(), stem()
+    module.fuse(layers)
+    grads = []
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=not INTERPRETED):
+        for each in (layers, twin):
+            x = torch.linspace(-1, 2, 384, device=DEVICE).reshape(2, 3, 8, 8).requires_grad_()
+            grads.append(torch.autograd.grad(each(x).square().sum(), x)[0])
+    assert not fused_stem
+    assert (grads[0] - grads[1]).norm() <= 0.05 * grads[1].norm()
+
+
+def test_a_stem_under_a_transform_is_not_fused(fused_stem: list[Tensor]) -> None:
+    layers = stem()
+    x = torch.randn(2, 3, 8, 8, device=DEVICE)
+    assert module._can_fuse_stem(layers[0], layers[1], x)
+    active = []
+    torch.func.vmap(
+        lambda x: (active.append(module._can_fuse_stem(layers[0], layers[1], x)), x)[1]
+    )(x[None])
+    assert active == [False]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "fused"),
+    [
+        ({}, (2, 3, 8, 8), True),
+        ({"kernel_size": 7, "padding": 3}, (2, 3, 8, 8), False),
+        ({"stride": 2}, (2, 3, 8, 8), False),
+        ({"padding": 0}, (2, 3, 8, 8), False),
+        ({"bias": True}, (2, 3, 8, 8), False),
+        ({"padding_mode": "circular"}, (2, 3, 8, 8), False),
+        ({"dtype": torch.float32}, (2, 3, 8, 8), False),
+        ({"out_channels": 24}, (2, 3, 8, 8), False),
+        ({"in_channels": 5}, (2, 5, 8, 8), False),
+        ({"in_channels": 1}, (2, 1, 8, 8), True),
+        ({}, (2, 3, 28, 28), False),
+        ({}, (2, 3, 128, 128), False),
+        ({}, (2, 3, 4, 64), True),
+        ({}, (3, 8, 8), False),
+    ],
+)
+def test_which_first_convolutions_have_kernels(
+    sizes: dict[str, object],
+    shape: tuple[int, ...],
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module.stem, "_has_bfloat16", lambda device: True)
+    usual = {"in_channels": 3, "out_channels": 64, "kernel_size": 3, "padding": 1, "bias": False}
+    conv = nn.Conv2d(**{**usual, "dtype": torch.bfloat16, **sizes})
+    for form in (torch.contiguous_format, torch.channels_last):
+        assert module.stem.supports(conv.to(memory_format=form), torch.empty(shape)) == fused
+    assert not module.stem.supports(conv, torch.empty(shape, dtype=torch.float64))

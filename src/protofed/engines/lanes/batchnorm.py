@@ -150,9 +150,9 @@ def gradient_sums(
     return g, join_sums(part_PSC)
 
 
-def join_sums(part_PSC: Tensor) -> Tensor:
-    """The sums [S, C] over the parts."""
-    sums = torch.empty_like(part_PSC[0])
+def join_sums(part_PSC: Tensor, sums: Tensor | None = None) -> Tensor:
+    """The sums [S, C] over the parts, in a tensor's memory if one is given."""
+    sums = torch.empty_like(part_PSC[0]) if sums is None else sums
     (blocks,), sizes = _join_grid(part_PSC)
     channels = part_PSC.shape[2]
     grid = (blocks, part_PSC.shape[1])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protofed.engines.lanes import convolution
+from protofed.engines.lanes import convolution, stem
 from protofed.engines.lanes.batchnorm import (
     Normed,
     batchnorm_forward,
@@ -31,10 +31,11 @@ MIN_CHANNELS = 8  # input channels a convolution needs for its bfloat16 kernels
 def fuse(network: nn.Module) -> None:
     """Make BatchNorm train with kernels of its own, joined with what follows it.
 
-    Residual blocks have kernels for their convolutions too, where the GPU and the sizes allow
-    it. Convolutions with few channels or strided 1×1 kernels are replaced by faster equivalents.
-    Nothing else changes: parameters, buffers, names, evaluation mode. A method may bring modules
-    of its own, so modules of other types, or used in two places, are left alone.
+    Residual blocks have kernels for their convolutions too, and so has a first convolution of
+    images, where the GPU and the sizes allow it. Other convolutions with few channels or strided
+    1×1 kernels are replaced by faster equivalents. Nothing else changes: parameters, buffers,
+    names, evaluation mode. A method may bring modules of its own, so modules of other types, or
+    used in two places, are left alone.
     """
     places = Counter(id(m) for module in network.modules() for m in module._modules.values())
     for module in network.modules():
@@ -52,6 +53,8 @@ def fuse(network: nn.Module) -> None:
                 if once and type(norm) is nn.BatchNorm2d and type(relu) is nn.ReLU:
                     norm.forward = partial(batchnorm_forward, norm, relu=True)  # type: ignore[method-assign]
                     relu.forward = _identity  # type: ignore[method-assign, assignment]
+            if _stem(module) is not None:
+                module.forward = partial(_stem_forward, module)  # type: ignore[method-assign]
         if type(module) is ResidualBlock and type(module.body[-1]) is nn.BatchNorm2d:
             module.forward = partial(_block_forward, module)  # type: ignore[method-assign]
 
@@ -165,6 +168,72 @@ class _FusedBlock(torch.autograd.Function):
 def _convolved(x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, stride: int) -> Normed:
     y, part_P2C, rows = convolution.convolve(x, weight, stride)
     return join_statistics(norm, part_P2C, rows, y)
+
+
+def _stem_forward(module: nn.Sequential, x: Tensor) -> Tensor:
+    """What ``Sequential.forward`` computes, where it begins with a stem."""
+    layer = _stem(module)
+    if layer is None or not _can_fuse_stem(*layer, x):
+        return nn.Sequential.forward(module, x)  # type: ignore[no-any-return]
+    conv, norm = layer
+    x = _FusedStem.apply(x, norm, conv.weight, norm.weight, norm.bias)
+    for after in list(module)[2:]:  # from ReLU on: it changes nothing, but a stage may end there
+        x = after(x)
+    return x
+
+
+def _stem(module: nn.Sequential) -> Layer | None:
+    """The convolution of few channels and the norm that come first, if ReLU is next."""
+    first = list(module)[:3]
+    if [type(m) for m in first] != [nn.Conv2d, nn.BatchNorm2d, nn.ReLU]:
+        return None
+    conv, norm, _ = first
+    assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
+    return (conv, norm) if conv.in_channels <= stem.MOST_INPUTS else None
+
+
+def _can_fuse_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> bool:
+    """Whether the stem's kernels can take these layers as they are now, and the images.
+
+    A gradient of the images they do not have, and between these layers there is nothing to hook.
+    """
+    return (
+        stem.supports(conv, x)
+        and trains_with_kernels(norm, x.numel() // x.shape[1])
+        and not x.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+        and not any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+            for m in (conv, norm)
+        )
+    )
+
+
+class _FusedStem(torch.autograd.Function):
+    """ReLU(norm(conv(x))) for images x, which have no gradient.
+
+    What this gains over its parts: images are read as they are, the convolution sums up for
+    BatchNorm, and its output's gradient is used where it is computed and never written.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, norm: nn.BatchNorm2d, weight: Tensor, scale: Tensor, shift: Tensor
+    ) -> Tensor:
+        y, part_P2C = stem.convolve(x, weight)
+        normed = join_statistics(norm, part_P2C, stem.ROWS, y)
+        ctx.save_for_backward(x, weight, *normed)
+        return normalize(normed, None, relu=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        x, weight, *rest = ctx.saved_tensors
+        normed = Normed(*rest)
+        dy = grads[0].contiguous(memory_format=torch.channels_last)
+        _, sums = gradient_sums(normed, dy, None, relu=True)
+        dw = stem.weight_gradient(x, weight, normed, dy, sums) if ctx.needs_input_grad[2] else None
+        return None, None, dw, sums[1], sums[0]
 
 
 def _few_channels_conv(conv: nn.Conv2d, x: Tensor) -> Tensor:
