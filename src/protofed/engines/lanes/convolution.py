@@ -34,7 +34,6 @@ class Tile(NamedTuple):
     depth: int  # input channels; of a weight's gradient, pixels
     warps: int
     stages: int  # boxes of each operand that are in shared memory, most of them on their way
-    taps: int = 1  # of a 3×3 weight's gradient, 1 or 3: one box of the output's gradient for all
 
     @property
     def launch(self) -> dict[str, int]:
@@ -51,15 +50,9 @@ def _tile(outputs: int) -> Tile:
 
 
 def _weight_tile(inputs: int, outputs: int) -> Tile:
-    """The tile of a weight's gradient, again two on a multiprocessor.
-
-    With few channels it has three taps, which share a box of the output's gradient: products of
-    64 × 64 read so much from the cache (11.6 µs for 151 MB) that the tensor cores wait for it.
-    """
-    wide = outputs % 128 == 0
-    if inputs % 128 != 0:
-        return Tile(64, 128, 64, 8, 2, taps=3) if wide else Tile(64, 64, 64, 4, 3, taps=3)
-    return Tile(128, 128, 64, 8, 3) if wide else Tile(128, 64, 64, 4, 3)
+    """The tile of a weight's gradient: two or three programs fit on a multiprocessor."""
+    rows, columns = (128 if channels % 128 == 0 else 64 for channels in (inputs, outputs))
+    return Tile(rows, columns, 64, 4, 3 if rows + columns > 128 else 4)
 
 
 def is_plain(conv: nn.Module, kernel: int) -> TypeGuard[nn.Conv2d]:
@@ -191,18 +184,17 @@ def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor
     tile = _weight_tile(ci, co)
     images, rows = _box(tile.depth, ho, wo)
     inner, outer = tile.rows, tile.columns
-    each = min(tile.taps, taps)
-    programs = taps // each * (ci // inner) * (co // outer)
+    programs = taps * (ci // inner) * (co // outer)
     parts = min(max(1, round(PROGRAMS / programs)), triton.cdiv(n, images) * (ho // rows))
     dw = torch.empty_like(weight)
     # The parts are added up in their order: atomic additions would round differently in every run.
     summed = dw if parts == 1 else dw.new_empty(parts, dw.numel(), dtype=torch.float32)
-    kernels.weight_gradient[(taps // each * (ci // inner), co // outer, parts)](
+    kernels.weight_gradient[(taps * (ci // inner), co // outer, parts)](
         _strided(x, stride, (images, rows, 1, wo, inner)),
         _matrix(g, n * ho * wo, (tile.depth, outer)),
         summed, n,
         CI=ci, CO=co, STRIDE=stride, TAPS=taps, HO=ho, WO=wo, NB=images, BH=rows,
-        IN=inner, OUT=outer, PARTS=parts, EACH=each, **tile.launch,
+        IN=inner, OUT=outer, PARTS=parts, **tile.launch,
     )  # fmt: skip
     if parts > 1:
         grid = (triton.cdiv(dw.numel(), BLOCK),)

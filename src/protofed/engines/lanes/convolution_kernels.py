@@ -132,33 +132,24 @@ def weight_gradient(
     x_d, g_d, dw_, N,
     CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr, TAPS: tl.constexpr,
     HO: tl.constexpr, WO: tl.constexpr, NB: tl.constexpr, BH: tl.constexpr,
-    IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
+    IN: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of EACH taps' weights (1 or 3), IN × OUT of them, over a part of the pixels."""
-    tap, ci = tl.program_id(0) // (CI // IN) * EACH, (tl.program_id(0) % (CI // IN)) * IN
+    """The gradient of one tap's weights, IN × OUT of them, over a part of the pixels."""
+    tap, ci = tl.program_id(0) // (CI // IN), (tl.program_id(0) % (CI // IN)) * IN
     co, part = tl.program_id(1) * OUT, tl.program_id(2)
     PIXELS: tl.constexpr = NB * BH * WO
     tiles = tl.cdiv(N, NB) * (HO // BH)
-    span = tl.cdiv(tiles, PARTS)
+    each = tl.cdiv(tiles, PARTS)
     acc = tl.zeros((OUT, IN), tl.float32)
-    acc1 = acc
-    acc2 = acc
-    for tile in range(part * span, tl.minimum((part + 1) * span, tiles)):
+    for tile in range(part * each, tl.minimum((part + 1) * each, tiles)):
         n, h = _place(tile, HO, NB, BH)
-        g = g_d.load([tile * PIXELS, co]).T
         x = _input(x_d, n, h, tap, ci, CI, STRIDE, TAPS)
-        acc = tl.dot(g, x.reshape(PIXELS, IN), acc)
-        if EACH == 3:
-            x1 = _input(x_d, n, h, tap + 1, ci, CI, STRIDE, TAPS)
-            x2 = _input(x_d, n, h, tap + 2, ci, CI, STRIDE, TAPS)
-            acc1 = tl.dot(g, x1.reshape(PIXELS, IN), acc1)
-            acc2 = tl.dot(g, x2.reshape(PIXELS, IN), acc2)
-    at = (part * CO + co + tl.arange(0, OUT)) * TAPS + tap
-    dw_ += at[:, None] * CI + ci + tl.arange(0, IN)[None, :]
-    tl.store(dw_, acc.to(dw_.dtype.element_ty))
-    if EACH == 3:
-        tl.store(dw_ + CI, acc1.to(dw_.dtype.element_ty))
-        tl.store(dw_ + 2 * CI, acc2.to(dw_.dtype.element_ty))
+        g = g_d.load([tile * PIXELS, co])
+        acc = tl.dot(g.T, x.reshape(PIXELS, IN), acc)
+    ci += tl.arange(0, IN)
+    co += tl.arange(0, OUT)
+    at = ((part * CO + co) * TAPS + tap)[:, None] * CI + ci[None, :]
+    tl.store(dw_ + at, acc.to(dw_.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["SIZE"])
