@@ -103,10 +103,11 @@ def test_the_gradient_before_a_norm(shape: tuple[int, int, int, int]) -> None:
     y = F.relu(case.x)
     g, parts = convolution.normalized_input_gradient(case.g, case.w, y, x, mean, scale)
     assert close(g, case.dx * (y > 0))
+    each = convolution._tile(x.shape[1], case.g.shape[1], x.numel() // x.shape[1]).rows
     hat = (x.double() - mean.double()[:, None, None]) * scale.double()[:, None, None]
     for number, values in enumerate((g.double(), g.double() * hat)):
         rows = values.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
-        sums = torch.stack([r.sum(0) for r in rows.split(convolution._tile(x.shape[1]).rows)])
+        sums = torch.stack([r.sum(0) for r in rows.split(each)])
         torch.testing.assert_close(parts[:, number].double(), sums, rtol=1e-3, atol=0.05)
 
 

@@ -20,16 +20,22 @@ from protofed.engines.lanes import convolution_kernels as kernels  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 SIDE = 16
-WIDTHS = [64, 128]  # numbers of channels that have tiles of their own
+CASES = [(64, 4096), (128, 4096), (128, 256)]  # channels and pixels that have tiles of their own
 KERNELS = ["convolve", "input_gradient", "strided_input_gradient", "weight_gradient"]
 # an instruction of the tensor cores: what is added to, then the two operands
 PRODUCT = re.compile(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*(\{[^}]*\}|%\w+),\s*(%\w+),")
 
 
-def arguments(kernel: str, width: int) -> tuple[dict[str, Any], dict[str, Any], convolution.Tile]:
+def arguments(
+    kernel: str, width: int, pixels: int
+) -> tuple[dict[str, Any], dict[str, Any], convolution.Tile]:
     """A kernel's inputs (boxes of descriptors, types of others), its sizes, and its tile."""
     weight = kernel == "weight_gradient"
-    tile = convolution._weight_tile(width, width) if weight else convolution._tile(width)
+    tile = (
+        convolution._weight_tile(width, width)
+        if weight
+        else convolution._tile(width, width, pixels)
+    )
     images, rows = convolution._box(tile.depth if weight else tile.rows, SIDE, SIDE)
     sizes: dict[str, Any] = {"CI": width, "CO": width, "NB": images, "BH": rows}
     if not weight:
@@ -58,14 +64,16 @@ def arguments(kernel: str, width: int) -> tuple[dict[str, Any], dict[str, Any], 
     return inputs, sizes, tile
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "pixels"), CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_tensor_cores_read_both_operands_from_shared_memory(kernel: str, width: int) -> None:
+def test_tensor_cores_read_both_operands_from_shared_memory(
+    kernel: str, width: int, pixels: int
+) -> None:
     """Descriptors of it, that is, as which an operand is a number and not a set of registers.
 
     Into registers, Triton 3.6 loads the next box while tensor cores still read the last: a race.
     """
-    inputs, sizes, tile = arguments(kernel, width)
+    inputs, sizes, tile = arguments(kernel, width, pixels)
     signature = {
         name: f"tensordesc<bf16{kind}>" if isinstance(kind, list) else kind
         for name, kind in inputs.items()

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from protofed.engines.lanes import convolution_kernels as kernels
 
-PROGRAMS = 66  # of a weight's gradient, at least: half of an H200's multiprocessors
+FEW = 32  # with fewer programs a product is computed in larger steps
 BLOCK = 1024  # entries of a weight's gradient that a program adds up
 MOST = 64  # rows and columns of the output, a power of two
 CHANNELS = 64  # of which numbers of channels are multiples
@@ -40,13 +40,18 @@ class Tile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def _tile(outputs: int) -> Tile:
-    """The tile for so many output channels.
+def _tile(outputs: int, inputs: int, pixels: int) -> Tile:
+    """The tile for so many output and input channels and pixels.
 
     Two programs fit on a multiprocessor, by shared memory (227 KB; a stage has rows + columns times
-    depth numbers of 2 bytes) and registers: while one stores its result, the other computes.
+    depth numbers of 2 bytes) and registers: while one stores its result, the other computes. Where
+    there are few programs, none waits for another, and one has all of the shared memory.
     """
-    return Tile(128, 128, 64, 8, 3) if outputs % 128 == 0 else Tile(256, 64, 64, 4, 2)
+    if outputs % 128 != 0:
+        return Tile(256, 64, 32, 4, 3)
+    if triton.cdiv(pixels, 128) * (outputs // 128) < FEW and inputs % 128 == 0:
+        return Tile(128, 128, 128, 8, 3)
+    return Tile(128, 128, 64, 4, 3)
 
 
 def _weight_tile(inputs: int, outputs: int) -> Tile:
@@ -95,7 +100,7 @@ def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor, in
     n, _, h, w = x.shape
     ho, wo = h // stride, w // stride
     y = _empty(x, (n, co, ho, wo))
-    tile = _tile(co)
+    tile = _tile(co, ci, n * ho * wo)
     images, rows = _box(tile.rows, ho, wo)
     tiles = triton.cdiv(n, images) * (ho // rows)
     part_P2C = _sums(tiles, co, x)
@@ -137,7 +142,7 @@ def _input_gradient(
     co, ci = weight.shape[:2]
     n, _, h, w = g.shape
     dx = _empty(g, (n, ci, h, w))
-    tile = _tile(ci)
+    tile = _tile(ci, co, n * h * w)
     images, rows = _box(tile.rows, h, w)
     tiles = triton.cdiv(n, images) * (h // rows)
     part_P2C = _sums(0 if y is None else tiles, ci, g)
@@ -160,7 +165,7 @@ def strided_input_gradient(g: Tensor, weight: Tensor, g1: Tensor, weight1: Tenso
     co, ci = weight.shape[:2]
     n, _, ho, wo = g.shape
     dx = _empty(g, (n, ci, 2 * ho, 2 * wo))
-    tile = _tile(ci)
+    tile = _tile(ci, co, n * ho * wo)
     images, rows = _box(tile.rows, ho, wo)
     tiles = triton.cdiv(n, images) * (ho // rows)
     box, block = (images, rows, wo, tile.depth), (tile.depth, tile.columns)
@@ -185,7 +190,10 @@ def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor
     images, rows = _box(tile.depth, ho, wo)
     inner, outer = tile.rows, tile.columns
     programs = taps * (ci // inner) * (co // outer)
-    parts = min(max(1, round(PROGRAMS / programs)), triton.cdiv(n, images) * (ho // rows))
+    # Half of an H200's multiprocessors at least get a program, or a quarter if those are large:
+    # more parts would keep more of them busy, and take more memory traffic to add up.
+    wanted = 66 if inner == 64 else 33
+    parts = min(max(1, round(wanted / programs)), triton.cdiv(n, images) * (ho // rows))
     dw = torch.empty_like(weight)
     # The parts are added up in their order: atomic additions would round differently in every run.
     summed = dw if parts == 1 else dw.new_empty(parts, dw.numel(), dtype=torch.float32)
