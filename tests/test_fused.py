@@ -26,3 +26,8 @@ def test_a_replacement_lasts_as_long_as_its_context_and_only_in_its_thread() -> 
     with pytest.raises(KeyError), using({"double": lambda x: {}[x]}):
         double(3)
     assert double(3) == 6
+
+
+def test_a_replacement_may_leave_some_arguments_to_the_expression() -> None:
+    with using({"double": lambda x: None if x < 0 else 0}):
+        assert (double(3), double(-3)) == (0, -6)

@@ -2,7 +2,8 @@
 
 A function marked ``@replaceable`` is a tensor expression, and that is what it means. While
 ``using(kernels)`` lasts, in this thread, a function of the same name among ``kernels`` is called in
-its place and must give the same numbers up to rounding.
+its place and must give the same numbers up to rounding. Given something that
+it is not made for, it returns None, and the expression is computed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def replaceable(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        chosen: Callable[P, R] = (_KERNELS.get() or {}).get(name, function)
-        return chosen(*args, **kwargs)
+        kernel = (_KERNELS.get() or {}).get(name)
+        result: R | None = None if kernel is None else kernel(*args, **kwargs)
+        return function(*args, **kwargs) if result is None else result
 
     return call
 

@@ -98,11 +98,13 @@ from protofed.method import (
 )
 from protofed.prototypes import (
     Prototypes,
+    batch_means,
     class_means,
     class_sums,
     consistency,
     contrast,
-    full_precision,
+    mixed_class_means,
+    partners,
 )
 
 
@@ -194,14 +196,14 @@ class I2PFL(Method):
     def _apa(self, client: Client, batch: Batch, h: Tensor) -> Tensor:
         """(7) to (9)."""
         if self.mixup == "feature":
-            p = mixed_prototypes(client, batch.y, h)
+            p = mixed_prototypes(client, batch.y, h.detach() if self.detach else h)
         elif self.mixup == "none":
-            p = _prototypes(h, batch.y, client.classes, True)
+            p = batch_means(h, batch.y, client.classes)
         else:
             gamma = client.drawn["gamma"]
-            j, mixable = _partners(client, batch.y)
+            j, mixable = partners(_scores(client, batch.y), batch.y)
             mixed = client.forward(gamma * batch.x + (1 - gamma) * batch.x[j]).feature
-            p = _prototypes(mixed, batch.y, client.classes, mixable.any())
+            p = batch_means(mixed, batch.y, client.classes, mixable.any())
         if self.apa_reduction != "class_means":
             return consistency(h, batch.y, p, self.apa_reduction, self.detach)  # (9)
         h_K = class_means(*class_sums(h, batch.y, client.classes))
@@ -232,25 +234,9 @@ class I2PFL(Method):
 
 def mixed_prototypes(client: Client, y: Tensor, h: Tensor) -> Prototypes:
     """(7) and (8) of features, with the step's ``client.drawn["gamma"]``."""
-    j, mixable = _partners(client, y)
-    mixed = _mixed(h, h[j], client.drawn["gamma"])
-    return _prototypes(mixed, y, client.classes, mixable.any())
+    return mixed_class_means(h, y, client.drawn["gamma"], _scores(client, y), client.classes)
 
 
-def _prototypes(mixed: Tensor, y: Tensor, classes: int, there: Tensor | bool) -> Prototypes:
-    """(8). Mixing needs a second class in the batch: if none is ``there``, there are none."""
-    sums, counts = class_sums(mixed, y, classes)
-    return Prototypes(class_means(sums, counts), (counts > 0) & there)
-
-
-@full_precision
-def _mixed(h: Tensor, h_j: Tensor, gamma: Tensor) -> Tensor:
-    """(7)."""
-    return gamma * h + (1 - gamma) * h_j
-
-
-def _partners(client: Client, y: Tensor) -> tuple[Tensor, Tensor]:
-    """For each sample a random one of another class in the batch, and whether there is any."""
-    other = y[:, None] != y
-    score = client.uniform(len(y), len(y)).masked_fill(~other, -1)
-    return score.argmax(1), other.any(1)
+def _scores(client: Client, y: Tensor) -> Tensor:
+    """By which each sample's partner in (7) is drawn."""
+    return client.uniform(len(y), len(y))

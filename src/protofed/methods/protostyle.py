@@ -140,7 +140,7 @@ class ProtoStyle(Method):
                 views = torch.stack(logits.chunk(2))
                 terms["view"] = self.lambda_view * jensen_shannon(views)  # (5)
         if self.lambda_intra:
-            p = mixed_prototypes(client, y, h)
+            p = mixed_prototypes(client, y, h.detach())
             terms["apa"] = self.lambda_intra * consistency(h, y, p, "mean", detach=True)  # (6)
         return terms
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from protofed.errors import unknown
+from protofed.fused import replaceable
 from protofed.prototypes.means import full_precision
 from protofed.prototypes.table import Prototypes
 
@@ -46,6 +47,7 @@ def paired_cosine(a_Bd: Tensor, b_Bd: Tensor) -> Tensor:
     return (_unit(a_Bd) * _unit(b_Bd)).sum(1)
 
 
+@replaceable
 @full_precision
 def contrast(
     z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, tau: float | Tensor, power: float = 1.0
@@ -72,6 +74,7 @@ def contrast(
     return loss_B.masked_fill(unknown_B, 0).mean()
 
 
+@replaceable
 @full_precision
 def consistency(
     z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, reduction: str = "mean", detach: bool = True

@@ -11,6 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from protofed.fused import replaceable
 from protofed.prototypes.finch import cluster_means
 from protofed.prototypes.means import class_means, full_precision
 from protofed.tree import Slot
@@ -75,6 +76,7 @@ class Prototypes(NamedTuple):
         mean_KJd, mask_KJ = self.table()
         return [mean_Jd[mask_J > 0] for mean_Jd, mask_J in zip(mean_KJd, mask_KJ, strict=True)]
 
+    @replaceable
     @full_precision
     def per_class_mean(self) -> Prototypes:
         """One per class: the plain mean of the class's prototypes, each counted once.

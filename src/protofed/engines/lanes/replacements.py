@@ -1,12 +1,15 @@
-"""Kernels in place of the tensor expressions of ``protofed.keys`` and ``protofed.styles``.
+"""Kernels in place of the tensor expressions that are marked ``@replaceable``.
 
-As expressions, a draw of random numbers is 14 to 30 small kernels, and restyling a map reads and
-writes it eight times. Here a draw is one kernel; a style is one that reads the map, and restyling
-one that reads and writes it. If styles have no gradient, restyling's backward pass is the same.
+As expressions, a draw of random numbers is 14 to 30 small kernels, restyling a map reads and writes
+it eight times, and a loss of prototypes is some 50 kernels. Here a draw is one kernel; a style is
+one that reads the map, and restyling one that reads and writes it. If styles have no gradient,
+restyling's backward pass is the same. A loss is one kernel that computes each sample's loss and
+gradient, one for the mean, and one that scales the gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +17,17 @@ import triton
 from torch import Tensor
 
 from protofed import keys
-from protofed.engines.lanes import kernels
+from protofed.engines.lanes import kernels, prototype_kernels
 from protofed.errors import NoSecondDerivative
+from protofed.prototypes import Prototypes
+from protofed.prototypes.losses import ABSENT, NO_LENGTH
 from protofed.styles import EPS
 
 DRAWS = 256  # numbers a program draws
-VALUES = 4096  # of a map that a program holds at a time
+VALUES = 4096  # of a map, or of prototypes, that a program holds at a time
 CHANNELS = 16  # that a program works on: 32 bytes of bfloat16
+LONGEST = 8192  # features of a prototype, which a program holds as a whole
+FEATURES = 64  # that a program works on, of class means
 
 
 def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
@@ -107,7 +114,7 @@ class _Restyle(torch.autograd.Function):
 
 def _require_first_derivative() -> None:
     if torch.is_grad_enabled():  # called with create_graph
-        raise NoSecondDerivative("the kernels of restyling have no second derivative")
+        raise NoSecondDerivative("the kernels of styles and prototypes have no second derivative")
 
 
 def _grid(x: Tensor) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, int]]:
@@ -121,4 +128,123 @@ def _grid(x: Tensor) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...],
     return (pixels, channels), whole, parts, {"TILE": tile, "BLOCK": block, "num_warps": 4}
 
 
-KERNELS = {f.__name__: f for f in (uniform, normal, beta, style_of, restyle)}
+def contrast(
+    z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, tau: float | Tensor, power: float = 1.0
+) -> Tensor | None:
+    mean, mask = prototypes.table()
+    count, features = mask.numel(), mean.shape[2]
+    if not _is_narrow(z_Bd) or isinstance(tau, Tensor) or features > LONGEST:
+        return None
+    block = triton.next_power_of_2(features)
+    rows, own = (
+        max(1, min(triton.next_power_of_2(n), VALUES // block)) for n in (count, mask.shape[1])
+    )
+    tables = y_B.contiguous(), mean.detach().contiguous(), _numbers(mask)
+
+    def launch(z: Tensor, loss: Tensor, dz: Tensor, gradient: bool) -> None:
+        prototype_kernels.contrast[(len(z),)](
+            z, *tables, loss, dz, features, count, mask.shape[1], 1 / tau,
+            POWER=power, NO_LENGTH=NO_LENGTH, ABSENT=ABSENT, GRADIENT=gradient,
+            ROWS=rows, OWN=own, D=block, num_warps=min(max(rows * block // 512, 1), 8),
+        )  # fmt: skip
+
+    loss: Tensor = _BatchMean.apply(z_Bd, launch)
+    return loss
+
+
+def consistency(
+    z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, reduction: str = "mean", detach: bool = True
+) -> Tensor | None:
+    mean, mask = prototypes
+    moves = _has_gradient(mean) and not detach
+    if not (_is_narrow(z_Bd) and _is_narrow(mean)) or moves or reduction not in ("mean", "sum"):
+        return None
+    features = mean.shape[1]
+    tables = y_B.contiguous(), mean.detach().contiguous(), _numbers(mask)
+
+    def launch(z: Tensor, loss: Tensor, dz: Tensor, gradient: bool) -> None:
+        prototype_kernels.consistency[(len(z),)](
+            z, *tables, loss, dz, features, 1 / features if reduction == "mean" else 1.0,
+            GRADIENT=gradient, BLOCK=min(triton.next_power_of_2(features), 1024), num_warps=4,
+        )  # fmt: skip
+
+    loss: Tensor = _BatchMean.apply(z_Bd, launch)
+    return loss
+
+
+class _BatchMean(torch.autograd.Function):
+    """The mean of the samples' losses, by a kernel that writes the gradient beside them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, z: Tensor, launch: Callable[[Tensor, Tensor, Tensor, bool], None]
+    ) -> Tensor:
+        z = z.contiguous()
+        loss = torch.empty(len(z), dtype=torch.float32, device=z.device)
+        gradient = ctx.needs_input_grad[0]
+        dz = torch.empty_like(z, dtype=torch.float32) if gradient else loss
+        launch(z, loss, dz, gradient)
+        ctx.save_for_backward(dz)
+        ctx.dtype = z.dtype
+        return loss.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        _require_first_derivative()
+        (dz,) = ctx.saved_tensors
+        return torch.mul(dz, grads[0], out=torch.empty_like(dz, dtype=ctx.dtype)), None
+
+
+def per_class_mean(prototypes: Prototypes) -> Prototypes | None:
+    mean, mask = prototypes
+    if not _is_narrow(mean) or _has_gradient(mean):
+        return None
+    classes, size, features = mean.shape
+    out = torch.empty(classes, features, dtype=torch.float32, device=mean.device)
+    there = torch.empty(classes, dtype=torch.float32, device=mean.device)
+    grid = (classes, triton.cdiv(features, FEATURES))
+    rows = min(triton.next_power_of_2(size), VALUES // FEATURES)
+    prototype_kernels.per_class_mean[grid](
+        mean.contiguous(), _numbers(mask), out, there, features, size, ROWS=rows, BLOCK=FEATURES
+    )
+    return Prototypes(out, there)
+
+
+def mixed_class_means(
+    z_Bd: Tensor, y_B: Tensor, gamma: Tensor, score_BB: Tensor, classes: int
+) -> Prototypes | None:
+    if not _is_narrow(z_Bd) or _has_gradient(z_Bd) or gamma.ndim > 0:
+        return None
+    batch, features = z_Bd.shape
+    mean = torch.empty(classes, features, dtype=torch.float32, device=z_Bd.device)
+    there = torch.empty(classes, dtype=torch.bool, device=z_Bd.device)
+    grid = (classes, triton.cdiv(features, FEATURES))
+    rows = min(triton.next_power_of_2(batch), VALUES // FEATURES)
+    prototype_kernels.mixed_class_means[grid](
+        z_Bd.contiguous(), y_B.contiguous(), gamma, score_BB.contiguous(), mean, _numbers(there),
+        batch, features, ROWS=rows, OTHERS=rows, BLOCK=FEATURES, num_warps=8,
+    )  # fmt: skip
+    return Prototypes(mean, there)
+
+
+def _is_narrow(x: Tensor) -> bool:
+    """Whether this is to be computed in float32, as the kernels do, and is not empty."""
+    return torch.promote_types(x.dtype, torch.float32) == torch.float32 and x.numel() > 0
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _numbers(mask: Tensor) -> Tensor:
+    """A mask as kernels read it, without a copy."""
+    return (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
+
+
+KERNELS = {
+    f.__name__: f
+    for f in (
+        *(uniform, normal, beta, style_of, restyle),
+        *(contrast, consistency, per_class_mean, mixed_class_means),
+    )
+}
