@@ -27,7 +27,7 @@ from protofed.federation.public_images import public_digest
 from protofed.user_code import is_file, readable
 from protofed.version import __version__
 
-NUMERICS = 3
+NUMERICS = 4
 """Raised whenever the golden values, or the rounding of lanes, change.
 
 Numbers of runs with different values are not comparable to the last digit.
