@@ -237,7 +237,7 @@ ALONE: list[dict[str, Any]] = [
     {"alpha": 0.2},
     {"lambda_intra": 0.0},
     {"lambda_inter": 0.0},
-    {"lambda_intra": 2.0, "lambda_inter": 0.5},
+    {"lambda_intra": 0.05, "lambda_inter": 0.5},
     {"beta": 0.5},
     {"ema": "as_text"},
     {"ema": "off"},
