@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import ssl
 import threading
 import time
@@ -88,7 +89,10 @@ def test_a_site_finds_the_gate_shut_and_says_what_is_wrong(
         for words in ("the 10 calls of sites", "serves nothing else", "clocks", "node.key is the",
                       "versions: ", "secrets are the owner"):  # fmt: skip
             assert words in said, words
-        assert look(site) == (problems, said)  # the folder as it lies on the site's machine
+        found, again = look(site)  # the folder as it lies on the site's machine
+        assert found == 0
+        # an answer takes seconds on a busy machine, and the clocks are compared by it
+        assert re.sub(r"by \d+ s", "", again) == re.sub(r"by \d+ s", "", said)
         (site / "node.key").chmod(0o640)
         problems, said = look(site)
         assert problems == 1 and "PROBLEM permissions: node.key" in said
