@@ -27,12 +27,11 @@ import torch
 from protofed.config import make_config
 from protofed.engines.lanes import engine
 from protofed.federation.cpu import one_thread
+from protofed.federation.facts import WORK_QUEUES
 from protofed.federation.simulation import Federation
 from protofed.methods import create
 from protofed.studies.gpu_runner import visible_gpus
 from protofed.studies.mps import mps_daemon
-
-VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def run(given: argparse.Namespace) -> None:
@@ -58,9 +57,9 @@ def run(given: argparse.Namespace) -> None:
 
 def together(given: argparse.Namespace, processes: int, lanes: int, queues: str) -> str:
     """So many processes at once, and what came out."""
-    variables = {k: v for k, v in os.environ.items() if k != VARIABLE}
+    variables = {k: v for k, v in os.environ.items() if k != WORK_QUEUES}
     if queues != "default":
-        variables[VARIABLE] = queues
+        variables[WORK_QUEUES] = queues
     shared = processes > 1 and given.device == "cuda"
     with mps_daemon(visible_gpus()) if shared else nullcontext({}) as mps:
         command = [sys.executable, __file__, *sys.argv[1:], "--lanes", str(lanes), "--one"]

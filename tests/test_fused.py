@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from torch import Tensor
 
 from protofed.fused import replaceable, using
 
@@ -31,3 +33,16 @@ def test_a_replacement_lasts_as_long_as_its_context_and_only_in_its_thread() -> 
 def test_a_replacement_may_leave_some_arguments_to_the_expression() -> None:
     with using({"double": lambda x: None if x < 0 else 0}):
         assert (double(3), double(-3)) == (0, -6)
+
+
+def test_transforms_of_functions_have_the_expression() -> None:
+    """Kernels are autograd functions that cannot be transformed."""
+
+    @replaceable
+    def square(x: Tensor) -> Tensor:
+        return (x * x).sum()
+
+    with using({"square": lambda x: x.sum() * 0}):
+        assert square(torch.ones(3)) == 0
+        assert torch.equal(torch.func.grad(square)(torch.ones(3)), 2 * torch.ones(3))
+        assert torch.equal(torch.func.vmap(square)(torch.ones(2, 3)), 3 * torch.ones(2))

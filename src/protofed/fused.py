@@ -2,8 +2,9 @@
 
 A function marked ``@replaceable`` is a tensor expression, and that is what it means. While
 ``using(kernels)`` lasts, in this thread, a function of the same name among ``kernels`` is called in
-its place and must give the same numbers up to rounding. Given something that
-it is not made for, it returns None, and the expression is computed.
+its place and must give the same numbers up to rounding. It returns None if it is not made for its
+arguments; then the expression is computed. So it is in transforms of ``torch.func``, which kernels
+do not support.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +30,8 @@ def replaceable(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         kernel = (_KERNELS.get() or {}).get(name)
+        if torch._C._are_functorch_transforms_active():
+            kernel = None
         result: R | None = None if kernel is None else kernel(*args, **kwargs)
         return function(*args, **kwargs) if result is None else result
 

@@ -13,9 +13,11 @@ import torch
 from protofed.config import make_config
 from protofed.errors import ProtofedError
 from protofed.federation.facts import (
+    MANY_QUEUES,
     WORK_QUEUES,
     Facts,
     _head,
+    ask_for_work_queues,
     choose_engine,
     discover,
     find_commit,
@@ -40,17 +42,20 @@ def test_cuda_without_a_gpu(monkeypatch):
 def test_lanes_get_work_queues_unless_processes_share_them(monkeypatch):
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     monkeypatch.setenv(WORK_QUEUES, "4")
-    find_device("auto")
+    ask_for_work_queues()
     assert os.environ[WORK_QUEUES] == "4", "what a user says is kept"
     monkeypatch.delenv(WORK_QUEUES)
-    find_device("cpu")
-    assert WORK_QUEUES not in os.environ
-    find_device("auto")
-    assert os.environ[WORK_QUEUES] == "32"
+    ask_for_work_queues()
+    assert os.environ[WORK_QUEUES] == MANY_QUEUES
     monkeypatch.delenv(WORK_QUEUES)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "somewhere")
-    find_device("auto")
+    ask_for_work_queues()
     assert WORK_QUEUES not in os.environ
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY")
+    facts_of(make_config(tiny_task(), "fedavg", **{**TINY, "device": "cpu"}))
+    assert WORK_QUEUES not in os.environ, "only a run on a GPU asks"
+    facts_of(make_config(tiny_task(), "fedavg", **{**TINY, "device": "auto"}))
+    assert os.environ[WORK_QUEUES] == MANY_QUEUES
 
 
 def test_precision_is_what_was_asked_for_or_what_the_device_can(monkeypatch):

@@ -19,7 +19,7 @@ from tests.studies.fake_mps import install
 from tests.studies.made_runs import study
 
 from protofed.config import Config
-from protofed.federation.facts import WORK_QUEUES
+from protofed.federation.facts import MANY_QUEUES, WORK_QUEUES
 from protofed.federation.memory import Memory
 from protofed.runs.folder import RunFolder
 from protofed.studies import execution, gpu_runner
@@ -288,13 +288,17 @@ def test_runs_that_share_a_gpu_take_few_of_its_work_queues(
 ) -> None:  # fmt: skip
     """A process that has found its device asks for many of them, and passes that on."""
     gpus(1)
-    monkeypatch.setenv(WORK_QUEUES, "32")
+    monkeypatch.setenv(WORK_QUEUES, MANY_QUEUES)
     monkeypatch.setattr(gpu_runner, "mps_daemon", lambda gpus: nullcontext({"MPS": "1"}))
     do(tmp_path / "a", 2, mps=True)
     assert all(WORK_QUEUES not in env and env["MPS"] == "1" for env in environments)
     environments.clear()
     do(tmp_path / "b", 2, mps=False)
-    assert all(env[WORK_QUEUES] == "32" for env in environments)
+    assert all(env[WORK_QUEUES] == MANY_QUEUES for env in environments)
+    environments.clear()
+    monkeypatch.setenv(WORK_QUEUES, "4")
+    do(tmp_path / "c", 2, mps=True)
+    assert all(env[WORK_QUEUES] == "4" for env in environments), "what a user says is kept"
 
 
 def test_two_runs_start_only_where_there_is_room(

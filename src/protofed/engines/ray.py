@@ -30,6 +30,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.client_round import Reply
 from protofed.federation.engine import Engine, MakeNetworks, PrivateStates, engine_factory
 from protofed.federation.evaluation import EvalJob, Scores
+from protofed.federation.facts import ask_for_work_queues
 from protofed.federation.public_images import PublicSampler
 from protofed.federation.setup import ClientData, Setup
 from protofed.models import Network
@@ -65,6 +66,8 @@ class RemoteEngine:
         self, setup: Setup, networks: Mapping[str, Network], engine: str, device: str, tf32: bool
     ) -> None:
         self._ray = _teach_ray()
+        if device != "cpu":
+            ask_for_work_queues()
         torch.set_num_threads(1)
         torch.backends.cudnn.allow_tf32 = tf32
         self._device = torch.device(device)

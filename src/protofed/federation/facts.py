@@ -36,8 +36,8 @@ Numbers of runs with different values are not comparable to the last digit.
 DTYPES = {**dict.fromkeys(("fp32", "tf32", "bf16"), torch.float32), "fp64": torch.float64}
 """The precision of weights; tf32 and bf16 are what convolutions and matrix products compute in."""
 
-WORK_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Sets the number of CUDA's work queues, by default eight: streams in one wait for each other."""
+WORK_QUEUES, MANY_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
+"""The variable for the number of CUDA's work queues, and what a run asks for."""
 
 SHORT_COMMIT = 7
 """As many characters of a commit are recorded."""
@@ -99,6 +99,8 @@ class Facts:
 
 def discover(config: Config, task: Task) -> Facts:
     """The facts of a run of this config on this machine; ``task`` is its task, loaded."""
+    if config.device != "cpu":
+        ask_for_work_queues()
     device = find_device(config.device, config.engine == "ray")
     engine, reason = choose_engine(config.engine, device, config.workers)
     wanted = config.method.public_images
@@ -169,12 +171,7 @@ def file_digest(path: str) -> str:
 
 
 def find_device(asked: str, remote: bool = False) -> str:
-    """The device; a ``remote`` one need not be on this machine.
-
-    Nothing may have used CUDA before, since it reads the number of its work queues only once.
-    """
-    if asked != "cpu" and not _uses_mps():  # through which processes share one pool of queues
-        os.environ.setdefault(WORK_QUEUES, "32")
+    """The device; a ``remote`` one need not be on this machine."""
     there = torch.cuda.is_available()
     if asked == AUTO:
         return "cuda" if there else "cpu"
@@ -183,8 +180,14 @@ def find_device(asked: str, remote: bool = False) -> str:
     return asked
 
 
-def _uses_mps() -> bool:
-    return "CUDA_MPS_PIPE_DIRECTORY" in os.environ or Path("/tmp/nvidia-mps").exists()
+def ask_for_work_queues() -> None:
+    """Have CUDA give this process more than eight queues; streams in one wait for each other.
+
+    Nothing may have used CUDA before, which reads the variable once. Processes that share a GPU
+    through MPS share one pool of queues, and with so many for each, few could start.
+    """
+    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and not Path("/tmp/nvidia-mps").exists():
+        os.environ.setdefault(WORK_QUEUES, MANY_QUEUES)
 
 
 def find_precision(asked: str, device: str) -> str:

@@ -18,14 +18,14 @@ def mixed_class_means(
 ) -> Prototypes:
     """Class means of γ · z_i + (1 − γ) · z_j, where j is i's partner of another class.
 
-    None, if all samples are of one class (I²PFL (7) and (8)).
+    There are none if all samples are of one class (I²PFL (7) and (8)).
     """
     j_B, mixable_B = partners(score_BB, y_B)
     return batch_means(_mixed(z_Bd, z_Bd[j_B], gamma), y_B, classes, mixable_B.any())
 
 
 def partners(score_BB: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For each sample i the one of another class with the largest score, and if there is any."""
+    """For each sample the one of another class with the largest score, and whether there is one."""
     other_BB = y_B[:, None] != y_B
     return score_BB.masked_fill(~other_BB, -1).argmax(1), other_BB.any(1)
 

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from protofed.cores import core_count
 from protofed.errors import ProtofedError
-from protofed.federation.facts import WORK_QUEUES
+from protofed.federation.facts import MANY_QUEUES, WORK_QUEUES
 from protofed.federation.memory import free_memory
 from protofed.observers.progress import print_plain
 from protofed.studies.execution import Job, LocalRunner
@@ -222,8 +222,8 @@ class GpuRunner(LocalRunner):
         busy = [*self._gpu_of.values()]
         gpu = self._gpu_of[job.folder.path] = min(range(len(self._gpus)), key=busy.count)
         variables = {**os.environ, **self._variables}
-        if self._shared:  # with as many queues for each as one run has, few runs could start
-            variables.pop(WORK_QUEUES, None)
+        if self._shared and variables.get(WORK_QUEUES) == MANY_QUEUES:  # for a process alone
+            del variables[WORK_QUEUES]
         if len(self._gpus) > 1:
             variables["CUDA_VISIBLE_DEVICES"] = self._gpus[gpu]
         return variables

@@ -247,7 +247,7 @@ def test_a_gradient_in_the_loss_runs_without_the_kernels(monkeypatch: pytest.Mon
                 module.forward = lambda x, m=module, f=plain: Once.apply(f(m, x))  # type: ignore
 
     monkeypatch.setattr(lane, "_fuse", fuse)
-    with pytest.warns(UserWarning, match="penalty has a gradient in its loss: BatchNorm runs"):
+    with pytest.warns(UserWarning, match="penalty has a gradient in its loss: it runs"):
         assert difference(*both(Penalty(), epochs=1)) < 1e-8
 
 

@@ -22,7 +22,7 @@ if not (torch.cuda.is_available() or INTERPRETED):
 
 from protofed import keys  # noqa: E402
 from protofed.engines.lanes import replacements  # noqa: E402
-from protofed.engines.lanes.replacements import KERNELS  # noqa: E402
+from protofed.engines.lanes.replacements import KERNELS, MANY  # noqa: E402
 from protofed.errors import NoSecondDerivative  # noqa: E402
 from protofed.fused import using  # noqa: E402
 from protofed.prototypes import (  # noqa: E402
@@ -342,10 +342,13 @@ def test_what_kernels_are_not_made_for_is_left_to_the_expressions() -> None:
     narrow, tau = z.detach().float().requires_grad_(), torch.tensor(0.1, device=DEVICE)
     narrow_one = Prototypes(one.mean.float(), one.mask)
     score, gamma = maps((len(y), len(y)), torch.float32), torch.tensor(0.3, device=DEVICE)
+    several = MANY // P.mask.numel() + 1  # times as many prototypes
+    crowd = Prototypes(mean.detach().float().repeat(1, several, 1), P.mask.repeat(1, several))
     cases: list[tuple[Any, list[Tensor]]] = [
         (lambda: contrast(z, y, P, 0.1), [z]),
         (lambda: contrast(narrow, y, P, tau), [narrow]),
         (lambda: contrast(z_Bd=z, y_B=y, prototypes=one, tau=0.1), [z]),
+        (lambda: contrast(narrow, y, crowd, 0.1), [narrow]),
         (lambda: consistency(z, y, one), [z]),
         (lambda: consistency(narrow, y, narrow_one, detach=False), [narrow, mean]),
         (lambda: P.per_class_mean().mean.square().sum(), [mean]),

@@ -74,7 +74,7 @@ class _FusedBatchNorm(torch.autograd.Function):
 def refuse_second_derivative() -> None:
     """Called in a backward pass."""
     if torch.is_grad_enabled():  # called with create_graph
-        raise NoSecondDerivative("BatchNorm's kernels have no second derivative")
+        raise NoSecondDerivative("the kernels of lanes have no second derivative")
 
 
 class Normed(NamedTuple):
@@ -88,8 +88,16 @@ class Normed(NamedTuple):
 
 
 def trains_with_kernels(norm: nn.BatchNorm2d, rows: int) -> bool:
-    """Whether a layer normalizes by the batch's statistics, as the kernels do."""
-    return norm.training and norm.momentum is not None and norm.affine and rows >= 2
+    """Whether a layer normalizes by the batch's statistics, as the kernels do.
+
+    They count a map's entries in 32 bits.
+    """
+    return (
+        norm.training
+        and norm.momentum is not None
+        and norm.affine
+        and 2 <= rows < 2**31 // norm.num_features
+    )
 
 
 def join_statistics(norm: nn.BatchNorm2d, sums_P2C: Tensor, rows: int, x: Tensor) -> Normed:

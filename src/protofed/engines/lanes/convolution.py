@@ -43,7 +43,7 @@ class Tile(NamedTuple):
 def _tile(outputs: int, inputs: int, pixels: int) -> Tile:
     """The tile for so many output and input channels and pixels.
 
-    Two programs fit on a multiprocessor, by shared memory (227 KB; a stage has rows + columns times
+    Two programs fit on a multiprocessor, by shared memory (227 KB; a stage is (rows + columns) ×
     depth numbers of 2 bytes) and registers: while one stores its result, the other computes. Where
     there are few programs, none waits for another, and one has all of the shared memory.
     """
@@ -190,8 +190,8 @@ def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor
     images, rows = _box(tile.depth, ho, wo)
     inner, outer = tile.rows, tile.columns
     programs = taps * (ci // inner) * (co // outer)
-    # Half of an H200's multiprocessors at least get a program, or a quarter if those are large:
-    # more parts would keep more of them busy, and take more memory traffic to add up.
+    # About half as many programs as an H200 has multiprocessors, or a quarter of large ones: more
+    # parts would keep more of them busy, and take more memory traffic to add up.
     wanted = 66 if inner == 64 else 33
     parts = min(max(1, round(wanted / programs)), triton.cdiv(n, images) * (ho // rows))
     dw = torch.empty_like(weight)

@@ -114,7 +114,8 @@ class Lanes(Engine):
         self, clients: Sequence[ClientData], received: Tree, mine: PrivateStates, round: int
     ) -> dict[str, Reply]:
         received = _pad_prototypes(tree.to(received, self.device))
-        while len(self._lanes) < self._count([len(data) for data in clients]):
+        wanted = self._count([len(data) for data in clients])
+        while len(self._lanes) < wanted:
             stream = _stream(self.device, len(self._lanes))
             self._lanes.append(
                 {
@@ -192,7 +193,7 @@ def _longest_lane(sizes: Sequence[int], count: int) -> int:
     lanes = [0] * count
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(lanes, lanes[0] + size)
-    return max(lanes)
+    return max(lanes, default=0)
 
 
 def _collect_garbage() -> None:

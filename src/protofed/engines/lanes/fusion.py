@@ -195,7 +195,7 @@ def _stem(module: nn.Sequential) -> Layer | None:
 def _can_fuse_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> bool:
     """Whether the stem's kernels can take these layers as they are now, and the images.
 
-    A gradient of the images they do not have, and between these layers there is nothing to hook.
+    They have no gradient of the images, and do not call hooks of these two layers.
     """
     return (
         stem.supports(conv, x)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protofed import keys
 from protofed.engines.lanes import kernels, prototype_kernels
-from protofed.errors import NoSecondDerivative
+from protofed.engines.lanes.batchnorm import refuse_second_derivative
 from protofed.prototypes import Prototypes
 from protofed.prototypes.losses import ABSENT, NO_LENGTH
 from protofed.styles import EPS
@@ -27,6 +27,7 @@ DRAWS = 256  # numbers a program draws
 VALUES = 4096  # of a map, or of prototypes, that a program holds at a time
 CHANNELS = 16  # that a program works on: 32 bytes of bfloat16
 LONGEST = 8192  # features of a prototype, which a program holds as a whole
+MANY = 1024  # prototypes, padding included: a program compares one sample with all of them
 FEATURES = 64  # that a program works on, of class means
 
 
@@ -75,7 +76,7 @@ class _StyleOf(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _require_first_derivative()
+        refuse_second_derivative()
         x, style = ctx.saved_tensors
         dx = torch.empty_like(x)
         sizes, _, grid, blocks = _grid(x)
@@ -99,7 +100,7 @@ class _Restyle(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _require_first_derivative()
+        refuse_second_derivative()
         old, new, *maps = ctx.saved_tensors
         dy = grads[0].contiguous(memory_format=torch.channels_last)
         dx = torch.empty_like(dy)
@@ -110,11 +111,6 @@ class _Restyle(torch.autograd.Function):
         dold, dnew = torch.empty_like(old), torch.empty_like(new)
         kernels.restyle_gradient[whole](maps[0], old, new, dy, dx, dold, dnew, *sizes, **blocks)
         return dx, dold.to(ctx.dtypes[0]), dnew.to(ctx.dtypes[1])
-
-
-def _require_first_derivative() -> None:
-    if torch.is_grad_enabled():  # called with create_graph
-        raise NoSecondDerivative("the kernels of styles and prototypes have no second derivative")
 
 
 def _grid(x: Tensor) -> tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, int]]:
@@ -133,7 +129,7 @@ def contrast(
 ) -> Tensor | None:
     mean, mask = prototypes.table()
     count, features = mask.numel(), mean.shape[2]
-    if not _is_narrow(z_Bd) or isinstance(tau, Tensor) or features > LONGEST:
+    if not _is_narrow(z_Bd) or isinstance(tau, Tensor) or features > LONGEST or count > MANY:
         return None
     block = triton.next_power_of_2(features)
     rows, own = (
@@ -190,7 +186,7 @@ class _BatchMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        _require_first_derivative()
+        refuse_second_derivative()
         (dz,) = ctx.saved_tensors
         return torch.mul(dz, grads[0], out=torch.empty_like(dz, dtype=ctx.dtype)), None
 

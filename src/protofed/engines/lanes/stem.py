@@ -23,7 +23,8 @@ from protofed.engines.lanes import stem_kernels as kernels
 from protofed.engines.lanes.batchnorm import Normed, join_sums
 
 MOST_INPUTS = 4  # channels of the images
-LEAST, COLUMNS = 16, 64  # output channels: of which they are a multiple, and of a program at most
+MULTIPLE = 16  # divides the number of output channels
+COLUMNS = 64  # output channels of a program, at most
 ROWS = 128  # pixels of a tile
 PIXELS = 64  # that the weight's gradient takes at a time
 PROGRAMS = 132  # of the weight's gradient, at most: an H200's multiprocessors
@@ -39,7 +40,7 @@ def supports(conv: nn.Conv2d, x: Tensor) -> bool:
         convolution.is_plain(conv, 3)
         and conv.stride == (1, 1)
         and conv.in_channels <= MOST_INPUTS
-        and conv.out_channels % LEAST == 0
+        and conv.out_channels % MULTIPLE == 0
         and weight.dtype == torch.bfloat16
         and (weight.is_contiguous() or _is_channels_last(weight))
         and x.dim() == 4
