@@ -88,3 +88,11 @@ def test_a_second_derivative_is_refused() -> None:
     y = module.batchnorm_forward(nn.BatchNorm2d(4).to(DEVICE), x)
     with pytest.raises(NoSecondDerivative):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_maps_with_too_many_entries_to_count_are_left_to_pytorch() -> None:
+    norm = nn.BatchNorm2d(64)
+    assert module.trains_with_kernels(norm, 2**25 - 1)
+    assert not module.trains_with_kernels(norm, 2**25), "2³¹ entries"
+    assert not module.trains_with_kernels(norm, 1)
+    assert not module.trains_with_kernels(norm.eval(), 8)

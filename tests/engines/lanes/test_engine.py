@@ -218,6 +218,7 @@ def test_residual_networks_with_group_norm_agree_with_the_loop() -> None:
         ([50] * 20, 10),
         ([50] * 3, 3),
         ([50], 1),
+        ([], 0),
     ],
 )
 def test_lanes_are_as_many_as_share_the_work_evenly(sizes: list[int], lanes: int) -> None:
