@@ -186,7 +186,8 @@ def ask_for_work_queues() -> None:
     Nothing may have used CUDA before, which reads the variable once. Processes that share a GPU
     through MPS share one pool of queues, and with so many for each, few could start.
     """
-    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and not Path("/tmp/nvidia-mps").exists():
+    pipes = Path("/tmp/nvidia-mps")  # where MPS has them if no variable says so
+    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and not pipes.exists():
         os.environ.setdefault(WORK_QUEUES, MANY_QUEUES)
 
 

@@ -33,12 +33,13 @@ Equations as printed; → says where each is computed, and how if it differs.
           → prototypes.losses.contrast, s: the cosine. A sample whose class has
             no G adds 0 and still counts in the mean.
     (7)   h̃_i = γ h_i + (1−γ) h_j
-          → I2PFL._apa. y_j ≠ y_i, j from the same batch (a batch of one class:
-            APA is 0), one γ ~ Beta(α,α) per batch. Beta(α,α) is symmetric and
-            labels are not mixed, so on average p̃ lies halfway to other classes;
-            `gamma_max` takes max(γ, 1−γ), a variant of ours.
+          → prototypes.mixing.mixed_class_means. y_j ≠ y_i, j from the same batch
+            (a batch of one class: APA is 0), one γ ~ Beta(α,α) per batch.
+            Beta(α,α) is symmetric and labels are not mixed, so on average p̃ lies
+            halfway to other classes; `gamma_max` takes max(γ, 1−γ), a variant of
+            ours.
     (8)   p̃_m^k = 1/|S_m^k| Σ_{i ∈ S_m^k} h̃_i
-          → prototypes.means.class_means, over the batch.
+          → prototypes.mixing.batch_means.
     (9)   L_APA = Σ_k ‖h_m^k − p̃_m^k‖²
           → I2PFL._apa. `apa_reduction`: mean (default) is (1/d) ‖h_i − p̃^{y_i}‖²
             per sample, mean over the batch; sum is that without 1/d;

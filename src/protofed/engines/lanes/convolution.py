@@ -4,7 +4,8 @@ cuDNN has few kernels for the small maps and few channels here. These can also d
 passes of their own over the maps: a convolution writes the sums that BatchNorm needs of its output,
 and a gradient is added or masked while it is still in registers.
 
-All tensors are channels last. What was measured: benchmarks/records/lanes-convolutions-h200.txt.
+All tensors are channels last. Tiles are chosen by what was measured with several streams at once
+(benchmarks/records/lanes-numerics4-h200.txt).
 """
 
 from __future__ import annotations
