@@ -12,7 +12,7 @@ ROOT = Path(protofed.__file__).parent
 ORDER = (
     "version errors control_groups cores fused keys files shape toml tree user_code cluster",
     "prototypes models",
-    "styles",
+    "augmix styles",
     "method",
     "methods",
     "data",

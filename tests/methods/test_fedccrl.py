@@ -1,11 +1,10 @@
-"""FedCCRL: the operations against Pillow, both alignments by hand, whose colors are drawn."""
+"""FedCCRL: both alignments by hand, whose colors are drawn, what travels."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageEnhance, ImageOps
 from tests.methods.helpers import D, K, cosine, numbers
 
 from protofed.config import make_config
@@ -30,88 +29,6 @@ def pixels(n=4, side=24, seed=0):
     return torch.from_numpy(x.round() / 255)
 
 
-def each(*values):
-    return torch.tensor(values, dtype=torch.float64)[:, None, None, None]
-
-
-def by_pillow(x, change):
-    images = (x * 255).round().byte().permute(0, 2, 3, 1).numpy()
-    changed = [np.array(change(i, Image.fromarray(a))) for i, a in enumerate(images)]
-    return torch.from_numpy(np.stack(changed)).permute(0, 3, 1, 2).double() / 255
-
-
-# ---- AugMix --------------------------------------------------------------------------------------
-
-LEVELS = (0.5, 1.5, 2.6, 9.0)
-SIGNED = (0.5, -1.5, 2.6, -9.0)
-EXACT = {
-    fedccrl.equalize: lambda i, image: ImageOps.equalize(image),
-    fedccrl.posterize: lambda i, image: ImageOps.posterize(image, (4, 4, 3, 1)[i]),
-}
-NEAR = {  # Pillow rounds to whole values
-    fedccrl.autocontrast: lambda i, image: ImageOps.autocontrast(image),
-    fedccrl.brightness: lambda i, image: ImageEnhance.Brightness(image),
-    fedccrl.contrast: lambda i, image: ImageEnhance.Contrast(image),
-    fedccrl.color: lambda i, image: ImageEnhance.Color(image),
-    fedccrl.sharpness: lambda i, image: ImageEnhance.Sharpness(image),
-}
-
-
-@pytest.mark.parametrize("change", [*EXACT, *NEAR], ids=lambda f: f.__name__)
-def test_an_operation_is_pillows(change):
-    def expected(i, image):
-        found = {**EXACT, **NEAR}[change](i, image)
-        return found if isinstance(found, Image.Image) else found.enhance(1 + 0.09 * SIGNED[i])
-
-    x = pixels()
-    found = change(x, each(*LEVELS), each(*SIGNED))
-    limit = 1e-12 if change in EXACT else 2 / 255
-    assert (found - by_pillow(x, expected)).abs().max() <= limit
-    assert not torch.equal(found, x)
-
-
-def test_solarize_inverts_what_is_bright():
-    x = torch.tensor([0.0, 0.69, 0.71, 1.0]).double().view(1, 1, 2, 2)
-    found = fedccrl.solarize(x, each(3.0), each(3.0)).flatten().tolist()
-    assert found == pytest.approx([0.0, 0.69, 0.29, 0.0])
-
-
-@pytest.mark.parametrize("change", fedccrl.COLORS, ids=lambda f: f.__name__)
-def test_an_image_of_one_color_stays_finite(change):
-    x = torch.full((2, 3, 6, 6), 0.25)
-    found = change(x, each(1.0, 3.0), each(-1.0, 3.0))
-    assert found.isfinite().all() and found.min() >= 0 and found.max() <= 1
-
-
-def test_translations_move_by_whole_pixels_and_leave_black():
-    x = pixels(n=3, side=30)
-    found = fedccrl.moved(x, torch.tensor([3, 4, 9]), torch.tensor([2.0, -3.0, 5.0]).double())
-    assert torch.allclose(found[0, :, :, :-2], x[0, :, :, 2:]) and not found[0, :, :, -2:].any()
-    assert torch.allclose(found[1, :, 3:], x[1, :, :-3]) and not found[1, :, :3].any()
-    assert torch.allclose(found[2], x[2])  # not an operation of geometry
-
-
-@pytest.mark.parametrize(
-    ("operation", "a", "b", "c", "d"),
-    [
-        (0, math.cos(0.1 * math.pi), -math.sin(0.1 * math.pi), math.sin(0.1 * math.pi), None),
-        (1, 1, 0.18, 0, 1),
-        (2, 1, 0, 0.18, 1),
-    ],
-    ids=["rotate", "shear x", "shear y"],
-)
-def test_rotations_and_shears_are_linear_maps(operation, a, b, c, d):
-    # of an image that is linear in its place, bilinear interpolation finds every value exactly
-    place = (2 * torch.arange(20).double() + 1) / 20 - 1
-    x = (3 + place + 2 * place[:, None]).expand(1, 3, 20, 20)
-    found = fedccrl.moved(x, torch.tensor([operation]), torch.tensor([6.0]).double())
-    column = a * place + b * place[:, None]
-    row = c * place + (a if d is None else d) * place[:, None]
-    expected = 3 + column + 2 * row
-    inside = slice(5, 15)
-    assert torch.allclose(found[0, 0, inside, inside], expected[inside, inside])
-
-
 def client_of(received, name="m0", key=1):
     net = Network(torch.nn.Flatten(), D, K).double()
     client = Client(FedCCRL(), net, SIZES, received=received, mine={}, name=name)
@@ -119,16 +36,12 @@ def client_of(received, name="m0", key=1):
     return client
 
 
-def test_augmix_is_keyed_stays_in_range_and_differs_between_images():
-    x = pixels(n=1).repeat(6, 1, 1, 1)
-    one, same, other = (fedccrl.augmix(x, client_of({}, key=k), 3.0, 3, 3) for k in (1, 1, 2))
-    assert torch.equal(one, same) and not torch.equal(one, other)
-    assert one.min() >= 0 and one.max() <= 1
-    assert len({tuple(image.flatten().tolist()) for image in one}) == 6
-    mild, strong = (
-        (fedccrl.augmix(x, client_of({}), s, 3, 1) - x).abs().mean() for s in (0.1, 10.0)
-    )
-    assert mild < strong
+def test_copies_are_keyed_and_differ_between_images():
+    x, received = pixels(n=1).repeat(6, 1, 1, 1), FedCCRL().init_server({}, SIZES)
+    copies = {k: FedCCRL()._copies(client_of(received, key=k), x) for k in (1, 2)}
+    again = FedCCRL()._copies(client_of(received, key=1), x)
+    assert torch.equal(copies[1], again) and not torch.equal(copies[1], copies[2])
+    assert len({tuple(image.flatten().tolist()) for image in copies[1]}) == 12
 
 
 # ---- the alignments ------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from protofed.data.task import Augment
+from protofed.fused import replaceable
 
 Ints = NDArray[np.int64]
 
@@ -93,21 +94,30 @@ def cropped(x: Tensor, choices: Choices, augment: Augment) -> Tensor:
             return x
         values = x.contiguous().to(torch.float32) / 255
     if choices.jitter is not None and choices.order is not None:
-        for turn in choices.order.unbind(1):
-            changed = torch.empty_like(values)
-            for operation, change in enumerate(_JITTER):
-                if x.is_cuda:
-                    # all images, of which some are kept: a selection of rows would have a
-                    # data-dependent size, which a CUDA graph cannot capture
-                    result = change(values, choices.jitter[:, operation])
-                    changed = torch.where(_each(turn == operation), result, changed)
-                else:
-                    rows = turn == operation
-                    changed[rows] = change(values[rows], choices.jitter[rows, operation])
-            values = changed
+        values = jittered(values, choices.jitter, choices.order)
     if choices.gray is not None:
         values = torch.where(choices.gray[:, None, None, None], _gray(values), values)
     return values.mul(255).round_().to(torch.uint8)
+
+
+@replaceable
+def jittered(x: Tensor, factor_N4: Tensor, order_N4: Tensor) -> Tensor:
+    """Images [N, 3, H, W] in [0, 1] with brightness, contrast, saturation and hue changed.
+
+    ``factor_N4`` says by how much, ``order_N4`` in which order, as ``Choices`` has them.
+    """
+    for turn_N in order_N4.unbind(1):
+        changed = torch.empty_like(x)
+        for operation, change in enumerate(_JITTER):
+            rows = turn_N == operation
+            if x.is_cuda:
+                # all images, of which some are kept: a selection of rows would have a
+                # data-dependent size, which a CUDA graph cannot capture
+                changed = torch.where(_each(rows), change(x, factor_N4[:, operation]), changed)
+            else:
+                changed[rows] = change(x[rows], factor_N4[rows, operation])
+        x = changed
+    return x
 
 
 def padded(x: Tensor, augment: Augment) -> Tensor:
@@ -197,8 +207,13 @@ def _brightness(x: Tensor, factor: Tensor) -> Tensor:
     return (x * _each(factor)).clamp(0, 1)
 
 
+def gray_mean(x: Tensor) -> Tensor:
+    """The mean [N, 1, 1, 1] of each gray image."""
+    return _gray(x)[:, :1].mean((1, 2, 3), keepdim=True)
+
+
 def _contrast(x: Tensor, factor: Tensor) -> Tensor:
-    return _mixed(x, _gray(x)[:, :1].mean((1, 2, 3), keepdim=True), factor)
+    return _mixed(x, gray_mean(x), factor)
 
 
 def _saturation(x: Tensor, factor: Tensor) -> Tensor:

@@ -11,11 +11,8 @@ those of other clients' images and then changed by AugMix (Hendrycks et al., ICL
     (2) colors      x' = σ' (x − μ)/σ + μ',  μ' = λμ + (1−λ)μ_j,  σ' = λσ + (1−λ)σ_j,
                     λ ~ Beta(α, α), j: one of the other clients' images, for each image and copy
     (3) AugMix      x̃ = m x' + (1−m) Σ_i w_i c_i(x'),  m ~ Beta(1, 1),  w ~ Dirichlet(1, ..., 1);
-                    each chain c_i is 1 to D operations, drawn with their level ℓ ~ U(0.1, s):
-
-                    rotate ±3ℓ°; shear x, y by ±0.03ℓ; translate x, y by ±ℓ/30 of the side;
-                    autocontrast; equalize; posterize to 4 − ⌊0.4ℓ⌋ bits; solarize from 1 − ℓ/10;
-                    brightness, contrast, color, sharpness by a factor of 1 ± 0.09ℓ
+                    each chain c_i is 1 to D of 13 operations on geometry and colors, drawn with
+                    their level ℓ ~ U(0.1, s) (`protofed.augmix` lists them)
     (4) predictions JS = ⅓ Σ_v KL(p_v ‖ M),  M = ⅓ Σ_v p_v, of the three views' softmaxes
     (5) features    SC(a, b) = mean over the 2B features z of both of
                     log Σ_{j≠i} e^{cos(z_i,z_j)/τ} − 1/|P_i| Σ_{j ∈ P_i} cos(z_i,z_j)/τ,
@@ -26,7 +23,7 @@ those of other clients' images and then changed by AugMix (Hendrycks et al., ICL
 (1) are images' mean colors and contrasts: little, but of single images, so a federation that
 lets no prototype of few images out (`--min-class-count`) cannot run it. Images do not change,
 so what went up in one round serves the next; in round 0, and for a single client, (2)
-changes nothing. An operation is computed for all images and kept for those that drew it.
+changes nothing.
 
 Deviations
     (1)  The authors' code collects before round 0, and from all clients in each round.
@@ -48,10 +45,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from protofed.augmix import Draws, augmix
 from protofed.method import (
     Batch,
     Client,
@@ -119,7 +116,14 @@ class FedCCRL(Method):
         own, λ = style_of(x), client.beta(self.alpha, len(x)).to(x.dtype)[:, None, None]
         mixed = restyle(x, own, λ * own + (1 - λ) * _others(client, own))
         pixels = (mixed * client.pixel_std + client.pixel_mean).clamp(0, 1)
-        changed = augmix(pixels, client, self.severity, self.chains, self.depth)
+        drawn = self.chains * len(x)
+        draws = Draws(
+            length=client.uniform(drawn),
+            operation=client.uniform(self.depth, 3, drawn),
+            weight=client.uniform(self.chains, len(x)),
+            share=client.uniform(len(x)),
+        )
+        changed = augmix(pixels, draws, self.severity)
         return (changed - client.pixel_mean) / client.pixel_std
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
@@ -173,119 +177,3 @@ def supervised_contrast(a_Bd: Tensor, b_Bd: Tensor, y_B: Tensor, tau: float) -> 
     itself = torch.eye(len(y), dtype=torch.bool, device=y.device)
     others = s.masked_fill(itself, -math.inf).logsumexp(1)
     return (others - (s * same).sum(1) / same.sum(1)).mean()
-
-
-# ---- AugMix (3): images [N, C, H, W] with pixels in [0, 1] ---------------------------------------
-
-
-@full_precision
-def augmix(x: Tensor, client: Client, severity: float, chains: int, depth: int) -> Tensor:
-    """Each image mixed with chains of operations on it."""
-    chained = x.repeat(chains, 1, 1, 1)
-    images = len(chained)
-    length = _each(1 + (client.uniform(images) * depth).floor())
-    draws = client.uniform(depth, 3, images).to(x.dtype)
-    for number, (which, level, sign) in enumerate(draws):
-        operation = (which * (len(GEOMETRY) + len(COLORS))).long()
-        level = 0.1 + (severity - 0.1) * level
-        signed = level * (sign - 0.5).sign()
-        changed = moved(chained, operation, signed)
-        for i, change in enumerate(COLORS, len(GEOMETRY)):
-            value = change(chained, _each(level), _each(signed))
-            changed = torch.where(_each(operation == i), value, changed)
-        chained = torch.where(number < length, changed, chained)
-    weight = -client.uniform(chains, len(x)).to(x.dtype).log()
-    weight = (weight / weight.sum(0)).view(chains, -1, 1, 1, 1)
-    share = _each(client.uniform(len(x)).to(x.dtype))
-    return share * x + (1 - share) * (weight * chained.view(chains, *x.shape)).sum(0)
-
-
-def _each(values: Tensor) -> Tensor:
-    """One value for each image, to broadcast."""
-    return values[:, None, None, None]
-
-
-GEOMETRY = ("rotate", "shear x", "shear y", "translate x", "translate y")
-
-
-def moved(x: Tensor, operation: Tensor, signed: Tensor) -> Tensor:
-    """The images through one of ``GEOMETRY`` each, black around them; others as they are."""
-    rotate, shear_x, shear_y, right, down = (
-        (signed * (operation == i))[:, None, None] for i in range(len(GEOMETRY))
-    )
-    cos, sin = (f(rotate * (math.pi / 60)) for f in (torch.cos, torch.sin))
-    rows, columns = (
-        (2 * torch.arange(n, device=x.device, dtype=x.dtype) + 1) / n - 1 for n in x.shape[2:]
-    )
-    rows = rows[:, None]
-    # where a pixel comes from, in [-1, 1]; not F.affine_grid, a matrix product that TF32 would blur
-    column = cos * columns + (0.03 * shear_x - sin) * rows + right / 15
-    row = (sin + 0.03 * shear_y) * columns + cos * rows + down / 15
-    where = torch.stack([column, row], 3)
-    return F.grid_sample(x, where, "bilinear", "zeros", align_corners=False)
-
-
-def autocontrast(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """The darkest value of a channel becomes 0, the brightest 1."""
-    low, high = x.amin((2, 3), True), x.amax((2, 3), True)
-    flat = high <= low
-    return torch.where(flat, x, (x - low) / (high - low).masked_fill(flat, 1))
-
-
-def eight_bits(x: Tensor) -> Tensor:
-    """Whole numbers up to 255; halves, of which autocontrast makes many, go up on every machine."""
-    return (x * 255 + 1e-3).round()
-
-
-def equalize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """All values of a channel about equally often, by the integer rule of Pillow."""
-    value = eight_bits(x).long().flatten(2)
-    count = value.new_zeros(*value.shape[:2], 256).scatter_add_(2, value, torch.ones_like(value))
-    step = (value.shape[2] - count.gather(2, value.amax(2, True))) // 255
-    below = count.cumsum(2) - count
-    table = ((below + step // 2) // step.clamp(min=1)).clamp(max=255)
-    return torch.where(step > 0, table.gather(2, value), value).view(x.shape).to(x.dtype) / 255
-
-
-def posterize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Only the upper bits of a value."""
-    unit = 2.0 ** (4 + (0.4 * level).floor())
-    return (eight_bits(x) / unit).floor() * unit / 255
-
-
-def solarize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Bright values inverted."""
-    return torch.where(x >= 1 - level / 10, 1 - x, x)
-
-
-def brightness(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    return _away(x, torch.zeros_like(x), signed)
-
-
-def contrast(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    return _away(x, _gray(x).mean((2, 3), True), signed)
-
-
-def color(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    return _away(x, _gray(x), signed)
-
-
-def sharpness(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Away from the images smoothed by 3 × 3 pixels, of which the middle one counts five times."""
-    inner = x[:, :, 1:-1, 1:-1]
-    smooth = (9 * F.avg_pool2d(x, 3, 1) + 4 * inner) / 13
-    return _away(x, x + F.pad(smooth - inner, (1, 1, 1, 1)), signed)
-
-
-def _away(x: Tensor, origin: Tensor, signed: Tensor) -> Tensor:
-    factor = 1 + 0.09 * signed
-    return (origin + factor * (x - origin)).clamp(0, 1)
-
-
-def _gray(x: Tensor) -> Tensor:
-    return 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
-
-
-COLORS = (
-    autocontrast, equalize, posterize, solarize, brightness, contrast, color, sharpness,
-)  # fmt: skip

@@ -167,7 +167,8 @@ class Program:
         if self.is_prepared:
             images = crops(self.x, order, choices, self.augment)
         else:
-            images = cropped(self.x[order], choices, self.augment)
+            with fused.using(self.kernels):
+                images = cropped(self.x[order], choices, self.augment)
         images = normalized(images, self.augment, setup.dtype)
         labels = self.y[order]
         drawn = {n.removeprefix("drawn."): t for n, t in now.items() if n.startswith("drawn.")}

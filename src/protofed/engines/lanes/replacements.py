@@ -1,10 +1,11 @@
 """Kernels in place of the tensor expressions that are marked ``@replaceable``.
 
 As expressions, a draw of random numbers is 14 to 30 small kernels, restyling a map reads and writes
-it eight times, and a loss of prototypes is some 50 kernels. Here a draw is one kernel; a style is
-one that reads the map, and restyling one that reads and writes it. If styles have no gradient,
-restyling's backward pass is the same. A loss is one kernel that computes each sample's loss and
-gradient, one for the mean, and one that scales the gradient.
+it eight times, a loss of prototypes is some 50 kernels, color jitter some 250 and AugMix 400. Here
+a draw is one kernel; a style is one that reads the map, and restyling one that reads and writes it.
+If styles have no gradient, restyling's backward pass is the same. A loss is one kernel for each
+sample's loss and gradient, one for the mean, and one that scales the gradient. Jitter is four
+times one kernel and the mean that it needs, AugMix one kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import triton
 from torch import Tensor
 
 from protofed import keys
-from protofed.engines.lanes import kernels, prototype_kernels
+from protofed.augmix import Draws
+from protofed.data.augment import gray_mean
+from protofed.engines.lanes import image_kernels, kernels, prototype_kernels
 from protofed.engines.lanes.batchnorm import refuse_second_derivative
 from protofed.prototypes import Prototypes
 from protofed.prototypes.losses import ABSENT, NO_LENGTH
@@ -29,6 +32,8 @@ CHANNELS = 16  # that a program works on: 32 bytes of bfloat16
 LONGEST = 8192  # features of a prototype, which a program holds as a whole
 MANY = 1024  # prototypes, padding included: a program compares one sample with all of them
 FEATURES = 64  # that a program works on, of class means
+PIXELS = 1024  # that a program changes the color of
+IMAGE = 4096  # pixels of an image that a program holds as a whole
 
 
 def uniform(key: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
@@ -223,6 +228,40 @@ def mixed_class_means(
     return Prototypes(mean, there)
 
 
+def jittered(x: Tensor, factor_N4: Tensor, order_N4: Tensor) -> Tensor | None:
+    if x.dtype != torch.float32 or not _is_colored(x):
+        return None
+    x, factor_N4, order_N4 = x.contiguous(), factor_N4.contiguous(), order_N4.contiguous()
+    pixels = x[0, 0].numel()
+    grid = (len(x), triton.cdiv(pixels, PIXELS))
+    for turn in range(order_N4.shape[1]):
+        y = torch.empty_like(x)
+        image_kernels.jitter[grid](
+            x, gray_mean(x), factor_N4, order_N4, y, pixels,
+            TURN=turn, BLOCK=PIXELS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        x = y
+    return x
+
+
+def augmix(x: Tensor, draws: Draws, severity: float) -> Tensor | None:
+    pixels = x[0, 0].numel() if len(x) else 0
+    if not _is_narrow(x) or not _is_colored(x) or pixels > IMAGE or _has_gradient(x):
+        return None
+    x, draws = x.to(torch.float32).contiguous(), Draws(*(t.float().contiguous() for t in draws))
+    y, block = torch.empty_like(x), triton.next_power_of_2(pixels)
+    image_kernels.augmix[(len(x),)](
+        x, *draws, torch.empty_like(x), y, len(x), severity,
+        CHAINS=len(draws.weight), DEPTH=len(draws.operation), H=x.shape[2], W=x.shape[3],
+        BLOCK=block, num_warps=min(max(block // 128, 4), 16),
+    )  # fmt: skip
+    return y
+
+
+def _is_colored(x: Tensor) -> bool:
+    return x.ndim == 4 and x.shape[1] == 3 and x.numel() > 0
+
+
 def _is_narrow(x: Tensor) -> bool:
     """Whether this is to be computed in float32, as the kernels do, and is not empty."""
     return torch.promote_types(x.dtype, torch.float32) == torch.float32 and x.numel() > 0
@@ -242,5 +281,6 @@ KERNELS = {
     for f in (
         *(uniform, normal, beta, style_of, restyle),
         *(contrast, consistency, per_class_mean, mixed_class_means),
+        *(jittered, augmix),
     )
 }
