@@ -325,6 +325,19 @@ def test_pack_and_its_copy(protofed: Protofed) -> None:
     assert done.code == 2 and "packed study" in done.err
 
 
+def test_runs_of_a_pool_are_packed_without_running_the_study(protofed: Protofed) -> None:
+    """As ``table`` shows them: a merged pool, or a study that was stopped elsewhere."""
+    Path("mine.toml").write_text(study().toml())
+    into = ("--to", "results/mine", "--images", 0)
+    done = protofed("study", "pack", "mine.toml", *into)
+    assert done.code == 2 and "holds no study" in done.err and not Path("runs/mine").exists()
+    make_runs(study(), Path("runs"))
+    before = protofed("study", "table", "mine.toml", "--format", "csv").out
+    code, out, err = protofed("study", "pack", "mine.toml", *into)
+    assert (code, err) == (0, "") and "4 runs" in out
+    assert protofed("study", "table", "results/mine", "--format", "csv").out == before
+
+
 @pytest.mark.parametrize("options", [(), ("--device", "cpu")])
 def test_a_study_is_continued_from_what_was_packed(
     protofed: Protofed, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

@@ -252,9 +252,13 @@ def pack_(
     models, can be made again from the packed study.
     """
     from protofed.report.pack import pack
+    from protofed.studies.folder import StudyFolder
 
+    path = _changed_path(_study_path(folder, pool))
+    if not (path / "study.toml").is_file():  # the pool may have its runs all the same
+        StudyFolder.create(path, _find_study(folder, pool).study, pool)
     with status() as tell:
-        packed = pack(_changed_path(_study_path(folder, pool)), to, images, tell)
+        packed = pack(path, to, images, tell)
     console.print(
         f"{packed.runs} runs with their tables and figures are in [bold]{escape(str(to))}[/bold], "
         f"{packed.size / 1e6:.1f} MB in all; protofed report {escape(str(to))} shows them",
