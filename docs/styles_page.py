@@ -15,7 +15,7 @@ from protofed.report.figures import differences, gains
 from protofed.runs.pool import PACKED
 from protofed.studies.definition import TUNED
 from protofed.studies.folder import StudyFolder, TaskTable
-from protofed.studies.tables import AVERAGE, Spread, paired, signed
+from protofed.studies.tables import AVERAGE, Spread, TableRow, paired, signed
 
 OURS, BASE = "ProtoStyle", "I²PFL"
 JITTER = "color jitter"
@@ -146,10 +146,19 @@ def controls(table: TaskTable) -> Iterator[str]:
         verdict = f"{OURS} is {signed(gap)} above it"
         if gap.noise or gap.mean < 0:
             verdict = f"**it explains {OURS}'s gain**: {OURS} minus it is {signed(gap)}"
-        if "FedAvg" in rows and (whole := paired(rows[OURS], rows["FedAvg"], AVERAGE)) is not None:
-            share = (whole.mean - gap.mean) / whole.mean if whole.mean else 0.0
-            verdict += f". Of {OURS}'s {whole.mean:+.1f} against FedAvg, it has {100 * share:.0f} %"
-        yield f"- {name} is {signed(gain)} against {BASE} on {table.task}; {verdict}."
+        if "FedAvg" in rows and (own := paired(rows[label], rows["FedAvg"], AVERAGE)) is not None:
+            whole = own.mean + gap.mean  # of ours, on the seeds that the control has
+            share = own.mean / whole if whole else 0.0
+            verdict += f". Of {OURS}'s {whole:+.1f} against FedAvg, it has {100 * share:.0f} %"
+        on = _on(table, rows[label])
+        yield f"- {name} is {signed(gain)} against {BASE} on {on}; {verdict}."
+
+
+def _on(table: TaskTable, row: TableRow) -> str:
+    """The task, and how many seeds a row has of it if others have more."""
+    most = max(len(other.seed_list) for other in table.rows)
+    own = len(row.seed_list)
+    return table.task if own == most else f"{table.task} ({own} of {most} seeds)"
 
 
 def variants(table: TaskTable) -> Iterator[str]:
@@ -157,16 +166,19 @@ def variants(table: TaskTable) -> Iterator[str]:
     rows = {row.label: row for row in table.rows if row.accuracy}
     if UNBALANCED in rows and BASE in rows:
         gain = paired(rows[UNBALANCED], rows[BASE], AVERAGE)
+        more = paired(rows[OURS], rows[UNBALANCED], AVERAGE) if OURS in rows else None
         if gain is not None:
             words = "Averaged by samples, as most rows are"
-            yield f"- {words}, {OURS} is {signed(gain)} against {BASE} on {table.task}."
+            also = f"; its own average gives {signed(more)}" if more is not None else ""
+            on = _on(table, rows[UNBALANCED])
+            yield f"- {words}, {OURS} is {signed(gain)} against {BASE} on {on}{also}."
     others = {BASE: rows.get(BASE + JITTERED), "FedAvg": rows.get(JITTER)}
     if (own := rows.get(OURS + JITTERED)) is None:
         return
     pairs = {n: paired(own, row, AVERAGE) for n, row in others.items() if row is not None}
     words = " and ".join(f"{signed(v)} against {n}" for n, v in pairs.items() if v is not None)
     if words:
-        yield f"- If all have color jitter, {OURS} is {words} on {table.task}."
+        yield f"- If all have color jitter, {OURS} is {words} on {_on(table, own)}."
 
 
 class StylesPage:

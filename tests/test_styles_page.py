@@ -135,10 +135,26 @@ def test_the_page_says_first_what_controls_explain(page: Any, tmp_path: Path) ->
     assert not page.StylesPage.is_there(tmp_path)
 
 
+def test_a_row_with_fewer_seeds_is_compared_on_those(page: Any, tmp_path: Path) -> None:
+    """With seed 0 FedAvg is at −6, the control at 4 and ProtoStyle at 9: it has 10 of 15."""
+
+    def of(run: PlannedRun) -> dict[str, float]:
+        more = 20.0 if run.line.label == "ProtoStyle" and run.seed == 1 else 0.0
+        return {domain: value + more for domain, value in accuracy()(run).items()}
+
+    make_runs(styles(), tmp_path, of, skip={("color jitter", 1)})
+    office, *_ = StudyFolder.create(tmp_path / "styles", styles(), tmp_path).tables()
+    jitter, uniform, *_ = page.controls(office)
+    assert "on office_caltech (1 of 2 seeds);" in jitter and "it has 67 %" in jitter
+    assert "on office_caltech;" in uniform and "it has 40 %" in uniform  # of 25, both seeds
+    assert differences([office]).panels[0].title == "office_caltech, 1 to 2 seeds"
+
+
 def test_variants_are_compared_with_their_like(page: Any, tmp_path: Path) -> None:
     office, digits, *_ = made(tmp_path).tables()
     unbalanced, line = page.variants(office)
     assert re.search(r"by samples.*\+(9\.|8\.[89])", unbalanced)
+    assert re.search(r"its own average gives [+-]0\.\d", unbalanced)
     against = dict(zip(("I²PFL", "FedAvg"), re.findall(r"([+-]\d+\.\d) ±", line), strict=True))
     # 10 points against I²PFL's one and FedAvg's four
     assert float(against["I²PFL"]) == pytest.approx(9, abs=0.3)

@@ -396,8 +396,9 @@ def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
             _interval_axis(axis, names, f"points above {table.baseline}")
 
         said = ", ".join(f"{label} {s.mean:+.1f}" for label, s in own.items())
-        seeds = max((s.seeds for s in own.values()), default=0)
-        title = f"{table.task}, {seeds} seed{'s' * (seeds != 1)}"
+        seeds = sorted({s.seeds for s in own.values()} or {0})
+        few = f"{seeds[0]} to " if len(seeds) > 1 else ""
+        title = f"{table.task}, {few}{seeds[-1]} seed{'s' * (seeds[-1] != 1)}"
         alt = f"Above {table.baseline} on {table.task}: {said}."
         return Panel(title, alt, draw, 4.6, _bars_height(len(names)))
 
