@@ -27,8 +27,10 @@ from protofed.studies.execution import (
     Job,
     LocalRunner,
     display,
+    expected_seconds,
     raise_failures,
     run_all,
+    starting_order,
     time_left,
 )
 from protofed.studies.launch import prepare
@@ -79,6 +81,68 @@ def test_the_last_runs_share_all_cores(tmp_path: Path, monkeypatch: pytest.Monke
     assert run_quietly(jobs, at_once=2)[0] == []
     workers = [command[command.index("--workers") + 1] for command in started]
     assert workers == ["2", "2", "4"]
+
+
+def timed_jobs(tmp_path: Path, seconds: dict[str, float]) -> list[Job]:
+    """Three seeds of three methods with ten rounds each, seed by seed; rounds of seed 0 are known.
+
+    Seed 0 has done five of them.
+    """
+    rows = {"FedAvg": "fedavg", "FPL": "fpl", "MOON": "moon"}
+    made = study(rows=rows, seeds=3, settings={**TINY, "rounds": 10})
+    jobs = []
+    for run in sorted(plan(made), key=lambda run: run.seed):
+        method = run.config.method.name
+        folder = RunFolder(tmp_path / f"{method}-{run.seed}")
+        job = Job(f"{method} {run.seed}", run.config, folder, "")
+        if run.seed == 0 and method in seconds:
+            job.state = "running"
+            took = {"train": seconds[method], "evaluate": 1.0}
+            job.records.extend([{"seconds": took}] * 5)
+        jobs.append(job)
+    return jobs
+
+
+def test_what_a_run_takes_is_known_from_runs_of_its_kind(tmp_path: Path) -> None:
+    jobs = timed_jobs(tmp_path, {"fedavg": 1.0, "moon": 5.0})
+    by_name = {job.name: expected_seconds(jobs)[id(job)] for job in jobs}
+    assert by_name["fedavg 0"] == 5 * 2 and by_name["fedavg 2"] == 10 * 2
+    assert by_name["moon 0"] == 5 * 6 and by_name["moon 1"] == 10 * 6
+    assert by_name["fpl 0"] == by_name["fpl 2"] == 10 * 4, "the mean of the others"
+    assert expected_seconds(timed_jobs(tmp_path, {})) == {}
+    jobs[0].state, jobs[1].state = "done", "failed"
+    assert {id(job) for job in jobs[2:]} == expected_seconds(jobs).keys()
+
+
+def test_a_complete_run_of_the_pool_tells_what_another_seed_takes(tmp_path: Path) -> None:
+    two = study(rows={"FedAvg": "fedavg"}, seeds=2)
+    make_runs(two, tmp_path, skip={("FedAvg", 1)})
+    done, other = jobs_of(two, tmp_path)
+    done.state = "done"
+    seconds = done.folder.summary()["seconds"]
+    assert seconds > 0
+    assert expected_seconds([done, other]) == {id(other): seconds}, "of the one round it has"
+    (done.folder.path / "summary.json").write_text("{")
+    del done.seconds_before
+    assert expected_seconds([done, other]) == {}
+
+
+def order(jobs: list[Job], at_once: int) -> list[str]:
+    left = [job for job in jobs if job.state == "waiting"]
+    return [job.name for job in starting_order(left, jobs, at_once)]
+
+
+def test_runs_that_would_end_last_are_started_first(tmp_path: Path) -> None:
+    in_turn = ["fedavg 1", "fpl 1", "moon 1", "fedavg 2", "fpl 2", "moon 2"]
+    known = {"fedavg": 1.0, "fpl": 1.0, "moon": 5.0}  # 20, 20 and 60 s a run
+    jobs = timed_jobs(tmp_path, known)
+    assert order(jobs, 1) == order(jobs, 4) == in_turn, "250 s of work in four places: 62 s"
+    assert order(jobs, 5) == ["moon 1", "moon 2", "fedavg 1", "fpl 1", "fedavg 2", "fpl 2"]
+    assert order(timed_jobs(tmp_path, {}), 5)[3:] == in_turn, "nothing is known yet"
+    for job in jobs[:5]:
+        job.state = "done"
+    assert order(jobs, 2) == ["moon 1", "fedavg 2", "fpl 2", "moon 2"], "160 s in two: 80 s"
+    assert order(jobs, 3) == ["moon 1", "moon 2", "fedavg 2", "fpl 2"]
 
 
 def test_a_round_to_keep_that_never_comes_is_an_error(tmp_path: Path) -> None:

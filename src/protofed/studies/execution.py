@@ -18,7 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -81,10 +83,23 @@ class Job:
         kept = self.folder.artifact_rounds("snapshots")
         return rounds_to_keep(replace(self.config, rounds=done)) <= set(kept)
 
+    @cached_property
+    def kind(self) -> str:
+        """Its configuration, whatever the seed: runs of one kind take about equally long."""
+        return replace(self.config, seed=0).hash
+
     def refresh(self) -> None:
         with contextlib.suppress(ProtofedError, OSError):
             if self.folder.rounds_written() != self.stale:
                 self.records = self.folder.records()
+
+    @cached_property
+    def seconds_before(self) -> float | None:
+        """Seconds per round of a run that was complete when the study started."""
+        with contextlib.suppress(ProtofedError, OSError, KeyError):
+            summary = self.folder.summary()
+            return float(summary["seconds"]) / int(summary.get("rounds", self.config.rounds))
+        return None
 
     @property
     def rounds(self) -> int:
@@ -181,14 +196,11 @@ def _settle(job: Job) -> None:
 
 
 def _run(jobs: Sequence[Job], todo: Sequence[Job], runner: Runner, console: Console) -> None:
-    began, at_once = time.perf_counter(), runner.at_once
-    left = list(todo)
-    for i, job in enumerate(left):  # the last ones, if they are fewer, share all cores
-        job.at_once = min(at_once, len(left) - i // at_once * at_once)
+    began, left = time.perf_counter(), list(todo)
     live = Live(console=console, transient=True, refresh_per_second=4)
     with live if console.is_terminal else contextlib.nullcontext():
         while left:
-            _start_some(left, runner, console)
+            _start_some(jobs, left, len(todo), runner, console)
             if any(job.state in ("running", "elsewhere", "waiting") for job in left):
                 time.sleep(POLL_SECONDS)
             for job in left:
@@ -215,10 +227,16 @@ def _stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _start_some(jobs: Sequence[Job], runner: Runner, console: Console) -> None:
-    """Fill the free places; what other processes have is only checked now and then."""
-    free = runner.at_once - sum(job.state == "running" for job in jobs)
-    for job in jobs:
+def _start_some(
+    jobs: Sequence[Job], left: Sequence[Job], total: int, runner: Runner, console: Console
+) -> None:
+    """Fill the free places; what other processes have is only checked now and then.
+
+    ``left`` are the jobs that have not ended, of the ``total`` that were to be done.
+    """
+    at_once = runner.at_once
+    free = at_once - sum(job.state == "running" for job in left)
+    for job in starting_order(left, jobs, at_once) if free > 0 else ():
         if free <= 0:
             return
         if job.state == "running" or time.perf_counter() - job.checked < RETRY_SECONDS:
@@ -236,10 +254,51 @@ def _start_some(jobs: Sequence[Job], runner: Runner, console: Console) -> None:
             text = "starts over, there is no checkpoint in its folder to resume from"
             print_plain(console, f"{job.name}: {text}")
         job.refresh()
+        before = total - sum(not other.started for other in left if other is not job) - 1
+        # the last ones, if they are fewer, share all cores
+        job.at_once = min(at_once, total - before // at_once * at_once)
         job.started, job.before = time.perf_counter(), len(job.records)
         job.state = "running"
         runner.start(job)
         free -= 1
+
+
+def expected_seconds(jobs: Sequence[Job]) -> dict[int, float]:
+    """What each job that has not ended still takes, by its ``id``; empty if nothing is known.
+
+    A round takes what rounds of the same configuration took so far, with whatever seed; or, where
+    there are none yet, those of the task, or all.
+    """
+    took: dict[str, list[float]] = {}
+    for job in jobs:
+        seconds = [sum(record.get("seconds", {}).values()) for record in job.records]
+        if not seconds and job.state == "done" and job.seconds_before is not None:
+            seconds = [job.seconds_before]
+        for key in (job.kind, job.config.task, "") if seconds else ():
+            took.setdefault(key, []).append(fmean(seconds))
+    if not took:
+        return {}
+    mean = {key: fmean(found) for key, found in took.items()}
+    return {
+        id(job): (job.config.rounds - job.rounds)
+        * mean.get(job.kind, mean.get(job.config.task, mean[""]))
+        for job in jobs
+        if job.state not in ("done", "failed")
+    }
+
+
+def starting_order(left: Sequence[Job], jobs: Sequence[Job], at_once: int) -> list[Job]:
+    """The jobs in their order, except that those that would end last come first.
+
+    Such a job takes as long by itself as everything that is left takes in all places. In its turn,
+    it would run on when there is nothing else to do. Sorting all jobs by length would end no
+    sooner, and a study that is stopped would have all seeds of some rows and none of others.
+    """
+    seconds = expected_seconds(jobs)
+    share = sum(seconds.values()) / at_once
+    first = sorted(left, key=lambda job: -seconds.get(id(job), 0.0))
+    first = [job for job in first if seconds and seconds[id(job)] >= share]
+    return first + [job for job in left if all(job is not other for other in first)]
 
 
 def run_arguments(job: Job, workers: int) -> list[str]:
@@ -356,18 +415,9 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
 
 
 def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
-    """Seconds until all are done, from the seconds a round took, task by task."""
-    took: dict[str, list[float]] = {}
-    for job in jobs:
-        for record in job.records:
-            took.setdefault(job.config.task, []).append(sum(record.get("seconds", {}).values()))
-    if not took:
-        return None
-    mean = {task: sum(s) / len(s) for task, s in took.items()}
-    overall = sum(mean.values()) / len(mean)
-    unfinished = [job for job in jobs if job.state not in ("done", "failed")]
-    work = ((j.config.rounds - j.rounds) * mean.get(j.config.task, overall) for j in unfinished)
-    return sum(work) / max(1, min(at_once, len(unfinished)))
+    """Seconds until all are done."""
+    seconds = expected_seconds(jobs)
+    return sum(seconds.values()) / max(1, min(at_once, len(seconds))) if seconds else None
 
 
 def _print_rounds(jobs: Sequence[Job], console: Console) -> None:
