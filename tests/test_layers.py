@@ -19,7 +19,6 @@ ORDER = (
     "config",
     "federation",
     "engines",
-    "privacy",
     "runs",
     "observers analysis testing",
     "inference",
