@@ -69,6 +69,13 @@ def test_an_image_of_one_color_stays_finite(change):
     assert found.isfinite().all() and found.min() >= 0 and found.max() <= 1
 
 
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 2), (2, 5), (5, 1)])
+def test_images_of_few_pixels_have_nothing_to_sharpen(height, width):
+    x = pixels(n=2, side=8)[:, :, :height, :width]
+    assert torch.equal(augmix.sharpness(x, each(1.0, 3.0), each(-1.0, 3.0)), x)
+    assert augmix.augmix(x, drawn(2), 3.0).isfinite().all()
+
+
 def test_an_image_of_one_color_stays_so_after_sharpness():
     """Autocontrast would make black and white of the rounding that sharpness leaves."""
     x = (torch.arange(256) / 255)[:, None, None, None].expand(256, 3, 8, 8).contiguous()

@@ -135,6 +135,8 @@ def color(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
 
 def sharpness(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
     """Away from the images smoothed by 3 × 3 pixels, of which the middle one counts five times."""
+    if min(x.shape[2:]) < 3:  # no pixel has all its neighbors
+        return _away(x, x, signed)
     inner = x[:, :, 1:-1, 1:-1]
     smooth = (9 * F.avg_pool2d(x, 3, 1) + 4 * inner) / 13
     return _away(x, x + F.pad(smooth - inner, (1, 1, 1, 1)), signed)
