@@ -69,6 +69,22 @@ def test_an_image_of_one_color_stays_finite(change):
     assert found.isfinite().all() and found.min() >= 0 and found.max() <= 1
 
 
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (2, 2), (2, 5), (5, 1)])
+def test_images_of_few_pixels_have_nothing_to_sharpen(height, width):
+    x = pixels(n=2, side=8)[:, :, :height, :width]
+    assert torch.equal(augmix.sharpness(x, each(1.0, 3.0), each(-1.0, 3.0)), x)
+    assert augmix.augmix(x, drawn(2), 3.0).isfinite().all()
+
+
+def test_an_image_of_one_color_stays_so_after_sharpness():
+    """Autocontrast would make black and white of the rounding that sharpness leaves."""
+    x = (torch.arange(256) / 255)[:, None, None, None].expand(256, 3, 8, 8).contiguous()
+    for level in torch.linspace(0.1, 3, 30).tolist():
+        values = torch.full((256, 1, 1, 1), level)
+        found = augmix.autocontrast(augmix.sharpness(x, values, -values), values, values)
+        assert torch.allclose(found, x, rtol=0, atol=1e-6)
+
+
 def test_translations_move_by_whole_pixels_and_leave_black():
     x = pixels(n=3, side=30)
     found = augmix.moved(x, torch.tensor([3, 4, 9]), torch.tensor([2.0, -3.0, 5.0]).double())

@@ -86,9 +86,12 @@ def moved(x: Tensor, operation: Tensor, signed: Tensor) -> Tensor:
 
 
 def autocontrast(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """The darkest value of a channel becomes 0, the brightest 1."""
+    """The darkest value of a channel becomes 0, the brightest 1; one of one color stays.
+
+    An operation before may have left its rounding there, which is not to become black and white.
+    """
     low, high = x.amin((2, 3), True), x.amax((2, 3), True)
-    flat = high <= low
+    flat = high - low < 1e-5
     return torch.where(flat, x, (x - low) / (high - low).masked_fill(flat, 1))
 
 
@@ -132,6 +135,8 @@ def color(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
 
 def sharpness(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
     """Away from the images smoothed by 3 × 3 pixels, of which the middle one counts five times."""
+    if min(x.shape[2:]) < 3:  # no pixel has all its neighbors
+        return _away(x, x, signed)
     inner = x[:, :, 1:-1, 1:-1]
     smooth = (9 * F.avg_pool2d(x, 3, 1) + 4 * inner) / 13
     return _away(x, x + F.pad(smooth - inner, (1, 1, 1, 1)), signed)

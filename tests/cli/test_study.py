@@ -338,6 +338,21 @@ def test_runs_of_a_pool_are_packed_without_running_the_study(protofed: Protofed)
     assert protofed("study", "table", "results/mine", "--format", "csv").out == before
 
 
+def test_what_is_packed_is_the_study_as_it_is_now(protofed: Protofed) -> None:
+    """Nothing of an earlier packing stands for it, and none that failed leaves anything."""
+    make_runs(study(), Path("runs"))
+    Path("full").mkdir()
+    Path("full/of").touch()
+    into = ("--to", "results/mine", "--images", 0)
+    for title in ("before", "after"):
+        Path("mine.toml").write_text(study(title=title).toml())
+        assert protofed("study", "pack", "mine.toml", *into).code == 0
+        assert StudyFolder.open(Path("results/mine")).study.title == title
+    done = protofed("study", "pack", "mine.toml", "--to", "full")
+    assert done.code == 2 and "is not empty" in done.err
+    assert not Path("runs/mine").exists()
+
+
 @pytest.mark.parametrize("options", [(), ("--device", "cpu")])
 def test_a_study_is_continued_from_what_was_packed(
     protofed: Protofed, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]

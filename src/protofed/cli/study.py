@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -255,9 +257,13 @@ def pack_(
     from protofed.studies.folder import StudyFolder
 
     path = _changed_path(_study_path(folder, pool))
-    if not (path / "study.toml").is_file():  # the pool may have its runs all the same
-        StudyFolder.create(path, _find_study(folder, pool).study, pool)
-    with status() as tell:
+    with ExitStack() as stack:
+        if not (path / "study.toml").is_file():  # the pool may have its runs all the same
+            found = _find_study(folder, pool)
+            # a folder in the pool would stand for this study from then on, whatever it becomes
+            path = Path(stack.enter_context(TemporaryDirectory())) / path.name
+            StudyFolder.create(path, found.study, pool.resolve())
+        tell = stack.enter_context(status())
         packed = pack(path, to, images, tell)
     console.print(
         f"{packed.runs} runs with their tables and figures are in [bold]{escape(str(to))}[/bold], "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from tests.engines.lanes.cpu_stand_in import RECORD, both, difference, in_lanes, nothing
 from torch import Tensor
 
+from protofed.data import Task
 from protofed.engines.lanes import lane
 from protofed.engines.lanes.engine import Lanes
 from protofed.engines.lanes.program import Program
 from protofed.errors import NoSecondDerivative, ProtofedError
 from protofed.method import Batch, Phase, Terms
 from protofed.methods import METHODS, FedAvg, FedProto, FedSR
+from protofed.testing.checks import tiny_task
 
 pytestmark = pytest.mark.usefixtures("lanes_on_cpu")
 
@@ -141,6 +143,24 @@ def test_bfloat16_runs(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     """With bfloat16 copies of the weights, and without the kernel (which needs Triton)."""
     monkeypatch.setattr("protofed.engines.lanes.step.kernels", None)
     assert in_lanes(FedAvg(), precision="bf16", **settings).run_round()["loss"]["ce"] < 3
+
+
+def test_crops_and_steps_are_computed_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jitter before the steps of an epoch, random numbers in them."""
+    called: list[str] = []
+
+    def left_to_the_expression(name: str) -> Any:
+        return lambda *args, **kwargs: called.append(name)
+
+    def task(**sizes: Any) -> Task:
+        plain = tiny_task(**sizes)
+        return replace(plain, augment=replace(plain.augment, jitter=(0.4, 0.4, 0.4, 0.1)))
+
+    monkeypatch.setattr("tests.engines.lanes.cpu_stand_in.tiny_task", task)
+    kernels = {name: left_to_the_expression(name) for name in ("jittered", "normal")}
+    monkeypatch.setattr("protofed.engines.lanes.program._kernels", lambda device: kernels)
+    assert difference(*both(METHODS["fedsr"](), rounds=1)) < 1e-8
+    assert set(called) == {"jittered", "normal"}
 
 
 # ---- recording -----------------------------------------------------------------------------------

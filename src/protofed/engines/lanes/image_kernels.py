@@ -181,7 +181,7 @@ def _away(x, origin, factor):
 def _stretched(x, inside):
     low = tl.min(tl.where(inside, x, float("inf")))
     high = tl.max(tl.where(inside, x, float("-inf")))
-    flat = high <= low
+    flat = high - low < 1e-5
     return tl.where(flat, x, (x - low) / tl.where(flat, 1.0, high - low))
 
 
