@@ -181,6 +181,14 @@ def test_crops_are_those_of_the_gather(
     assert torch.equal(crops(padded(x, augment), order, some, augment), expected[order])
 
 
+def test_a_hue_is_turned_by_half_a_turn_at_most() -> None:
+    augment = Augment(jitter=(0.0, 0.0, 0.0, 3.0))
+    jitter = Choices.draw(np.random.default_rng(0), 1000, augment).jitter
+    assert jitter is not None
+    hue = jitter[:, 3]
+    assert -0.5 <= hue.min() < -0.49 and 0.49 < hue.max() <= 0.5
+
+
 def test_every_corner_and_flip() -> None:
     augment = Augment(padding=3)
     corners = [(t, c, f) for t in range(7) for c in range(7) for f in (False, True)]

@@ -226,6 +226,17 @@ def test_the_best_is_marked_and_the_second():
     assert grid(table[:1])[1][0].cells[1].mark == ""
 
 
+def test_rows_that_lack_seeds_are_not_ranked():
+    """Their seeds may be the easy ones."""
+    table = [
+        row("a", {s: measure(s, 50.0) for s in range(3)}, {}),
+        row("b", {0: measure(0, 90.0)}, {}, wanted=3),
+        row("c", {s: measure(s, 60.0) for s in (2, 0, 1)}, {}),
+    ]
+    marks = [line.cells[1].mark for line in grid(table)[1]]
+    assert marks == ["second", "", "best"]
+
+
 def test_missing_runs_are_shown():
     table = [
         row("a", {0: measure(0, 50.0)}, {}, wanted=3),

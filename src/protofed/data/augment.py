@@ -71,7 +71,8 @@ class Choices(NamedTuple):
             spread = np.array(augment.jitter)
             middle = np.array([1.0, 1.0, 1.0, 0.0])
             low = np.maximum(middle - spread, [0.0, 0.0, 0.0, -0.5])
-            jitter = torch.from_numpy(rng.uniform(low, middle + spread, (n, 4)).astype(np.float32))
+            high = np.minimum(middle + spread, [np.inf, np.inf, np.inf, 0.5])  # half a turn of hue
+            jitter = torch.from_numpy(rng.uniform(low, high, (n, 4)).astype(np.float32))
             order = torch.from_numpy(rng.permuted(np.tile(np.arange(4), (n, 1)), axis=1))
         if augment.grayscale:
             gray = torch.from_numpy(rng.random(n) < augment.grayscale)

@@ -499,8 +499,12 @@ def printed_difference(r: TableRow, base: TableRow | None) -> float | None:
 
 
 def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
-    """The best and the second in a column, as printed: equal texts are equally good."""
-    found = {r.label: r.at(column) for r in table}
+    """The best and the second in a column, as printed: equal texts are equally good.
+
+    Rows that lack seeds are not ranked: other seeds are other clients.
+    """
+    most = max((r.seed_list for r in table), key=len, default=())
+    found = {r.label: r.at(column) for r in table if set(r.seed_list) == set(most)}
     means = {label: round(s.mean, 1) for label, s in found.items() if s is not None}
     if len(means) < 2:
         return {}

@@ -149,8 +149,8 @@ def augmix(
                 r, g = _equalized(r, inside, HW), _equalized(g, inside, HW)
                 b = _equalized(b, inside, HW)
             elif operation == _POSTERIZE:
-                unit = (1 << (4 + tl.floor(0.4 * level).to(tl.int32))).to(tl.float32)
-                r, g, b = _posterized(r, unit), _posterized(g, unit), _posterized(b, unit)
+                bits = 4 + tl.floor(0.4 * level).to(tl.int32)
+                r, g, b = _posterized(r, bits), _posterized(g, bits), _posterized(b, bits)
             elif operation == _SOLARIZE:
                 limit = 1 - level / 10
                 r, g, b = _solarized(r, limit), _solarized(g, limit), _solarized(b, limit)
@@ -203,8 +203,8 @@ def _equalized(x, inside, HW: tl.constexpr):
 
 
 @triton.jit
-def _posterized(x, unit):
-    return tl.floor(_eight_bits(x) / unit) * unit / 255
+def _posterized(x, bits):
+    return ((_eight_bits(x).to(tl.int32) >> bits) << bits).to(tl.float32) / 255
 
 
 @triton.jit
