@@ -166,9 +166,9 @@ def _hypers(cls: type[Method]) -> list[str]:
     if cls.switches():
         lines += [
             "",
-            f"`published` is the default. `--set {READING}=printed` takes the other column, and "
-            "what is set by itself wins over it. A run's config holds hyper-parameters, not the "
-            "reading.",
+            f"`published` is the default; `--set {READING}=printed` takes the other column. A "
+            "hyper-parameter that is set by name overrides either. A run's config holds the "
+            "hyper-parameters, not the reading.",
         ]
     return lines
 
