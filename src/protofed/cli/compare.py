@@ -231,7 +231,7 @@ def run_study(
     elif done.folder is not None and done.files:
         print_tables([t for t in done.folder.tables(chosen.tasks) if t.runs])
         console.print(
-            f"{', '.join(done.files)} are in [bold]{escape(str(path))}[/bold], the runs are in "
+            f"{', '.join(done.files)} are in [bold]{escape(str(path))}[/bold], the runs in "
             f"[bold]{escape(str(pool))}[/bold]"
         )
         for path in done.folder.chosen_runs():

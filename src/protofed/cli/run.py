@@ -111,11 +111,11 @@ def run(
     if folder.is_finished(facts.run_hash(complete)) and not overwrite:
         if profile:
             raise ProtofedError(
-                f"'{folder.path}' already holds this run, finished: there is no round to record",
+                f"'{folder.path}' already holds this run, which is complete: no round to record",
                 "--overwrite runs it again, --out uses another folder",
             )
         if not quiet:
-            console.print(f"{folder.path} already holds this run, finished:")
+            console.print(f"{folder.path} already holds this run, which is complete:")
             print_results([load_run(folder.path, model=False)])
         return
     if resume and not overwrite:
