@@ -75,7 +75,9 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
     "colors": ("protostyle", replace_entry("styles", "pixels", torch.ones(2, 4)), "not 2×3"),
     "styles": ("fedccrl", replace_entry("styles", "pixels", torch.ones(1, 2, 4)), "not 1×2×3"),
     "many styles": (
-        "fedccrl", replace_entry("styles", "pixels", torch.ones(25, 2, 3)), "the site has 24 samples"
+        "fedccrl",
+        replace_entry("styles", "pixels", torch.ones(25, 2, 3)),
+        "the site has 24 samples",
     ),
     "many prototypes": ("fedplvm", longer, "the site has 24 samples"),
     "hidden": ("fpl", hidden, "'prototypes' has the norm"),

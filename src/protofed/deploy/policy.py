@@ -57,13 +57,13 @@ class Policy:
     methods: tuple[str, ...] | None = None
     max_rounds: int | None = None
     max_epochs: int | None = None
-    """Of a round, over all phases of the method."""
+    """In a round, over all phases of the method."""
     max_batch: int | None = None
     min_lr: float | None = None
     max_lr: float | None = None
     models: tuple[str, ...] | None = None
     max_width: int | None = None
-    """Of the first layer, whether the run says so or the model's default does."""
+    """That of the first layer, whether it is set by the run or by the model's default."""
     norms: tuple[str, ...] | None = None
     min_class_count: int = 1
     """A run that asks for less is not refused: the site's number is applied."""
