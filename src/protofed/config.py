@@ -421,8 +421,8 @@ class Config:
         "str",
         CLIENTS,
         "The values that become black and white in images with more than 8 bits, such as 0:4095 "
-        "for 12-bit scans. Default: the lowest and highest in the folder, or the window of DICOM "
-        "files if all of them have one.",
+        "for 12-bit scans. Default: the lowest and highest in the folder; if all of these images "
+        "are DICOM files with a window, each is shown in its own.",
         metavar="LOW:HIGH",
         later=True,
     )

@@ -1,4 +1,4 @@
-"""The contract of a method: what it imports, besides torch, ``prototypes``, ``styles``, ``augmix``.
+"""The contract of a method: all it imports but torch, ``prototypes``, ``styles`` and ``augmix``.
 
 A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. The
 defaults of ``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over
@@ -570,7 +570,7 @@ class Client:
         self.lr = lr
         self.clean, self.public = clean, public
         self.min_class_count = min_class_count
-        """How many images a prototype must be of to leave the client."""
+        """How many images a prototype must be made from to leave the client."""
         self.small_classes = small_classes
         """The classes [K] with fewer images than that, if there may be some."""
         self.label_smoothing = label_smoothing

@@ -248,9 +248,10 @@ def admit(
         bool, typer.Option("--replace", help="If the site already has a key, replace it.")
     ] = False,
 ) -> None:
-    """On the server: let sites in with the keys in their requests, at once if it is running.
+    """On the server: let sites in with the keys in their requests.
 
-    Compare each fingerprint with the one that the site saw, over the phone for example.
+    Compare each fingerprint with the one that the site saw, over the phone for example. If the
+    server is running, it lets them in at once.
     """
     _need_flower()
     from protofed.deploy.admission import admit as let_in
@@ -265,7 +266,10 @@ def admit(
 def revoke(
     site: Annotated[str, typer.Argument(help="The site's name.")], folder: DirOption = Path()
 ) -> None:
-    """On the server: shut a site out, at once if it is running. Its key is never let in again."""
+    """On the server: shut a site out; its key is never let in again.
+
+    If the server is running, it shuts the site out at once.
+    """
     _need_flower()
     from protofed.deploy.admission import revoke as shut_out
     from protofed.deploy.setup import server_folder
@@ -277,7 +281,7 @@ def revoke(
 def renew(folder: DirOption = Path(), name: SiteOption = None, ca: CaOption = None) -> None:
     """Make new keys: the server's, with its certificate, or a site's, with a request to admit.
 
-    They are a site's if you name one or DIR is a site's folder; otherwise they are the server's.
+    They are for a site if you name one or DIR is a site's folder; otherwise for the server.
     """
     _need_flower()
     from protofed.deploy.admission import make_request, renew_server
@@ -518,7 +522,7 @@ def doctor(
 ) -> None:
     """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks.
 
-    The check is a site's if you name one or DIR is a site's folder; otherwise it is the server's.
+    It looks from a site if you name one or DIR is a site's folder; otherwise from the server.
     """
     _need_flower()
     from protofed.deploy.doctor import examine

@@ -165,8 +165,8 @@ def evaluate(
         bool,
         typer.Option(
             "--calibrate",
-            help="First fit the temperature of the probabilities on training images that the run "
-            "did not use, and write it into the run's model, for predict and export.",
+            help="First fit the temperature of the probabilities on training images that no client "
+            "trained on, and write it into the run's model, for predict and export.",
         ),
     ] = False,
     client: ClientOption = None,
@@ -188,7 +188,7 @@ def evaluate(
         fitted = fit(model, client, device, data)
         say(
             f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} training images that "
-            f"the run did not use: calibration error on them {fitted.before:.1f} → "
+            f"no client trained on: calibration error on them {fitted.before:.1f} → "
             f"{fitted.after:.1f} %"
         )
     trained = load_model(model, client, device)

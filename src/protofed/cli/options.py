@@ -67,7 +67,7 @@ MpsOption = Annotated[
     output_option(
         "--mps/--no-mps",
         help="Let runs share GPUs through NVIDIA's MPS, with a daemon of their own; default: on if "
-        "it works and several runs go on at a time.",
+        "it works and there are several runs at a time.",
     ),
 ]
 PoolOption = Annotated[
@@ -83,8 +83,8 @@ RayOption = Annotated[
     output_option(
         "--ray",
         metavar="local|auto|HOST:PORT",
-        help="Do the runs on a Ray cluster: a new one on this machine (local), a running one if "
-        "there is any (auto), or the one at HOST:PORT (docs/cluster.md).",
+        help="Do the runs on a Ray cluster: local starts one on this machine, auto uses a running "
+        "one if there is any, HOST:PORT is the address of one (docs/cluster.md).",
     ),
 ]
 GpusOption = Annotated[

@@ -218,7 +218,7 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
 
 
 def asked_settings(spec: RunSpec) -> dict[str, Any]:
-    """What a run asks for, in a form for people: its method and the settings that matter."""
+    """What a run asks for, as people read it: its method and what can change its numbers."""
     config = spec.config
     settings = {name: getattr(config, name) for name, s in SETTINGS.items() if s.numbers}
     return {

@@ -57,7 +57,7 @@ def prepare(
     planned = plan(study, selection)
     check_domains(study, selection)
     if not planned:
-        raise ProtofedError(f"study '{study.name}' has no run that was selected")
+        raise ProtofedError(f"study '{study.name}' has no run for this selection")
     work: dict[str, Job] = {}  # one run may answer several lines of a table
     one = len(study_tasks(study)) == 1
     for run in shard_of(planned, *shard) if shard is not None else planned:
