@@ -202,7 +202,7 @@ def test_images_to_choose_by(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"settings": {}}, "chooses by validation accuracy"),
-        ({"settings": {"validate": "unused", "leave_out": "each"}}, "one domain at most"),
+        ({"settings": {"validate": "unused", "leave_out": "each"}}, "at most one domain"),
         ({"kind": "table"}, "needs kind = 'tune'"),
         ({"sweep": [{"points": [{"tau": 1.0}, {"lr": 1.0}]}]}, "same parameters"),
         ({"sweep": [{"points": [{"tau": 1.0}], "over": {"tau": [1.0]}}]}, "over or points"),

@@ -76,8 +76,12 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     [
         ("", "", "is open: it executes anyone's code"),
         ("RpcError: timed out", "", "no Ray cluster answers at .*: RpcError: timed out"),
-        ("token", "token", "asks for a token that is not here"),
-        ("token", "exit code -6", "asks for a token that is not here"),  # Ray aborts without one
+        ("token", "token", "asks for a token that this machine does not have"),
+        (
+            "token",
+            "exit code -6",
+            "asks for a token that this machine does not have",
+        ),  # Ray aborts without one
         ("token", "", None),
     ],
 )

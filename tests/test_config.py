@@ -366,7 +366,7 @@ def test_a_step_is_a_third_of_the_rounds():
 
 
 def test_a_warmup_ends_before_the_run():
-    with pytest.raises(ProtofedError, match="warmup_rounds = 4 leaves no round of 4"):
+    with pytest.raises(ProtofedError, match="warmup_rounds = 4 leaves none of the 4"):
         make_config(rounds=4, warmup_rounds=4)
 
 

@@ -4,9 +4,10 @@
     >>> z, y = analysis.features("runs/glyphs-fpl-0-8d543c2646", "photo")
     >>> xy = analysis.tsne(z)
 
-A run is a ``Result`` or its folder. Rounds count from 1; prototypes and models are kept of those in
-``keep_rounds``. ``task`` is needed only for a run on a ``Task`` object. Networks compute on the CPU
-in float32, or in float64 for runs in float64. Shapes: n samples, d features, K classes, M clients.
+A run is a ``Result`` or its folder. Rounds count from 1; prototypes and models are kept for those
+in ``keep_rounds``. ``task`` is needed only for a run on a ``Task`` object. Networks compute on the
+CPU in float32, or in float64 for runs in float64. Shapes: n samples, d features, K classes, M
+clients.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def features(
 
     ``split`` is test (what the run was tested on) or train (all training images, not augmented).
     ``round`` must be one whose model was kept; None is the end of the run. ``limit`` takes at most
-    that many images, always the same. If clients keep their own models, the domain's first counts.
+    that many images, always the same. If clients keep their own models, the domain's first is used.
     """
     out = next(outputs(run, domain, split, round, task=task, limit=limit))
     return out.features, out.labels
@@ -162,7 +163,7 @@ def outputs(
     task: Task | None = None,
     limit: int | None = None,
 ) -> Iterator[Outputs]:
-    """The outputs of the run's model for a domain's images; one for each client with its own."""
+    """The outputs of the run's model for a domain's images; of each client's, if it has its own."""
     run = _loaded(run)
     run.need_model()
     task = task or run.task()
@@ -288,7 +289,7 @@ def _unflat(slot: Slot) -> Tree:
 
 TSNE_STEPS = 500
 """Half the usual number: on features of 800 images the divergence is 1.5 % higher, and neighbors
-stay together as well (trustworthiness 0.989, 0.976, 0.982 either way)."""
+stay together just as well (trustworthiness 0.989, 0.976, 0.982 either way)."""
 
 
 def tsne(features: Floats, seed: int = 0) -> Floats:
@@ -379,7 +380,7 @@ def _cosine_distance(a: Floats, b: Floats) -> float:
 
 
 def model_rounds(run: Run) -> list[int]:
-    """The rounds, from 1, whose global model the run kept, beside the final one."""
+    """The rounds, from 1, whose global model the run kept in addition to the final one."""
     return _artifact_rounds(run, "snapshots")
 
 
@@ -426,8 +427,8 @@ def prototype_distances(run: Run, round: int | None = None) -> Distances:
 def clusters(run: Run) -> list[Clusters]:
     """What FINCH finds in the clients' prototypes of each kept round.
 
-    By the method's ``finch_level``, if it has one, else the last partition: for FPL these are the
-    clusters that its server made. A client with several prototypes may be in several clusters.
+    At the method's ``finch_level``, if it has one, otherwise the last partition: for FPL these are
+    the clusters that its server made. A client with several prototypes may be in several clusters.
     """
     run = _loaded(run)
     level = 0 if run.config.method.options().get("finch_level") == "first" else -1

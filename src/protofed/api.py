@@ -54,10 +54,10 @@ def run(
 
     ``run(task="glyphs", method=protofed.methods.FPL(tau=0.05), rounds=20)``. ``settings`` are the
     fields of ``protofed.Config`` (rounds, seed, lr, clients, ...); what is not given comes from
-    the task's protocol. ``config`` is a ready ``Config``, or a TOML file over which everything
-    that is given here wins. With ``out`` the run keeps a folder, from which ``resume`` continues
-    after a crash, or with more ``rounds`` than before. ``observers`` are called as the run goes on.
-    ``progress`` shows its rounds; by default in a notebook and on a terminal.
+    the task's protocol. ``config`` is a ready ``Config``, or a TOML file; everything given here
+    overrides the file. With ``out`` the run keeps a folder, from which ``resume`` continues after
+    a crash, or with more ``rounds`` than before. ``observers`` are called as the run proceeds.
+    ``progress`` shows its rounds, by default in a notebook and on a terminal.
     """
     console = _console(progress)
     return run_federation(
@@ -92,10 +92,10 @@ def compare(
 
     ``methods`` are names, ``"path/to/file.py:Class"`` or method objects; a mapping gives the rows
     labels of their own. ``options`` has hyper-parameters by row: ``{"fpl": {"tau": 0.05}}``. The
-    runs are in the pool ``runs``, where those that are there already are found again. ``jobs`` of
-    them run at a time; None: one per core, on GPUs what measuring finds. ``mps`` is whether they
-    share GPUs through NVIDIA's MPS; None: if it works. With ``ray`` (``"local"``, ``"auto"`` or
-    ``"HOST:PORT"``) they run on a cluster, each with ``gpus_per_run``.
+    runs are kept in the pool ``runs``; those that are already there are not repeated. ``jobs`` of
+    them run at a time; None: one per core, and on GPUs as many as measurements suggest. ``mps`` is
+    whether they share GPUs through NVIDIA's MPS; None: if it works. With ``ray`` (``"local"``,
+    ``"auto"`` or ``"HOST:PORT"``) they run on a cluster, each with ``gpus_per_run``.
 
     >>> table = protofed.compare("glyphs", ["fedavg", "fpl"], rounds=5)
     >>> print(table)
@@ -121,10 +121,10 @@ def sweep(
     progress: bool | None = None,
     **settings: Any,
 ) -> StudyFolder:
-    """Run a method over all combinations of parameters' values, as ``protofed sweep`` does.
+    """Run a method over all combinations of parameter values, as ``protofed sweep`` does.
 
     ``over`` has the values of hyper-parameters and settings: ``{"tau": [0.02, 0.05]}``. ``against``
-    is another method, not swept.
+    is another method, which is not swept.
     """
     asked = parameter_sweep(task, method, over, seeds, options or {}, settings, against)
     return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
@@ -150,8 +150,8 @@ def tune(
     """Choose hyper-parameters by validation accuracy, as ``protofed tune`` does.
 
     ``over`` has lists of values or ranges: ``{"tau": [0.02, 0.05], "lr": "log:0.001..0.1"}``. At
-    most ``budget`` points are tried. ``validate`` says which images choose; by default training
-    images that no client holds, or a part of each client's where those do not suffice.
+    most ``budget`` points are tried. ``validate`` names the images to choose by: by default
+    training images that no client holds, or a part of each client's if those do not suffice.
 
     >>> tuned = protofed.tune("glyphs", "fpl", over={"tau": [0.02, 0.05, 0.1]}, rounds=5)
     >>> tuned.chosen().point
@@ -163,7 +163,7 @@ def tune(
 
 @dataclass(frozen=True)
 class Finished:
-    """What running a study gave: its folder (None for a part of it), files, and failed runs."""
+    """What running a study produced: its folder (None for a part of it), files, and failed runs."""
 
     folder: StudyFolder | None
     files: list[str]
@@ -185,7 +185,7 @@ def run_study(
     selection: Selection = Selection(),  # noqa: B008 (frozen)
     says: Sequence[str] = (),
 ) -> Finished:
-    """Run what the pool lacks, then write tables and figures; with ``shard`` only a part's runs.
+    """Run what the pool lacks, then write tables and figures; with ``shard``, only run one part.
 
     The study's folder is made before its runs: `protofed study table` can show what is there so
     far, and a folder that holds another study is an error now, not after hours. A point of a search
@@ -211,7 +211,7 @@ def run_study(
         elsewhere=ray is not None,
     )
     if ray is not None and any(job.config.engine == "ray" for job in work):
-        raise ProtofedError("--ray and --engine ray exclude each other", "give one of them")
+        raise ProtofedError("--ray and --engine ray exclude each other", "give only one of them")
     todo = [job for job in work if job.memory is not None]
     on_gpu = any(job.gpu for job in todo)
     if mps and todo and not on_gpu:
@@ -265,7 +265,7 @@ def _run_asked(
 
 
 def _console(progress: bool | None) -> Console:
-    """In a notebook plain lines: it shows each line of markup as a paragraph, and cannot redraw."""
+    """Plain lines in a notebook, which shows marked-up lines as paragraphs and cannot redraw."""
     notebook = Console().is_jupyter
     console = Console(force_jupyter=False, force_terminal=False if notebook else None)
     shown = console.is_terminal or notebook if progress is None else progress

@@ -30,11 +30,11 @@ class Draws(NamedTuple):
     length: Tensor
     """[M·N]: how many operations a chain has."""
     operation: Tensor
-    """[D, 3, M·N]: of each, which it is, its level and its sign."""
+    """[D, 3, M·N]: for each operation, which one it is, its level and its sign."""
     weight: Tensor
-    """[M, N]: of the chains among each other."""
+    """[M, N]: for the weights of the chains relative to each other."""
     share: Tensor
-    """[N]: of the image as it was."""
+    """[N]: for the weight of the image as it was."""
 
 
 @replaceable
@@ -69,7 +69,7 @@ GEOMETRY = ("rotate", "shear x", "shear y", "translate x", "translate y")
 
 
 def moved(x: Tensor, operation: Tensor, signed: Tensor) -> Tensor:
-    """The images through one of ``GEOMETRY`` each, black around them; others as they are."""
+    """Each image through one of ``GEOMETRY``, with black around it; other images as they are."""
     rotate, shear_x, shear_y, right, down = (
         (signed * (operation == i))[:, None, None] for i in range(len(GEOMETRY))
     )
@@ -101,7 +101,7 @@ def eight_bits(x: Tensor) -> Tensor:
 
 
 def equalize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """All values of a channel about equally often, by the integer rule of Pillow."""
+    """Make all values of a channel about equally frequent, by Pillow's integer rule."""
     value = eight_bits(x).long().flatten(2)
     count = value.new_zeros(*value.shape[:2], 256).scatter_add_(2, value, torch.ones_like(value))
     step = (value.shape[2] - count.gather(2, value.amax(2, True))) // 255
@@ -111,13 +111,13 @@ def equalize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
 
 
 def posterize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Only the upper bits of a value."""
+    """Keep only the upper bits of a value."""
     unit = 2.0 ** (4 + (0.4 * level).floor())
     return (eight_bits(x) / unit).floor() * unit / 255
 
 
 def solarize(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """Bright values inverted."""
+    """Invert bright values."""
     return torch.where(x >= 1 - level / 10, 1 - x, x)
 
 

@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: several machines that work for one study or one federation.
+"""The connection to a Ray cluster: several machines that work on one study or one federation.
 
 Ray executes whatever code it is sent, on ports that are open to the network. So nothing here talks
 to a cluster that does not ask for a token, and a cluster that is started here has a token of its
@@ -49,7 +49,7 @@ def require_ray() -> Any:
         import ray
     except ImportError:
         raise ProtofedError("Ray is not installed", "pip install 'protofed[cluster]'") from None
-    if not ray.is_initialized():  # else it keeps what these variables were at first
+    if not ray.is_initialized():  # otherwise it keeps the values that these variables had first
         ray._raylet.Config.initialize("")
         ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
     return ray
@@ -59,7 +59,7 @@ def require_ray() -> Any:
 def connected(address: str) -> Iterator[Any]:
     """Ray, connected to a cluster: ``local``, ``auto`` (a running one, or else local), HOST:PORT.
 
-    A connection that this process has already is used, and kept.
+    If this process is already connected, that connection is used and kept.
     """
     ray = require_ray()
     if ray.is_initialized():
@@ -114,7 +114,7 @@ def _start(ray: Any, options: dict[str, Any]) -> None:
         ray.init(LOCAL, **store, **options)
     except Exception as error:  # Ray has no narrower one
         raise ProtofedError(
-            f"Ray does not start on this machine: {error}", "a busy machine may need a retry"
+            f"Ray does not start on this machine: {error}", "if the machine is busy, try again"
         ) from error
 
 
@@ -129,7 +129,7 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """An error unless someone listens there: Ray itself would try for 40 seconds."""
+    """Raise an error unless someone listens there: Ray itself would try for 40 seconds."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise _no_cluster(address, "that is not HOST:PORT")
@@ -140,7 +140,7 @@ def _require_listener(address: str) -> None:
 
 
 def _require_token(address: str) -> None:
-    """An error unless a cluster is there that takes our token, and nobody without one."""
+    """Raise an error unless a cluster is there that accepts our token, and nobody without one."""
     _require_listener(address)
     refusal = _ask(address, "disabled")
     if not refusal:
@@ -153,13 +153,13 @@ def _require_token(address: str) -> None:
         raise _no_cluster(address, refusal)
     if _ask(address, "token"):
         raise ProtofedError(
-            f"the Ray cluster at {address} asks for a token that is not here",
+            f"the Ray cluster at {address} asks for a token that this machine does not have",
             "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the one it was started with",
         )
 
 
 def _ask(address: str, mode: str) -> str:
-    """Ask a cluster for its nodes, in a process of its own; why it does not say, if so."""
+    """Ask a cluster for its nodes, in a process of its own; the reason if it gives none."""
     asked = subprocess.run(
         [sys.executable, "-c", _ASK, address],
         env={**os.environ, "RAY_AUTH_MODE": mode},

@@ -2,9 +2,9 @@
 
 ``Config`` is data. It is made from what is given, the protocol, and the task's static description;
 no image is read and no GPU is looked for, so it can be made, hashed, compared and written anywhere.
-What a run then *finds* (images, device, precision, versions) is ``protofed.federation.facts``.
-The command line's options, the check of TOML files and the table in docs/settings.md are made from
-the fields of ``Config``.
+What a run then *finds* (images, device, precision, versions) is in ``protofed.federation.facts``.
+The command line's options, the checks of TOML files and the table in docs/settings.md are all made
+from the fields of ``Config``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ PANELS = (TRAINING, CLIENTS, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
 
 @dataclass(frozen=True)
 class Setting:
-    """All that is declared of a setting.
+    """Everything that is declared about a setting.
 
     ``kind`` is int, float, bool, str, table (a value, or one for each domain or client), rounds or
     part (``unused``, ``folder`` or a fraction). ``default`` is None if the protocol or the task
@@ -149,8 +149,8 @@ class Config:
         "str",
         TRAINING,
         "Sets the default model, batch size, epochs, rounds and optimizer: glyphs, fpl, i2pfl, "
-        "fedseproto, or folder (chosen by your images); default: the task's own (see `protofed "
-        "tasks`).",
+        "fedseproto, or folder (chosen to suit your images); default: the task's own (see "
+        "`protofed tasks`).",
     )
     seed: int = setting(
         "int", TRAINING, "Seed of the split, initial weights and training.", 0, least=0, most=10**15
@@ -185,7 +185,7 @@ class Config:
         "str",
         TRAINING,
         "Optimizer of local training. Its state starts fresh in every round of every client. adam "
-        "adds the weight decay to the gradient, adamw does not; both have PyTorch's betas.",
+        "adds the weight decay to the gradient, adamw does not; both use PyTorch's default betas.",
         "sgd",
         choices=OPTIMIZERS,
         later=True,
@@ -210,7 +210,7 @@ class Config:
     step_factor: float = setting(
         "float",
         TRAINING,
-        "What the learning rate is multiplied by in a step of schedule = step.",
+        "The factor by which the learning rate is multiplied at each step of schedule = step.",
         0.1,
         above=0,
         below=1,
@@ -238,7 +238,7 @@ class Config:
     clip_norm: float | None = setting(
         "float",
         TRAINING,
-        "The largest norm of a step's gradient; a longer one is scaled down to it.",
+        "The largest norm that a step's gradient may have; a longer one is scaled down to it.",
         above=0,
         most=10**6,
         later=True,
@@ -247,7 +247,7 @@ class Config:
         "str",
         TRAINING,
         "How a client's images are drawn in an epoch: each once (uniform), or each of its classes "
-        "equally often (balanced), in as many steps.",
+        "equally often (balanced), in the same number of steps.",
         "uniform",
         choices=("uniform", "balanced"),
         later=True,
@@ -257,11 +257,10 @@ class Config:
         TRAINING,
         "resnet10, resnet18, cnn3 or cnn2, for small images; resnet18_imagenet, resnet34_imagenet "
         "or resnet50_imagenet, for images of 96 pixels or more; path/to/file.py:factory, a model "
-        "of your own (docs/models.md). Default: resnet18_imagenet from 96 pixels on, else the "
-        "protocol's. Clients may have different "
-        "models with features of the same size: cnn3,cnn2 alternates over the clients, "
-        "scan-0=cnn3,... names a model for each. Only methods that send no weights allow "
-        "this (docs/heterogeneous.md).",
+        "of your own (docs/models.md). Default: resnet18_imagenet for images of 96 pixels or more, "
+        "otherwise the protocol's. Clients may have different models with features of the same "
+        "size: cnn3,cnn2 alternates over the clients, scan-0=cnn3,... names a model for each. Only "
+        "methods that send no weights allow this (docs/heterogeneous.md).",
         metavar="NAME | NAME,NAME | CLIENT=NAME,...",
     )
     width: int | None = setting(
@@ -274,15 +273,15 @@ class Config:
         "str",
         TRAINING,
         "A file of weights to start from, e.g. trained on ImageNet: safetensors, or a state dict, "
-        "with the entry names of torchvision and timm. The head is not loaded.",
+        "with the entry names of torchvision or timm. The head is not loaded.",
         metavar="FILE",
         later=True,
     )
     train: str = setting(
         "str",
         TRAINING,
-        "What is trained: all of the model, or only what follows its backbone, which then stays "
-        "as it is and is not sent to the server.",
+        "What is trained: all of the model, or only what follows its backbone; the backbone then "
+        "stays as it is and is not sent to the server.",
         "all",
         choices=("all", "head"),
         later=True,
@@ -308,8 +307,8 @@ class Config:
     min_class_count: int = setting(
         "int",
         TRAINING,
-        "The fewest images of a class whose prototype leaves a client; a smaller class, or a "
-        "smaller cluster of one, is sent as absent. A site's own policy may demand more.",
+        "How many images a class must have for its prototype to leave the client; a smaller class, "
+        "or a smaller cluster of a class, is sent as absent. A site's own policy may demand more.",
         1,
         least=1,
         most=MOST_SAMPLES,
@@ -378,8 +377,8 @@ class Config:
     image_size: int = setting(
         "int",
         CLIENTS,
-        "Height and width of the images in pixels; default 32, and for your own folder about as "
-        "large as its images, up to 224.",
+        "Height and width of the images in pixels; default: 32, and for your own folder about the "
+        "size of its images, up to 224.",
         least=8,
         most=1024,
     )
@@ -401,11 +400,11 @@ class Config:
     validate: float | str | None = setting(
         "part",
         CLIENTS,
-        "Images for choosing hyper-parameters and methods, so that test images stay out: unused "
-        "(training images that no client holds), folder (those in val/ beside train/ and test/), "
-        "or a fraction such as 0.1 of each class of each client, held out of its training. Their "
-        "accuracy is recorded beside the test accuracy, and sweep and compare choose by it. Each "
-        "domain needs at least 20, except one left out, which has none.",
+        "Images for choosing hyper-parameters and methods, so that test images play no part in it: "
+        "unused (training images that no client holds), folder (those in val/, next to train/ and "
+        "test/), or a fraction such as 0.1 of each class of each client, held out of its training. "
+        "The accuracy on them is recorded next to the test accuracy, and sweep and compare choose "
+        "by it. Each domain needs at least 20, except one that is left out, which has none.",
         metavar="unused | folder | FRACTION",
         later=True,
     )
@@ -422,8 +421,8 @@ class Config:
         "str",
         CLIENTS,
         "The values that become black and white in images with more than 8 bits, such as 0:4095 "
-        "for scans of 12 bits. Default: the lowest and highest in the folder; DICOM files that "
-        "all have a window are shown in it.",
+        "for 12-bit scans. Default: the lowest and highest in the folder; if all of these images "
+        "are DICOM files with a window, each is shown in its own.",
         metavar="LOW:HIGH",
         later=True,
     )
@@ -457,7 +456,7 @@ class Config:
         "str",
         ROBUSTNESS,
         "What happens to a client's message that is out of bounds (ten times the median of the "
-        "last rounds): refuse it by name, clip it to the bound, or off: let it count.",
+        "last rounds): refuse it and name the client, clip it to the bound, or off: let it count.",
         "refuse",
         choices=("refuse", "clip", "off"),
         later=True,
@@ -465,8 +464,8 @@ class Config:
     robust: str = setting(
         "str",
         ROBUSTNESS,
-        "How weights, prototypes and all else that clients send are aggregated: none (as the "
-        "method does), clip (shortened to the median norm), trimmed or median (of each "
+        "How weights, prototypes and everything else that clients send are aggregated: none (as "
+        "the method does), clip (shortened to the median norm), trimmed or median (of each "
         "coordinate), krum (only the messages nearest to one another).",
         "none",
         choices=("none", "clip", "trimmed", "median", "krum"),
@@ -485,8 +484,8 @@ class Config:
         "str",
         ROBUSTNESS,
         "For studies of robustness, some clients lie: flip (train with wrong labels), scale (send "
-        "their change reversed and five times as long), noise (in place of their change), "
-        "prototypes (send those of other classes, five times as long).",
+        "their change reversed and five times as long), noise (send noise instead of their "
+        "change), prototypes (send those of other classes, five times as long).",
         choices=("flip", "scale", "noise", "prototypes"),
         later=True,
     )
@@ -575,8 +574,8 @@ class Config:
     max_memory_gb: float | None = setting(
         "float",
         ENGINE,
-        "Gigabytes of memory that the run may use, of the GPU or of the machine; a run that is "
-        "estimated to need more does not start. Default: what is free.",
+        "Gigabytes of memory that the run may use, on the GPU or on the machine; a run that is "
+        "estimated to need more does not start. Default: all that is free.",
         above=0,
         most=10**6,
         numbers=False,
@@ -657,12 +656,12 @@ class Config:
         return replace(self, samples=samples, clients=_clients(self, info))
 
     def settled(self, info: TaskInfo) -> Config:
-        """The config as it was asked for, with what is chosen by a folder's images."""
+        """The config as it was asked for, with what is chosen to suit a folder's images."""
         complete = self.for_task(info)
         return replace(self, **{name: getattr(complete, name) for name in CHOSEN})
 
     def choices(self, info: TaskInfo) -> dict[str, choose.Choice]:
-        """What was not given and is chosen by a folder's images; this has clients and samples."""
+        """What was not given and is chosen to suit the images; clients and samples are known."""
         size, found = self.image_size or info.image_size, dict[str, choose.Choice]()
         assert size is not None, "the folder was not read yet"
         held = client_sizes(self, info)
@@ -716,7 +715,7 @@ _OPTIONS = [
 def training_options(values: Mapping[str, Any]) -> list[str]:
     """The options of training that are not at their defaults, as ``clip_norm 1``.
 
-    Without those that every protocol sets, and those that ``model_in_words`` has.
+    Options that every protocol sets, or that ``model_in_words`` shows, are left out.
     """
     used = {
         n: values[n] for n in _OPTIONS if values.get(n, SETTINGS[n].default) != SETTINGS[n].default
@@ -725,7 +724,7 @@ def training_options(values: Mapping[str, Any]) -> list[str]:
 
 
 CHOSEN = ("image_size", "model", "batch", "epochs", "augment", "pixel_range")
-"""The settings that are chosen by the images of a folder, and are None until these are known."""
+"""The settings that are chosen to suit a folder's images, and None until these are known."""
 
 
 def without_paths(name: str, value: Any) -> Any:
@@ -749,7 +748,7 @@ class Protocol:
 
     ``width`` and ``norm`` are None for the model's own. ``distribution`` names the clients of each
     domain (``protofed.data.distributions``); None: the task's. ``per_task`` is what the paper does
-    differently on certain tasks. What is None is chosen by the images (``Config.choices``).
+    differently on certain tasks. What is None is chosen to suit the images (``Config.choices``).
     """
 
     name: str
@@ -819,7 +818,7 @@ PROTOCOLS = {
         ),
         Protocol(
             "folder",
-            "this package: chosen by your own images",
+            "this package: chosen to suit your own images",
             model=None,
             rounds=100,
             epochs=None,
@@ -910,12 +909,12 @@ def make_config(
         raise unknown(f"test split of {info.name}", values["test_split"], info.test_splits)
     values["keep_rounds"] = _keep_rounds(values["keep_rounds"])
     if values["patience"] is not None and values["validate"] is None:
-        raise ProtofedError("patience stops by the validation accuracy", "add --validate unused")
+        raise ProtofedError("patience needs a validation accuracy", "add --validate unused")
     values |= _steps(values, given)
     if values["warmup_rounds"] >= values["rounds"]:
         raise ProtofedError(
-            f"warmup_rounds = {values['warmup_rounds']} leaves no round of {values['rounds']} at "
-            "the full learning rate",
+            f"warmup_rounds = {values['warmup_rounds']} leaves none of the {values['rounds']} "
+            "rounds at the full learning rate",
             "use fewer --warmup-rounds or more --rounds",
         )
     if values["optimizer"] != "sgd" and made.sgd_only:
@@ -960,7 +959,7 @@ def _method(method: str | Method, options: Mapping[str, Any] | None, task: str) 
     if isinstance(method, str):
         return create(method, options, task)
     if options:
-        raise ProtofedError("pass hyper-parameters to the method object, not beside it")
+        raise ProtofedError("pass hyper-parameters to the method object, not as options")
     return method
 
 
@@ -1004,17 +1003,17 @@ def merged_config(
 
 
 def require_rounds_to_keep(config: Config) -> None:
-    """An error if a round that is to be kept comes after the last one."""
+    """Raise an error if a round that is to be kept comes after the last one."""
     late = [r for r in config.keep_rounds or () if not isinstance(r, str) and r > config.rounds]
     if late:
         raise ProtofedError(
             f"keep_rounds names round {late[0]}, but the run has {config.rounds}",
-            '"last" is the last round, whichever it is',
+            '"last" stands for the last round, whichever it is',
         )
 
 
 def execute_models(settings: Mapping[str, Any]) -> None:
-    """Execute the files of models that a person's settings name."""
+    """Execute the files of models that the user's settings name."""
     if (models := settings.get("model")) is not None:
         for model in filter(is_file, model_names(checked_models(models))):
             load_factory(model)
@@ -1074,7 +1073,7 @@ def short_hash(parts: Any) -> str:
 
 
 def client_sizes(config: Config, info: TaskInfo) -> list[int]:
-    """How many training images each client holds at most; empty if the images are not there."""
+    """How many training images each client holds at most; empty if there are no images yet."""
     found = []
     for domain, available in info.training.items():
         asked = config.domain_samples.get(domain, 1.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def control_groups(controller: str, root: Path) -> Iterator[Path]:
-    """The folders of the groups that may limit this process: its own, and those that it is in.
+    """The folders of the groups that may limit this process: its own, and those that contain it.
 
     A folder has the files of version 2 or those of version 1, whichever the system has.
     """

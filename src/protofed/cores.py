@@ -12,9 +12,9 @@ from protofed.control_groups import control_groups
 
 
 def core_count(root: Path = Path("/")) -> int:
-    """The cores that this process may use: of a machine that others divide, its part.
+    """The cores that this process may use: its part of a machine that is shared with others.
 
-    A batch system names the cores of a job; a container has a quota of the time of all.
+    A batch system names the cores of a job; a container has a quota of the time of all cores.
     """
     if hasattr(os, "sched_getaffinity"):  # Linux
         named = len(os.sched_getaffinity(0))

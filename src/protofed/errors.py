@@ -32,10 +32,10 @@ class Busy(ProtofedError):
 
 
 class NoSecondDerivative(NotImplementedError):
-    """A gradient of a gradient was asked for, of an operation whose own gradient is written down.
+    """The gradient of a gradient was asked for, but the operation's gradient is written by hand.
 
-    Said outright: PyTorch's ``once_differentiable`` passes such a gradient off as a constant where
-    ``torch.autograd.grad`` asks for it.
+    It has to be an error: PyTorch's ``once_differentiable`` passes such a gradient off as a
+    constant where ``torch.autograd.grad`` asks for it.
     """
 
 

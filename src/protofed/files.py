@@ -16,7 +16,7 @@ from typing import Any
 from protofed.errors import ProtofedError
 
 FORMAT = 2
-"""Carried by every file that is written; raised when the meaning of one changes.
+"""The number in every file that is written; it is raised when the meaning of a file changes.
 
 From format 2 on, every file of a run carries a checksum.
 """
@@ -56,7 +56,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_format(path: Path, found: object) -> None:
-    """An error if a file is of a newer format; None is a file from before there were formats."""
+    """Raise an error if a file has a newer format; None: it is from before there were formats."""
     if found is None:
         return
     if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -121,8 +121,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def write_atomic(path: Path, content: bytes | str, private: bool = False) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new, never a part.
 
-    This holds after a power cut, too: the content is on disk before its name is, and the name is
-    when this returns. The temporary file has a name of its own, so two processes may write at once.
+    This holds after a power cut, too: the content is on disk before its name is, and the name is on
+    disk when this returns. Temporary files have unique names, so two processes may write at once.
     Only its owner can read a ``private`` file, or enter its folder if that is made here; other
     files follow the umask.
     """
@@ -144,12 +144,12 @@ def write_atomic(path: Path, content: bytes | str, private: bool = False) -> Non
 
 
 def temporary_file(path: Path) -> Path:
-    """Where to write what is to replace a file: a new name beside it."""
+    """Where to write what will replace a file: a new name next to it."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a file is such a one; if nobody is writing, a kill left it."""
+    """Whether a file is such a temporary one; if nobody is writing, a killed process left it."""
     return re.fullmatch(r"\..+\.[0-9a-f]{8}\.tmp", path.name) is not None
 
 
@@ -166,7 +166,7 @@ def make_folder(path: Path, private: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder onto disk, where the system can do that."""
+    """Flush the names in a folder to disk, where the system can do that."""
     if os.name == "nt":  # folders cannot be opened there
         return
     handle = os.open(folder, os.O_RDONLY)

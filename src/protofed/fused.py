@@ -1,10 +1,10 @@
-"""Functions that an engine may compute by kernels of its own.
+"""Functions that an engine may compute with kernels of its own.
 
-A function marked ``@replaceable`` is a tensor expression, and that is what it means. While
+A function marked ``@replaceable`` is a tensor expression, which defines what it computes. While
 ``using(kernels)`` lasts, in this thread, a function of the same name among ``kernels`` is called in
-its place and must give the same numbers up to rounding. It returns None if it is not made for its
-arguments; then the expression is computed. So it is in transforms of ``torch.func``, which kernels
-do not support.
+its place and must give the same numbers up to rounding. If it is not made for its arguments, it
+returns None; then the expression is computed. The same happens in transforms of ``torch.func``,
+which kernels do not support.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def generator(*parts: int | str) -> np.random.Generator:
 
 
 _torch_lock = threading.RLock()
-if hasattr(os, "register_at_fork"):  # nobody has it then: in a fork it would never be released
+if hasattr(os, "register_at_fork"):  # fork only while it is free: a copy is never released
     os.register_at_fork(
         before=_torch_lock.acquire,
         after_in_parent=_torch_lock.release,
@@ -50,10 +50,10 @@ if hasattr(os, "register_at_fork"):  # nobody has it then: in a fork it would ne
 
 @contextmanager
 def torch_draws(*parts: int | str) -> Iterator[None]:
-    """PyTorch's own generator, for initial weights: seeded with this key, and then as it was.
+    """PyTorch's own generator, for initial weights: seeded with this key, then restored.
 
-    All threads share it, so one at a time has it: of two runs in two threads, neither draws what
-    the other should have.
+    All threads share it, so only one at a time may use it: of two runs in two threads, neither
+    draws the other's numbers.
     """
     with _torch_lock, torch.random.fork_rng(devices=[]):
         torch.manual_seed(key(*parts))

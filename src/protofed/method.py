@@ -1,4 +1,4 @@
-"""The contract of a method: all it imports beside torch, ``protofed.prototypes`` and ``.styles``.
+"""The contract of a method: all it imports but torch, ``prototypes``, ``styles`` and ``augmix``.
 
 A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. The
 defaults of ``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over
@@ -136,7 +136,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Slots:
-    """A method's slots beside ``model``: each one's name, and what it holds in words.
+    """A method's slots besides ``model``: each one's name, and what it holds in words.
 
     ``up`` and ``down`` are the messages; ``client`` is what a client keeps between rounds;
     ``server`` is what the server keeps and does not send (it also keeps all that goes down).
@@ -177,7 +177,7 @@ class Hyper:
 
 
 READING, READINGS = "reading", ("published", "printed")
-"""What stands for several hyper-parameters when a method is made, and its values."""
+"""The option that stands for several hyper-parameters when a method is made, and its values."""
 
 
 def hyper(default: float | int | bool | str, symbol: str, meaning: str, **limits: Any) -> Any:
@@ -206,7 +206,7 @@ class Method:
 
     @property
     def slots(self) -> Slots:
-        """What travels and what is kept, beside the model."""
+        """What travels and what is kept, besides the model."""
         return Slots()
 
     @property
@@ -223,8 +223,8 @@ class Method:
         """Whose model is tested: the server's (``global``), or the clients' own.
 
         ``clients``: each domain is tested by its own clients. ``everyone``: each client is tested
-        on every domain, and a domain's figure is the mean over all clients, with that of its own
-        clients recorded beside it; for methods without a global model.
+        on every domain, and a domain's accuracy is the mean over all clients, with that over its
+        own clients recorded next to it; for methods without a global model.
         """
         return "global"
 
@@ -240,7 +240,7 @@ class Method:
 
     @property
     def weighting(self) -> str:
-        """What updates are weighed by, in words; empty: the protocol's rule.
+        """What updates are weighted by, in words; empty: the protocol's rule.
 
         ``uniform`` is enough to make all updates count the same; other words describe ``weights``.
         """
@@ -262,7 +262,7 @@ class Method:
 
     @property
     def size_limit(self) -> float:
-        """How many times the others' median a slot of a client may be large (``--bounds``)."""
+        """How large a client's slot may be, in multiples of the others' median (``--bounds``)."""
         return 10.0
 
     @property
@@ -324,7 +324,7 @@ class Method:
         return {}
 
     def upload(self, client: Client) -> tuple[Tree, Tree]:
-        """After training: what is sent beside the shared model, and the next private slots."""
+        """After training: what is sent besides the shared model, and the next private slots."""
         return {}, {}
 
     def weights(self, server: ServerView, updates: Updates) -> Sequence[float] | None:
@@ -361,7 +361,7 @@ class Method:
         return {"ce": client.cross_entropy(client.forward(batch.x).logits, batch.y)}
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
-        """Logits [B, K]: their softmax are the classes' probabilities.
+        """Logits [B, K]: their softmax gives the class probabilities.
 
         When the server evaluates, ``client.mine`` is empty.
         """
@@ -384,7 +384,7 @@ class Method:
             if near := difflib.get_close_matches(name, HOOKS, n=1, cutoff=0.75):
                 raise ProtofedError(
                     f"{cls.__name__}.{name} is not a hook of a method: did you mean {near[0]}?",
-                    f"a helper of your own that is meant to be called so: _{name}",
+                    f"a helper of your own needs an underscore: _{name}",
                 )
 
     def __post_init__(self) -> None:
@@ -570,7 +570,7 @@ class Client:
         self.lr = lr
         self.clean, self.public = clean, public
         self.min_class_count = min_class_count
-        """The fewest images of a prototype that leaves the client."""
+        """How many images a prototype must be made from to leave the client."""
         self.small_classes = small_classes
         """The classes [K] with fewer images than that, if there may be some."""
         self.label_smoothing = label_smoothing
@@ -602,8 +602,8 @@ class Client:
     def forward_with(self, model: Slot, x: Tensor, between: Between | None = None) -> Output:
         """Feature and logits in evaluation mode, without gradient.
 
-        Under the weights of ``model``; what it does not have is the network's own. At the method's
-        stages, features go through ``between``, if given.
+        The weights are those of ``model``; entries it does not have are the network's own. At the
+        method's stages, features go through ``between``, if given.
         """
         was_training = self.network.training
         self.network.eval()
@@ -654,8 +654,8 @@ class Client:
         """The mean feature [K, d] of each class, and the number of samples [K] behind it.
 
         Both are 0 for a class that the client lacks, or has fewer than ``min_class_count`` of. With
-        ``between``, they are those of a clean pass with features changed by it at the method's
-        stages; otherwise those that were collected.
+        ``between``, they come from a clean pass in which it changes the features at the method's
+        stages; otherwise they are those that were collected.
         """
         collected = self._sums
         if between is not None:
@@ -688,8 +688,8 @@ class Client:
     def sample_styles(self, model: Slot | None = None) -> dict[str, Tensor]:
         """The style [n, 2, C] of each training sample at each of the method's stages.
 
-        Of a clean pass under the weights of ``model``: ``client.start`` for those that training
-        started from. None: the current ones.
+        They come from a clean pass under the weights of ``model``, e.g. ``client.start``, those
+        that training started from. None: the current ones.
         """
         found: dict[str, list[Tensor]] = {stage: [] for stage in self.restyles}
 
@@ -748,7 +748,7 @@ class Client:
 
     @property
     def draws(self) -> tuple[Tensor, int]:
-        """The state of the step's draws: its key, and how many there were."""
+        """The state of the step's draws: its key, and how many there have been."""
         return self.key, self._draws
 
     @draws.setter
@@ -768,7 +768,7 @@ class Client:
         self._add(self.main_feature(), y)
 
     def use_sums(self, sum_Kd: Tensor, count_K: Tensor) -> None:
-        """Take class sums that are kept elsewhere."""
+        """Use class sums that are kept elsewhere."""
         self._sums = sum_Kd, count_K
 
     def collect_post(self, between: Between | None = None) -> None:
@@ -820,7 +820,7 @@ def restyled_stages(method: Method, network: Network) -> tuple[str, ...]:
 
 
 def call_with(network: nn.Module, tensors: Slot, function: Callable[[], R]) -> R:
-    """Call ``function`` while these tensors stand in the network in place of its own."""
+    """Call ``function`` while these tensors replace the network's own."""
     named = {f"network.{name}": t for name, t in tensors.items()}
     result: R = functional_call(_Calls(network, function), named, ())
     return result
@@ -849,7 +849,7 @@ def _frozen_statistics(network: nn.Module) -> Iterator[None]:
 
 
 class Messages(Protocol):
-    """Where the round's messages wait; a slot is read when it is asked for."""
+    """Where the round's messages wait; a slot is only read when it is asked for."""
 
     def get(self, name: str, slot: str) -> Slot:
         """A slot of a client's message; empty if the message has none of that name."""
@@ -1033,8 +1033,8 @@ def weighted_mean(updates: Updates, slot: str, weights: Sequence[float]) -> Slot
 class _KnownGradient(torch.autograd.Function):
     """A value whose gradient by each tensor is ``factor`` times a known direction.
 
-    If autograd records a sum over all weights, it is a dozen small operations for each tensor of
-    the network, a quarter of a small step on a GPU; this is one call for all tensors.
+    If autograd records a sum over all weights, that takes a dozen small operations for each tensor
+    of the network, a quarter of a small step on a GPU; this is one call for all tensors.
     """
 
     @staticmethod
@@ -1056,7 +1056,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def squared_distance(parameters: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> Tensor:
-    """‖θ − θ^t‖² over the trainable entries; its gradient is 2 (θ − θ^t), also at θ = θ^t."""
+    """‖θ − θ^t‖² over the trainable entries; its gradient is 2 (θ − θ^t), even at θ = θ^t."""
     by = list(parameters.values())
     with torch.no_grad():
         difference = torch._foreach_sub(by, [start[n] for n in parameters])

@@ -1,6 +1,6 @@
 """Styles: the mean and the deviation of each channel of a map of features.
 
-A style is a tensor [..., 2, C]: of a sample's map x [C, H, W], the mean of each channel over H × W,
+A style is a tensor [..., 2, C]: for a sample's map x [C, H, W], the mean of each channel over H × W
 and the root of its unbiased variance plus ε. Methods mix styles and add noise to them as tensors;
 ``restyle`` gives a map another style:
 

@@ -1,4 +1,4 @@
-"""TOML: reading it within limits, and writing it so that it is read back as it was."""
+"""TOML: reading it within limits, and writing it so that it reads back unchanged."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from protofed.shape import LARGEST_INT
 
 DEEPEST = 16
-"""Tables and lists in each other; ours need four."""
+"""How deep tables and lists may be nested; ours need four levels."""
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML file holds; a ``ValueError`` where it is not TOML, or not for us."""
+    """What a TOML file holds; a ``ValueError`` if it is not TOML, or not usable here."""
     try:
         found = tomllib.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
     _require_usable(found, DEEPEST)
     return found
 
@@ -28,11 +28,11 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _require_usable(value: Any, depth: int) -> None:
     if isinstance(value, (dict, list)):
         if not depth:
-            raise ValueError(f"it is nested more than {DEEPEST} deep")
+            raise ValueError(f"it is nested more than {DEEPEST} levels deep")
         for part in value.values() if isinstance(value, dict) else value:
             _require_usable(part, depth - 1)
     elif isinstance(value, int) and abs(value) > LARGEST_INT:
-        raise ValueError("it has a number of more than 64 bits")  # as TOML itself demands
+        raise ValueError("it has a number of more than 64 bits")  # which TOML itself forbids
     elif isinstance(value, (datetime.date, datetime.time)):
         raise ValueError(f"no setting is a date or a time ({value}): put it in quotes")
 
@@ -51,7 +51,7 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    # JSON's notation is TOML's, but for two things: TOML has no surrogate pairs (so characters
+    # JSON's notation is TOML's, except for two things: TOML has no surrogate pairs (so characters
     # stay as they are), and its strings may not hold a raw DEL
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -64,7 +64,7 @@ def equal(a: Tree, b: Tree) -> bool:
 
 
 def digest(tree: Tree, *about: str) -> str:
-    """Stands for a Tree, bit for bit, and for what else is said about it."""
+    """A hash that stands for a Tree, bit for bit, and for whatever else ``about`` says."""
     found = hashlib.blake2b(json.dumps(about).encode(), digest_size=16)
     for part in _parts(_flatten(tree)):
         found.update(part)
@@ -124,7 +124,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _check(tree: object) -> None:
-    """Say which slot or entry of a method's message or state is not what a Tree is made of."""
+    """Raise an error that names the slot or entry of a message or state that no Tree can hold."""
     if not isinstance(tree, Mapping):
         raise ProtofedError(f"state and messages are slots of named tensors, not {type(tree)}")
     for slot, entries in tree.items():

@@ -1,7 +1,7 @@
 """Python files of the user's own, with methods and models: ``path/to/file.py:name``.
 
-A file is executed where a person names it. What is read (a config, a study, a run's folder) may
-name one too, and that is executed only after ``trust_code()``.
+A file is executed if the user names it. What is read (a config, a study, a run's folder) may name
+one too, and that one is executed only after ``trust_code()``.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ def is_file(name: str) -> bool:
 def code_withheld(what: str, reference: str) -> ProtofedError:
     """The error for what needs code, where only a name was read; ``what`` is e.g. "method x"."""
     return ProtofedError(
-        f"this needs the code of {what}, '{reference}', and reading a run executes none",
+        f"this needs the code of {what}, '{reference}', and reading a run does not execute code",
         "if you trust it: --trust-code, or protofed.methods.trust_code() in Python",
     )
 
 
 def use_copies(copies: Mapping[str, str]) -> None:
-    """Read files of code, by their absolute paths, from copies: they are on another machine."""
+    """Read these files of code from copies, because the files themselves are on another machine."""
     _copies.update({Path(file): Path(copy) for file, copy in copies.items()})
 
 
 def readable(file: Path) -> Path:
-    """Where the content of a file of code is to be read from."""
+    """Where to read the content of a file of code from."""
     return _copies.get(file.absolute(), file)
 
 
 def parts_of(name: str, kind: str, example: str) -> tuple[Path, str]:
-    """File and name of ``path/to/file.py:name``; ``kind`` is what is to be found there."""
+    """File and name of ``path/to/file.py:name``; ``kind`` is what should be found there."""
     path, _, wanted = name.rpartition(":")
     if not wanted or wanted.endswith(".py"):
         raise ProtofedError(f"'{name}' names no {kind}", f"write path/to/file.py:{example}")

@@ -331,9 +331,9 @@ def test_the_protocol_is_said_before_the_first_run(
     line = "glyphs, protocol fpl: cnn2, 32×32 pixels, batch 64, epochs 1, rounds 1"
     assert done.out.index(line) < done.out.index("warning:") < done.out.index("2 of 2 runs")
     said = " ".join(done.out.split())
-    assert "train otherwise: i2pfl: model resnet10 (here cnn2), batch 32 (here 64)" in said
+    assert "train differently: i2pfl: model resnet10 (here cnn2), batch 32 (here 64)" in said
     (table,) = Path("runs").glob("compare-*/table.md")
-    assert "- Some methods' papers train otherwise: i2pfl" in table.read_text()
+    assert "- Some methods' papers train differently: i2pfl" in table.read_text()
     assert "warning" not in protofed(*args).out, "the protocol of glyphs is no paper's"
 
 

@@ -1,4 +1,4 @@
-"""What a person typed, as values."""
+"""Turns what the user typed into values."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_verify_says_how_many_runs_carry_no_checksums(pool: Path, tmp_path: Path
     (run,) = copy.iterdir()
     text = (run / "config.toml").read_text()
     (run / "config.toml").write_text("format = 1\n" + text.partition("format = 2\n")[2])
-    assert "whose files carry no checksums: 1" in succeed("runs", "verify", copy)
+    assert "whose files have no checksums: 1" in succeed("runs", "verify", copy)
     assert "no checksums" not in succeed("runs", "verify", pool)
 
 
@@ -78,7 +78,7 @@ def test_verify_of_nothing_and_of_a_run_under_way(pool: Path, tmp_path: Path) ->
     (run,) = pool.iterdir()
     with RunFolder(run)._locked():
         done = call("runs", "verify", run)
-    assert done.code == 0 and "runs under way, left out: 1" in done.out
+    assert done.code == 0 and "runs in progress, left out: 1" in done.out
 
 
 # ---- damage is said wherever a run is read -------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_table_says_which_runs_it_had_to_leave_out(protofed: Protofed) -> None
 
 def test_resume_of_a_folder_that_is_not_there_says_so(protofed: Protofed) -> None:
     code, out, _ = protofed("run", *TINY, "--resume", "--out", "typo")
-    assert code == 0 and "there is no run in typo to resume" in out
+    assert code == 0 and "there is no run to resume in typo" in out
 
 
 @pytest.mark.parametrize("out", [(), ("--out", "it")])

@@ -179,7 +179,7 @@ def test_a_study_runs_only_trusted_code(comparison, monkeypatch):
 BAD_RECORDS = {
     "not a table": ('"mine.py:Mine" = 1', "must be a table"),
     "unknown key": ('"mine.py:Mine" = {nam = "x"}', "nam"),
-    "no name": ('"mine.py:Mine" = {source = "x"}', "name must be a text"),
+    "no name": ('"mine.py:Mine" = {source = "x"}', "name must be text"),
     "defaults": ('"mine.py:Mine" = {name = "m", source = "", defaults = 3}', "defaults"),
     "a table as value": (
         '"mine.py:Mine" = {name = "m", source = "", defaults = {glyphs = {scale = {}}}}',

@@ -120,7 +120,7 @@ def test_unknown_domain_names_the_nearest(task: Task, where: str) -> None:
 
 
 def test_a_fraction_that_is_no_sample(task: Task) -> None:
-    with pytest.raises(ProtofedError, match=r"0\.1 of .*domain 'photo' is none"):
+    with pytest.raises(ProtofedError, match=r"0\.1 of .*domain 'photo' is less than one"):
         split(task, {"photo": 1}, {"photo": 0.1}, 0)
 
 

@@ -87,7 +87,7 @@ def test_a_site_finds_the_gate_shut_and_says_what_is_wrong(
         problems, said = look(folder, "--site", "a")
         assert problems == 0, said
         for words in ("the 10 calls of sites", "serves nothing else", "clocks", "node.key is the",
-                      "versions: ", "secrets are the owner"):  # fmt: skip
+                      "versions: ", "only you can read the secrets"):  # fmt: skip
             assert words in said, words
         found, again = look(site)  # the folder as it lies on the site's machine
         assert found == 0
@@ -100,7 +100,10 @@ def test_a_site_finds_the_gate_shut_and_says_what_is_wrong(
         site.chmod(0o750)
         assert "PROBLEM permissions: a" in look(site)[1]
         site.chmod(0o700)
-        assert "ok      policy: none, all is allowed" in said and "audit.jsonl: 0 entries" in said
+        assert (
+            "ok      policy: none, everything is allowed" in said
+            and "audit.jsonl: 0 entries" in said
+        )
         settings = (site / "site.toml").read_text()
         (site / "site.toml").write_text(f"{settings}\n[policy]\nmax_rounds = 9\n")
         (site / "audit.jsonl").write_text("{}\n")
@@ -158,7 +161,7 @@ def test_a_server_looks_at_its_certificate_and_its_superlink(
         assert "protofed deploy renew makes a new one" in said
         assert "ok      ca.crt is valid until" in said
         assert "ok      server.crt names 127.0.0.1" in said
-        assert "PROBLEM no server of f runs on this machine" in said
+        assert "PROBLEM no server of f is running on this machine" in said
     other = certificates.Authority("x").server(["h"])
     (folder / "server" / "server.crt").write_bytes(other[0])
     toml = folder / "server" / "federation.toml"

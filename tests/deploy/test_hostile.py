@@ -75,9 +75,11 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
     "colors": ("protostyle", replace_entry("styles", "pixels", torch.ones(2, 4)), "not 2×3"),
     "styles": ("fedccrl", replace_entry("styles", "pixels", torch.ones(1, 2, 4)), "not 1×2×3"),
     "many styles": (
-        "fedccrl", replace_entry("styles", "pixels", torch.ones(25, 2, 3)), "the site 24 samples"
+        "fedccrl",
+        replace_entry("styles", "pixels", torch.ones(25, 2, 3)),
+        "the site has 24 samples",
     ),
-    "many prototypes": ("fedplvm", longer, "the site 24 samples"),
+    "many prototypes": ("fedplvm", longer, "the site has 24 samples"),
     "hidden": ("fpl", hidden, "'prototypes' has the norm"),
     "overflow": ("fedavg_ga", overflowing, "'scores' has the norm inf"),
     "slot": (
@@ -85,7 +87,7 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
     ),
     "loss": ("fpl", lambda c: a_loss(c, total=-1.7e308), "is larger than 1e+09"),
     "term": ("fpl", lambda c: a_loss(c, name="ce\n\x1b[2J"), "cannot be printed"),
-    "version": ("fpl", lambda c: set_values(c, version="y" * 10**6), "too long names"),
+    "version": ("fpl", lambda c: set_values(c, version="y" * 10**6), "names that are too long"),
 }  # fmt: skip
 
 

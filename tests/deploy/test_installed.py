@@ -149,7 +149,7 @@ def test_what_cannot_be_installed_or_started(federation: Path, tmp_path: Path) -
     good = toml.read_text()
     for old, new, words in (
         ("damped.py", "../damped.py", "needs a file's name"),
-        ('[methods."damped"]', "[methods.fpl]", "'fpl' is one of the package's"),
+        ('[methods."damped"]', "[methods.fpl]", "'fpl' is a built-in method"),
         ('class = "Damped"', "", "is incomplete: 'class'"),
     ):
         assert old in good

@@ -69,10 +69,13 @@ def test_a_run_must_keep_what_the_federation_agreed_on(tmp_path: Path) -> None:
     members = read_members(tmp_path / "own" / "server")
     members.require_own(members.skeleton())
     for changed, words in (
-        ({"image_size": 1024}, "1024 pixels, those of federation.toml 16"),
-        ({"pixel_range": "0:9"}, "pixel_range is 0:9, that of federation.toml None"),
+        ({"image_size": 1024}, "1024 pixels, those in federation.toml have 16"),
+        ({"pixel_range": "0:9"}, "pixel_range is 0:9, that in federation.toml is None"),
         ({"classes": (*CLASSES, "z")}, "classes differ from those in federation.toml"),
-        ({"name": "other"}, "the run is for task 'folder:other', this federation for 'folder:own'"),
+        (
+            {"name": "other"},
+            "the run is for task 'folder:other', this federation is for 'folder:own'",
+        ),
     ):
         with pytest.raises(Refused, match=words):
             members.require_own(replace(members, **changed).skeleton())

@@ -46,7 +46,9 @@ def test_without_a_server_it_says_how_to_start_one(tmp_path: Path) -> None:
     init(tmp_path / "f", ["a"], classes=["x", "y"], address="127.0.0.1:9", minimum=1)
     home = tmp_path / "f" / "server"
     for _ in range(2):  # never started, and no longer running
-        with pytest.raises(ProtofedError, match="no server of f runs on this machine") as caught:
+        with pytest.raises(
+            ProtofedError, match="no server of f is running on this machine"
+        ) as caught:
             programs.flwr(home, "ls", programs.CONNECTION, seconds=60)
         assert "protofed deploy server --dir" in str(caught.value)
         programs.write_connection(home, "127.0.0.1:9", str(home / "ca.crt"))
@@ -59,7 +61,7 @@ def test_keys_are_registered_over_one_connection(
     home, sites = tmp_path / "f" / "server", ["a", "b"]
     members = [read_members(home).sites[name] for name in sites]
     programs.write_connection(home, "127.0.0.1:9", str(home / "ca.crt"))
-    with pytest.raises(ProtofedError, match="no server of f runs on this machine"):
+    with pytest.raises(ProtofedError, match="no server of f is running on this machine"):
         programs.register(home, members)
     seen: list[Any] = []
 

@@ -98,7 +98,7 @@ def test_a_run_about_something_else_is_refused_by_a_site(
     """Its name would be part of a path: a file could be written anywhere."""
     spec = plan(home, name=name)
     before = set(tmp_path.rglob("*"))
-    with pytest.raises(Refused, match=r"the run is for task .*this federation for 'folder:own'"):
+    with pytest.raises(Refused, match=r"the run is for task .*this federation is for 'folder:own'"):
         answer(read_site_config(home), pack(spec), last_request(spec))
     assert set(tmp_path.rglob("*")) - before == {home / AUDIT_FILE}
 
@@ -113,7 +113,9 @@ def test_sites_of_a_task_read_no_other_folder(
     home = read_site_config(w.folder / "homes" / BAD)
     asked = Request(BAD, parts["hash"], 0, train=True, evaluate=False, accepted="")
     monkeypatch.setattr("protofed.deploy.site.load_task", lambda *a, **b: pytest.fail("it looked"))
-    with pytest.raises(Refused, match="the run is for task 'folder:/etc', this federation for 'gl"):
+    with pytest.raises(
+        Refused, match="the run is for task 'folder:/etc', this federation is for 'gl"
+    ):
         answer(home, json.dumps(parts), write(asked))
 
 

@@ -174,7 +174,7 @@ def test_files_that_are_not_images_are_named_or_skipped(folder: Path) -> None:
     assert skipping.hash == good.hash and skipping.setup.public
     for path in folder.rglob("*.png"):
         path.write_bytes(b"no image")
-    with pytest.raises(ProtofedError, match="no image for train is left of domain 'public'"):
+    with pytest.raises(ProtofedError, match="no image for train is left in domain 'public'"):
         federation(folder, skip_bad=True)
 
 

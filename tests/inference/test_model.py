@@ -132,7 +132,7 @@ def test_softmax_and_distances() -> None:
         ({"models": {"a": "vgg"}}, "unknown model"),
         ({"width": 10**12}, "at most"),
         ({"width": 3}, "do not fit cnn3"),
-        ({"precision": "auto"}, "in which precision"),
+        ({"precision": "auto"}, "what precision"),
     ],
 )
 def test_a_file_that_says_something_else(

@@ -264,7 +264,7 @@ def test_a_packed_run_stays_in_the_pool(tmp_path: Path) -> None:
     content = {k: v for k, v in line.items() if k not in ("format", "checksum")}
     outside = json.dumps(sealed({**content, "name": "../elsewhere"})).encode()
     (tmp_path / "b" / PACKED).write_bytes(gzip.compress(outside))
-    with pytest.raises(ProtofedError, match="no name of a run's folder"):
+    with pytest.raises(ProtofedError, match="not the name of a run's folder"):
         unpack(tmp_path / "b", tmp_path / "pool")
     assert not (tmp_path / "elsewhere").exists()
 

@@ -228,7 +228,7 @@ def test_a_finished_run_with_a_file_of_another(
 def test_a_stopped_run_with_the_rounds_of_another(cut: Path, other: Path) -> None:
     shutil.copy(other / "rounds.jsonl", cut)
     before = [path.read_bytes() for path in files(cut)]
-    with pytest.raises(ProtofedError, match=f"not those that {NEWEST} counts on"):
+    with pytest.raises(ProtofedError, match=f"its rounds do not match {NEWEST}"):
         run(TASK, config=CONFIG, out=cut, resume=True)
     assert [path.read_bytes() for path in files(cut)] == before
 

@@ -75,7 +75,7 @@ def test_a_method_that_depends_on_the_number_of_rounds_is_refused(
     run(TASK, method, **settings(2), out=tmp_path)
     before = digests(tmp_path)
     with pytest.raises(
-        ProtofedError, match=r"rounds 2 → 3: every round of \w+ depends on how many"
+        ProtofedError, match=r"rounds 2 → 3: every round of \w+ depends on the total number"
     ):
         run(TASK, method, **settings(3), out=tmp_path, resume=True)
     assert digests(tmp_path) == before
@@ -83,7 +83,9 @@ def test_a_method_that_depends_on_the_number_of_rounds_is_refused(
 
 def test_a_schedule_that_depends_on_the_number_of_rounds_is_refused(tmp_path: Path) -> None:
     run(TASK, FedAvg(), **settings(2, schedule="cosine"), out=tmp_path)
-    with pytest.raises(ProtofedError, match="every round of a cosine schedule depends on how many"):
+    with pytest.raises(
+        ProtofedError, match="every round of a cosine schedule depends on the total number"
+    ):
         run(TASK, FedAvg(), **settings(3, schedule="cosine"), out=tmp_path, resume=True)
 
 
@@ -112,7 +114,7 @@ def test_only_the_rounds_may_differ(tmp_path: Path, change: dict[str, Any]) -> N
 
 def test_a_run_is_not_cut_short(tmp_path: Path) -> None:
     run(TASK, FedAvg(), **settings(3), out=tmp_path)
-    with pytest.raises(ProtofedError, match="already has 3 rounds, and 2 are asked for"):
+    with pytest.raises(ProtofedError, match="already has 3 rounds, but only 2 are asked for"):
         run(TASK, FedAvg(), **settings(2), out=tmp_path, resume=True)
 
 

@@ -352,7 +352,7 @@ def test_an_existing_run_is_not_overwritten_by_accident(cut: Path, digests: Dige
     before = digests(cut)
     with pytest.raises(ProtofedError, match=r"already holds a run.*--resume.*--overwrite"):
         run(TASK, config=CONFIG, out=cut)
-    with pytest.raises(ProtofedError, match="give one of them"):
+    with pytest.raises(ProtofedError, match="give only one of them"):
         run(TASK, config=CONFIG, out=cut, resume=True, overwrite=True)
     assert digests(cut) == before
 

@@ -63,7 +63,7 @@ def test_by_default_the_last_prototypes_are_kept(tmp_path: Path) -> None:
 
 
 def test_it_needs_validation_images() -> None:
-    with pytest.raises(ProtofedError, match=r"patience stops by the validation.*--validate"):
+    with pytest.raises(ProtofedError, match=r"patience needs a validation.*--validate"):
         make_config("glyphs", "fedavg", patience=3)
     plain, patient = (make_config("glyphs", validate=0.1, patience=p) for p in (None, 3))
     assert plain.hash == make_config("glyphs", validate=0.1).hash != patient.hash

@@ -92,7 +92,7 @@ def test_what_is_unfinished_diverged_or_damaged(tmp_path: Path) -> None:
                    | {"hash": "another", "method": "fpl", "accuracy": {},
                       "split": {"clients": {}, "samples": {}}})
     )  # fmt: skip
-    with pytest.raises(Damaged, match=r"not of the run that facts\.json names"):
+    with pytest.raises(Damaged, match=r"from another run than facts\.json"):
         Pool(tmp_path).select(asked)
     (runs["FPL", 0] / "facts.json").write_text("{")  # `protofed run` says so when it is run again
     assert Pool(tmp_path).candidates(asked[1][0]) == []

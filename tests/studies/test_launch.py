@@ -195,7 +195,7 @@ def test_papers_that_train_otherwise_are_named() -> None:
     def note(task: str, **settings: Any) -> str:
         return protocol_note(adhoc("compare", "Three", task, rows, [0, 1], settings))
 
-    assert "otherwise: i2pfl: batch 32 (here 64); fedseproto: model cnn3 (here" in note("digits")
+    assert "differently: i2pfl: batch 32 (here 64); fedseproto: model cnn3 (here" in note("digits")
     assert "comes from the method" in note("digits")
-    assert "otherwise: fpl: batch 64 (here 32); fedseproto" in note("digits", protocol="i2pfl")
+    assert "differently: fpl: batch 64 (here 32); fedseproto" in note("digits", protocol="i2pfl")
     assert note("glyphs") == ""

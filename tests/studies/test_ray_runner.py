@@ -180,7 +180,7 @@ def test_lost_actors_runs_and_nodes_change_nothing(cluster: Any, tmp_path: Path)
     )
     assert f"{names[0]}: lost on" in out
     assert f"{names[1]}: killed by signal 9" in out
-    assert "has not answered in 5 s; another actor takes it" in out
+    assert "has not answered in 5 s; another actor takes over" in out
     before = {job.name: job.folder.contents() for job in jobs}
     thaw(*frozen)
     time.sleep(1)

@@ -44,7 +44,7 @@ def test_an_unfinished_run(tmp_path: Path) -> None:
     (run / "config.toml").write_text(text.replace("rounds = 1", "rounds = 9"))
     assert "1 of 9 rounds (not finished" in text_of(run)
     (run / "rounds.jsonl").write_text("")
-    assert "no round of 9 is complete" in text_of(run)
+    assert "none of the 9 rounds is complete" in text_of(run)
 
 
 def test_a_domain_left_out_comes_first(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command line: all commands, in the order of a person's path."""
+"""The command line: all commands, in the order in which a user meets them."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def main() -> None:
             f"[red]error:[/red] {escape(str(error))}", soft_wrap=True
         )
         sys.exit(error.exit_code)
-    except OSError as error:  # of a place that only the system knows to be bad
+    except OSError as error:  # about a path that only the operating system knows to be bad
         where = f": '{str(error.filename)[:200]}'" if error.filename else ""
         text = escape(f"{error.strerror or error}{where}")
         Console(stderr=True, emoji=False).print(f"[red]error:[/red] {text}", soft_wrap=True)
         sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
         if end.code == 130:  # typer's code for Ctrl-C
-            text = "stopped; what is complete is kept: the same command resumes (run: --resume)"
+            text = "stopped; finished work is kept: the same command resumes (run: add --resume)"
             Console(stderr=True, emoji=False).print(text)
         raise

@@ -1,4 +1,4 @@
-"""``protofed compare``, ``sweep`` and ``tune``: studies written on the spot."""
+"""``protofed compare``, ``sweep`` and ``tune``: studies defined on the spot."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compare(
     *,
     task: TaskOption = None,
     methods: Annotated[
-        str, typer.Option(help="Names separated by commas, or all; file.py:Class works too.")
+        str, typer.Option(help="Comma-separated names, or all; file.py:Class works too.")
     ] = "all",
     seeds: SeedsOption = 1,
     set_: SetOfMethodOption = None,
@@ -47,7 +47,7 @@ def compare(
     out: Annotated[
         Path | None,
         output_option(
-            help="Folder of the tables and figures; default: runs/compare-<task>-<hash>."
+            help="Folder for the tables and figures; default: runs/compare-<task>-<hash>."
         ),
     ] = None,
     jobs: JobsOption = "auto",
@@ -60,7 +60,7 @@ def compare(
 ) -> None:
     """Run several methods on the same clients and show them in one table and one figure.
 
-    Runs that the pool (--runs) already has are not repeated; interrupted ones resume.
+    Runs that are already in the pool (--runs) are not repeated; interrupted ones resume.
 
     [bold]--leave-out each[/bold] tests on domains that no client has: one run without each
     domain, and one table with the accuracy on each unseen domain and their average.
@@ -83,8 +83,8 @@ def sweep(
         typer.Option(
             "--over",
             metavar="NAME=V,V,...",
-            help="A hyper-parameter of the method, or a setting, and its values; given twice: a "
-            "grid.",
+            help="A hyper-parameter of the method, or a setting, and its values; give it twice "
+            "for a grid.",
         ),
     ],
     task: TaskOption = None,
@@ -92,7 +92,7 @@ def sweep(
         str, typer.Option(help="A method's name, or path/to/file.py:Class.")
     ] = "fedavg",
     against: Annotated[
-        str | None, typer.Option(help="Another method, not swept, as a dashed line.")
+        str | None, typer.Option(help="Another method, drawn as a dashed line; it is not swept.")
     ] = None,
     seeds: SeedsOption = 1,
     set_: SetOption = None,
@@ -100,7 +100,7 @@ def sweep(
     out: Annotated[
         Path | None,
         output_option(
-            help="Folder of the tables and figures; default: "
+            help="Folder for the tables and figures; default: "
             "runs/sweep-<task>-<method>-<names>-<hash>.",
         ),
     ] = None,
@@ -114,7 +114,7 @@ def sweep(
 ) -> None:
     """Run a method over values of one parameter (a curve) or two (a heat map), with a table.
 
-    For three parameters and more there is only the table.
+    With three or more parameters, there is only the table.
 
     [bold]protofed sweep --task glyphs --method fpl --over tau=0.02,0.05,0.1[/bold]
     """
@@ -133,21 +133,21 @@ def tune(
         typer.Option(
             "--over",
             metavar="NAME=VALUES",
-            help="A hyper-parameter of the method, or a setting, and where to look: values "
-            "(0.02,0.05), a range (0.1..1), or one on a logarithmic scale (log:0.001..0.1); "
+            help="A hyper-parameter of the method, or a setting, and where to search: values "
+            "(0.02,0.05), a range (0.1..1), or a range on a logarithmic scale (log:0.001..0.1); "
             "repeatable.",
         ),
     ],
     task: TaskOption = None,
     method: MethodOption = "fedavg",
-    budget: Annotated[int, typer.Option(help="The most points to try.")] = 20,
+    budget: Annotated[int, typer.Option(help="How many points to try at most.")] = 20,
     seeds: SeedsOption = 1,
     set_: SetOption = None,
     pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
         output_option(
-            help="Folder of the tables and figures; default: "
+            help="Folder for the tables and figures; default: "
             "runs/tune-<task>-<method>-<names>-<hash>.",
         ),
     ] = None,
@@ -161,10 +161,10 @@ def tune(
 ) -> None:
     """Choose hyper-parameters by validation accuracy, and report the test accuracy of the choice.
 
-    All points of a grid are tried if they are within the budget, otherwise random ones (drawn from
-    --seed). They are compared on images that are neither trained nor tested on (--validate), by
-    default training images that no client holds, or else a part of each client's. Test accuracy is
-    shown of the chosen point only.
+    If a whole grid fits the budget, every point is tried; otherwise random points, drawn from
+    --seed. Points are compared on images used neither for training nor for testing (--validate):
+    by default training images that no client holds, or else a part of each client's. Test accuracy
+    is shown for the chosen point only.
 
     [bold]protofed tune --method fpl --over tau=0.02,0.05,0.1 --over lr=log:0.001..0.1[/bold]
     """
@@ -203,7 +203,7 @@ def run_study(
     selection: Selection | None = None,
     says: Sequence[str] = (),
 ) -> None:
-    """Run what the pool lacks, and print the tables; with ``shard`` only a part's runs."""
+    """Run what the pool lacks and print the tables; with ``shard``, only run one part."""
     from protofed import api
     from protofed.studies.execution import raise_failures
     from protofed.studies.plan import Selection
@@ -226,7 +226,7 @@ def run_study(
     if part is not None:
         console.print(
             f"part {part[0]} of {part[1]}: its runs are in [bold]{escape(str(pool))}[/bold]. When "
-            "those of all parts are there, the same command without --shard writes the tables."
+            "the runs of all parts are there, the same command without --shard writes the tables."
         )
     elif done.folder is not None and done.files:
         print_tables([t for t in done.folder.tables(chosen.tasks) if t.runs])

@@ -42,7 +42,7 @@ def show(
             "--out",
             "-o",
             metavar="FILE",
-            help="Write a contact sheet (PNG), which others cannot read, to this file.",
+            help="Write a contact sheet (PNG) to this file, which only you can read.",
         ),
     ] = None,
     images: Annotated[
@@ -117,7 +117,7 @@ def fetch(
     """Download a task's files, check them, and say what has to be downloaded by hand.
 
     Existing files are checked and kept. Exits with code 1 if something has to be downloaded by
-    hand, because its home asks for a login.
+    hand because its website requires a login.
     """
     from protofed.data.download import Downloader, instructions, is_missing, select
     from protofed.data.locate import data_root
@@ -142,11 +142,11 @@ def cache(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Entries; default: all.")
     ] = None,
-    purge: Annotated[bool, typer.Option("--purge", help="Delete them.")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="Delete these entries.")] = False,
 ) -> None:
-    """List the cache of decoded images: pixels of every task and folder that was loaded.
+    """List the cache of decoded images: the pixels of every task and folder loaded so far.
 
-    Only you can read it. What is deleted is decoded again when it is needed.
+    Only you can read it. Deleted images are decoded again when they are needed.
     """
     from protofed.data import cache
     from protofed.files import writing
@@ -163,7 +163,7 @@ def cache(
         row = (entry.name, str(entry.images), decimal(entry.size), made, entry.source)
         table.add_row(*map(escape, row))
     if chosen:
-        # where there is no terminal there is no width to keep to either
+        # without a terminal there is no width to respect
         (console if console.is_terminal else Console(file=console.file, width=400)).print(table)
     total = f"{len(chosen)} entries, {decimal(sum(entry.size for entry in chosen))}"
     if purge:

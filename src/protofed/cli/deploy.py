@@ -23,7 +23,7 @@ DEPLOYED = (
     "precision", "flip", "augment", "checkpoint_every", "skip_bad",
     "max_image_pixels", "max_unpacked_gb",
 )  # fmt: skip
-"""The settings that a run across machines takes; the others are for the simulator."""
+"""The settings that a run across machines accepts; the others are for the simulator."""
 
 deploy_app = typer.Typer(
     name="deploy",
@@ -41,7 +41,9 @@ DirOption = Annotated[
 CaOption = Annotated[
     Path | None,
     typer.Option(
-        "--ca", metavar="DIR", help="The folder of ca.key; default: ca beside the server's folder."
+        "--ca",
+        metavar="DIR",
+        help="The folder of ca.key; default: ca, next to the server's folder.",
     ),
 ]
 SiteOption = Annotated[str | None, typer.Option("--site", help="The site's name.")]
@@ -60,36 +62,47 @@ def init(
         str | None, typer.Option(help="Names of the class folders, in the model's order.")
     ] = None,
     address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where sites find the server.")
+        str, typer.Option(metavar="HOST:PORT", help="Where sites reach the server.")
     ] = "127.0.0.1:8000",
     hosts: Annotated[
-        str | None, typer.Option(help="Further names or addresses for the server's certificate.")
+        str | None, typer.Option(help="More names or addresses for the server's certificate.")
     ] = None,
     domains: Annotated[
         str | None,
-        typer.Option(metavar="SITE=DOMAIN,...", help="Domains; default: each site its own."),
+        typer.Option(
+            metavar="SITE=DOMAIN,...", help="The sites' domains; default: each site has its own."
+        ),
     ] = None,
     image_size: Annotated[
         int | None,
-        typer.Option(min=8, max=1024, help="Pixels of an image's side; default: 224."),
+        typer.Option(
+            min=8,
+            max=1024,
+            help="Height and width of the images in pixels; default: 224, and 32 with --task.",
+        ),
     ] = None,
     pixel_range: Annotated[
         str | None,
-        typer.Option(metavar="LOW:HIGH", help="Black and white in images of more than 8 bits."),
+        typer.Option(
+            metavar="LOW:HIGH",
+            help="The values that become black and white in images with more than 8 bits.",
+        ),
     ] = None,
     minimum: Annotated[
-        int | None, typer.Option(min=1, help="Sites a round needs; default 2.")
+        int | None, typer.Option(min=1, help="How many sites a round needs; default: 2.")
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="For trying out: sites are clients of this task (scan-0, print-0, ...)."),
+        typer.Option(
+            help="To try it out: the sites are clients of this task (scan-0, print-0, ...)."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The federation's name.")] = None,
     round_seconds: Annotated[
         float, typer.Option(min=1, help="How long a round waits for replies.")
     ] = 3600,
     wait_seconds: Annotated[
-        float, typer.Option(min=1, help="How long a round waits for the minimum of sites.")
+        float, typer.Option(min=1, help="How long a round waits for the minimum number of sites.")
     ] = 3600,
     gather_seconds: Annotated[
         float, typer.Option(min=1, help="How long the first round waits for all sites.")
@@ -98,19 +111,19 @@ def init(
         bool,
         typer.Option(
             "--client-certificates",
-            help="Give each site a TLS certificate, without which the server does not talk to it.",
+            help="Give each site a TLS certificate; the server refuses sites without one.",
         ),
     ] = False,
     keys_at_sites: Annotated[
         bool,
         typer.Option(
             "--keys-at-sites",
-            help="Make no keys for the sites: each makes its own with deploy join, so that no "
+            help="Do not make keys for the sites: each makes its own with deploy join, so that no "
             "private key leaves its machine.",
         ),
     ] = False,
 ) -> None:
-    """Write certificates, keys, settings and a page that says which command runs where."""
+    """Write certificates, keys, settings, and a README that says which command runs where."""
     _need_flower()
     from protofed.deploy.setup import init as write
 
@@ -147,14 +160,14 @@ def init(
 def server(
     folder: DirOption = Path(),
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; default: that of the federation.")
+        str | None, typer.Option(help="Address to listen on; default: the federation's.")
     ] = None,
     behind_proxy: Annotated[
         bool,
         typer.Option(
             "--behind-proxy",
-            help="nginx (DIR/nginx.conf) has the federation's address: listen on 127.0.0.1, one "
-            "port higher.",
+            help="nginx (DIR/nginx.conf) listens on the federation's address; listen on "
+            "127.0.0.1 behind it, one port higher.",
         ),
     ] = False,
 ) -> None:
@@ -180,12 +193,12 @@ def site(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Public images, for methods that need some: any tree of images without labels, "
-            "the same at every site. They do not travel.",
+            help="Public images, for methods that need them: any folder tree of unlabeled images, "
+            "the same at every site. They are never sent.",
         ),
     ] = None,
     patience: Annotated[
-        float, typer.Option(min=0, help="Seconds without a connection before it gives up.")
+        float, typer.Option(min=0, help="Seconds without a connection before the site gives up.")
     ] = 300,
 ) -> None:
     """Run a site (Flower's SuperNode) until Ctrl-C or SIGTERM."""
@@ -199,7 +212,7 @@ def site(
     home = read_site_config(found, *given)
     if name is not None and home.name != name:
         raise ProtofedError(f"'{found}' is the folder of site '{home.name}', not of '{name}'")
-    if home.members.task is None:  # what is wrong with the images is said now, not in round 1
+    if home.members.task is None:  # report what is wrong with the images now, not in round 1
         task = home.members.skeleton()
         train, test = folder_images(home, task.classes, task.image_size)
         held = {*train.y.tolist(), *test.y.tolist()}
@@ -213,9 +226,9 @@ def site(
 
 @deploy_app.command(context_settings=HELP)
 def join(folder: DirOption = Path(), name: SiteOption = None) -> None:
-    """At a site: make its key, and the request that the operator admits.
+    """At a site: make its key, and a request for the operator to admit it.
 
-    For a federation of deploy init --keys-at-sites. The private key stays here.
+    For federations made with deploy init --keys-at-sites. The private key stays here.
     """
     _need_flower()
     from protofed.deploy.admission import make_request
@@ -227,17 +240,18 @@ def join(folder: DirOption = Path(), name: SiteOption = None) -> None:
 @deploy_app.command(context_settings=HELP)
 def admit(
     requests: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="What deploy join has written.")
+        list[Path], typer.Argument(metavar="FILE...", help="The requests that deploy join wrote.")
     ],
     folder: DirOption = Path(),
     ca: CaOption = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="The site has a key already: replace it.")
+        bool, typer.Option("--replace", help="If the site already has a key, replace it.")
     ] = False,
 ) -> None:
-    """On the server: let sites in with the keys of their requests, at once if the server runs.
+    """On the server: let sites in with the keys in their requests.
 
-    Compare each fingerprint with the one that the site has seen, by telephone for example.
+    Compare each fingerprint with the one that the site saw, over the phone for example. If the
+    server is running, it lets them in at once.
     """
     _need_flower()
     from protofed.deploy.admission import admit as let_in
@@ -252,7 +266,10 @@ def admit(
 def revoke(
     site: Annotated[str, typer.Argument(help="The site's name.")], folder: DirOption = Path()
 ) -> None:
-    """On the server: shut a site out, at once if the server runs; its key is never let in again."""
+    """On the server: shut a site out; its key is never let in again.
+
+    If the server is running, it shuts the site out at once.
+    """
     _need_flower()
     from protofed.deploy.admission import revoke as shut_out
     from protofed.deploy.setup import server_folder
@@ -264,7 +281,7 @@ def revoke(
 def renew(folder: DirOption = Path(), name: SiteOption = None, ca: CaOption = None) -> None:
     """Make new keys: the server's, with its certificate, or a site's, with a request to admit.
 
-    Of a site, if one is named or DIR is a site's folder; else of the server.
+    They are for a site if you name one or DIR is a site's folder; otherwise for the server.
     """
     _need_flower()
     from protofed.deploy.admission import make_request, renew_server
@@ -284,15 +301,17 @@ def start(
     *,
     folder: DirOption = Path(),
     method: MethodOption = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file; options here win.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file; other options override it.")
+    ] = None,
     set_: SetOption = None,
     public: Annotated[
         Path | None,
         typer.Option(
             metavar="PATH",
             help="This machine's copy of the public images that every site has (deploy site "
-            "--public), for methods that need some: a digest of them goes into the run, and a "
-            "site with others is refused.",
+            "--public), for methods that need them. The run records their digest, and a site with "
+            "other images is refused.",
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the checkpoint.")] = False,
@@ -301,7 +320,7 @@ def start(
     confirm: Annotated[
         bool,
         typer.Option(
-            "--confirm", help="Take the numbers of images that sites declare, unconfirmed."
+            "--confirm", help="Accept the image counts that sites declare, without confirmation."
         ),
     ] = False,
     on_poison: Annotated[
@@ -314,7 +333,7 @@ def start(
     ] = "stop",
     settings: dict[str, Any],
 ) -> None:
-    """Start a run on the server; sites take part as they are connected."""
+    """Start a run on the server; the sites that are connected take part."""
     _need_flower()
     from protofed.deploy import operator
     from protofed.deploy.members import read_members
@@ -337,7 +356,7 @@ def start(
     if wait:
         try:
             status = operator.follow(home, number, log, before, say)
-        except KeyboardInterrupt:  # only the watching ends
+        except KeyboardInterrupt:  # only stop watching
             say(f"run {number} continues; protofed deploy status shows it, deploy stop ends it")
             return
         if not status.startswith("finished:completed"):
@@ -391,11 +410,11 @@ def stop(
 @deploy_app.command(context_settings=HELP)
 def confirm(
     sites: Annotated[
-        list[str] | None, typer.Argument(metavar="SITE...", help="Default: all that wait.")
+        list[str] | None, typer.Argument(metavar="SITE...", help="Default: all that are waiting.")
     ] = None,
     folder: DirOption = Path(),
 ) -> None:
-    """Confirm how many images sites have declared: their weight in every round follows from it."""
+    """Confirm the image counts that sites declared: they decide a site's weight in every round."""
     _need_flower()
     from protofed.deploy.counts import Counts
     from protofed.deploy.members import read_members
@@ -406,7 +425,7 @@ def confirm(
     for name, count in new.items():
         say(f"site {name}: {count}, confirmed")
     if not new:
-        say("no site waits for this; sites declare their images when a run first reaches them")
+        say("no site is waiting; sites declare their image counts when a run first reaches them")
 
 
 @deploy_app.command(context_settings=HELP)
@@ -415,13 +434,13 @@ def rollback(
         str | None, typer.Argument(help="The run's folder in runs/; default: the latest.")
     ] = None,
     folder: DirOption = Path(),
-    rounds: Annotated[int, typer.Option(min=0, help="How many rounds to take back.")] = 1,
+    rounds: Annotated[int, typer.Option(min=0, help="How many rounds to undo.")] = 1,
     without: Annotated[
         str | None,
         typer.Option(metavar="SITE,...", help="Sites to leave out from then on; default: none."),
     ] = None,
 ) -> None:
-    """Take back the last rounds of a run that has ended or was stopped."""
+    """Undo the last rounds of a run that has ended or was stopped."""
     _need_flower()
     from protofed.deploy import operator as deploy
     from protofed.deploy.setup import server_folder
@@ -458,7 +477,7 @@ def approve(
     folder: DirOption = Path(),
     name: SiteOption = None,
 ) -> None:
-    """At a site whose policy has approval = true: list the runs asked for, or approve one."""
+    """At a site whose policy has approval = true: list the requested runs, or approve one."""
     _need_flower()
     from protofed.deploy.policy import Approvals
     from protofed.deploy.run_log import one_line
@@ -476,7 +495,7 @@ def approve(
         asked_for = ", ".join(f"{key} {value}" for key, value in asked["settings"].items())
         say(f"  {one_line(asked_for, most=10**5)}")
     if not found:
-        say("no run has been asked for")
+        say("no run has been requested")
 
 
 @deploy_app.command(context_settings=HELP)
@@ -503,7 +522,7 @@ def doctor(
 ) -> None:
     """Check a deployment from inside and outside: paths, certificates, keys, versions, clocks.
 
-    From a site, if one is named or DIR is a site's folder; else from the server.
+    It looks from a site if you name one or DIR is a site's folder; otherwise from the server.
     """
     _need_flower()
     from protofed.deploy.doctor import examine

@@ -16,18 +16,18 @@ CHECK = "check"
 
 
 def methods(
-    name: Annotated[str | None, typer.Argument(help="A method to show; or the word check.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A method to show, or the word check.")] = None,
     target: Annotated[
-        str | None, typer.Argument(help="After check: the method, e.g. file.py:Class.")
+        str | None, typer.Argument(help="After check: the method to check, e.g. file.py:Class.")
     ] = None,
     task: Annotated[
-        str, typer.Option(help="Show the defaults that the paper gives on this task.")
+        str, typer.Option(help="Show the defaults that the paper gives for this task.")
     ] = "",
 ) -> None:
     """List the methods, show one (protofed methods fpl), or check one.
 
     [bold]protofed methods check file.py:Class[/bold] runs the whole battery of checks on a method:
-    gradients, weights at 0, a missing class, one client, resume, serialization, capture-safety.
+    gradients, weights at 0, a missing class, one client, resume, serialization, capture safety.
     """
     from protofed.methods import METHODS
 
@@ -86,8 +86,8 @@ def _show(name: str, task: str) -> None:
     console.print(table)
     if switches:
         console.print(
-            f"[dim]published is the default; --set {READING}=printed takes the other column, and "
-            "what is set by itself wins over it.[/dim]"
+            f"[dim]published is the default; --set {READING}=printed takes the other column. A "
+            "hyper-parameter that is set by name overrides either.[/dim]"
         )
 
 

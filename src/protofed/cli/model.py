@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from protofed.inference.metrics import Metrics
 
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run's folder, or a model.safetensors.")
+    Path, typer.Argument(metavar="RUN", help="A run's folder, or a model.safetensors file.")
 ]
 ClientOption = Annotated[
     str | None,
-    typer.Option("--client", help="The client to load, for methods whose clients keep their own."),
+    typer.Option(
+        "--client", help="The client to load, for methods whose clients have models of their own."
+    ),
 ]
 errors = Console(stderr=True)
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
@@ -153,7 +155,7 @@ def evaluate(
         typer.Option("--task", help="A task, or folder:PATH; default: the task of the run."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="The folder of the published tasks.")
+        Path | None, typer.Option("--data", help="Folder of the downloaded images.")
     ] = None,
     out: Annotated[
         Path | None,
@@ -163,7 +165,7 @@ def evaluate(
         bool,
         typer.Option(
             "--calibrate",
-            help="First fit the temperature of the probabilities on training images that were not "
+            help="First fit the temperature of the probabilities on training images that no client "
             "trained on, and write it into the run's model, for predict and export.",
         ),
     ] = False,
@@ -173,9 +175,9 @@ def evaluate(
 ) -> None:
     """Evaluate a trained model on the test images of a task, per domain and class.
 
-    Accuracy, balanced accuracy, precision, recall, F1, AUC (means over classes)
-    and the expected calibration error. With --out also every class's numbers
-    and the confusion matrices.
+    Prints accuracy, balanced accuracy, precision, recall, F1, AUC (means over
+    classes) and the expected calibration error. With --out, also writes each
+    class's numbers and the confusion matrices.
     """
     from protofed.data import load_task
     from protofed.inference import load_model
@@ -186,7 +188,7 @@ def evaluate(
         fitted = fit(model, client, device, data)
         say(
             f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} training images that "
-            f"were not trained on: calibration error there {fitted.before:.1f} → "
+            f"no client trained on: calibration error on them {fitted.before:.1f} → "
             f"{fitted.after:.1f} %"
         )
     trained = load_model(model, client, device)
@@ -274,19 +276,24 @@ def export(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="The folder for the files.")
     ] = Path("exported"),
-    onnx: Annotated[bool, typer.Option("--onnx", help="model.onnx; needs the extra onnx.")] = False,
-    pt2: Annotated[bool, typer.Option("--pt2", help="model.pt2, by torch.export.")] = False,
+    onnx: Annotated[
+        bool, typer.Option("--onnx", help="Write model.onnx; needs the onnx extra.")
+    ] = False,
+    pt2: Annotated[
+        bool, typer.Option("--pt2", help="Write model.pt2, made by torch.export.")
+    ] = False,
     safetensors: Annotated[
-        bool, typer.Option("--safetensors", help="model.safetensors, for protofed.load_model.")
+        bool,
+        typer.Option("--safetensors", help="Write model.safetensors, for protofed.load_model."),
     ] = False,
     client: ClientOption = None,
     trust_code: TrustOption = False,
 ) -> None:
     """Export a trained model for other programs, with a card that says what it is.
 
-    The graphs take 8-bit images \\[n, 3, size, size] and give probabilities:
-    normalization is inside, resizing is not. Each is run and compared with the
-    model before the command succeeds.
+    The graphs take 8-bit images \\[n, 3, size, size] and return probabilities:
+    normalization is included, resizing is not. Each graph is run and compared
+    with the model before the command succeeds.
     """
     from protofed.inference import load_model
     from protofed.inference.export import export_onnx, export_pt2, write_card

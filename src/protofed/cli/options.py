@@ -1,4 +1,4 @@
-"""Options of the command line: those of the settings are made from the fields of ``Config``."""
+"""The command line's options; those for settings are made from the fields of ``Config``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 METHOD = "Method"
 PANELS = ("", TRAINING, CLIENTS, METHOD, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
-"""The panels of a command's help, in their order; options without one come first."""
+"""The panels of a command's help, in order; options without a panel come first."""
 
 output_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 set_option = functools.partial(typer.Option, "--set", rich_help_panel=METHOD)
@@ -58,16 +58,16 @@ JobsOption = Annotated[
     output_option(
         "--jobs",
         metavar="auto|N",
-        help="How many runs at a time. auto: one per core; on GPUs as many as memory allows and "
-        "measured throughput grows.",
+        help="How many runs at a time. auto: one per core; on GPUs, more as long as memory allows "
+        "and the measured throughput grows.",
     ),
 ]
 MpsOption = Annotated[
     bool | None,
     output_option(
         "--mps/--no-mps",
-        help="Let runs share GPUs through NVIDIA's MPS, with a daemon of their own; default: if it "
-        "works and several run at a time.",
+        help="Let runs share GPUs through NVIDIA's MPS, with a daemon of their own; default: on if "
+        "it works and there are several runs at a time.",
     ),
 ]
 PoolOption = Annotated[
@@ -75,7 +75,7 @@ PoolOption = Annotated[
     output_option(
         "--runs",
         metavar="DIR",
-        help="The pool of runs: where runs are looked for and new ones are kept.",
+        help="The pool of runs, where existing ones are found and new ones are kept.",
     ),
 ]
 RayOption = Annotated[
@@ -83,8 +83,8 @@ RayOption = Annotated[
     output_option(
         "--ray",
         metavar="local|auto|HOST:PORT",
-        help="Do the runs on a Ray cluster: one on this machine, a running one if there is any, or "
-        "the one at this address (docs/cluster.md).",
+        help="Do the runs on a Ray cluster: local starts one on this machine, auto uses a running "
+        "one if there is any, HOST:PORT is the address of one (docs/cluster.md).",
     ),
 ]
 GpusOption = Annotated[
@@ -92,8 +92,8 @@ GpusOption = Annotated[
     output_option(
         "--gpus-per-run",
         metavar="GPUS",
-        help="With --ray: what each run has of a GPU, e.g. 0.25; default: 1 if the cluster has "
-        "GPUs, otherwise 0.",
+        help="With --ray: how much of a GPU each run gets, e.g. 0.25; default: 1 if the cluster "
+        "has GPUs, otherwise 0.",
     ),
 ]
 ShardOption = Annotated[
@@ -102,14 +102,14 @@ ShardOption = Annotated[
         "--shard",
         metavar="I/N",
         help="Run only part I of N of the planned runs, and write no tables. For batch systems: "
-        "pools merge by copying their folders together.",
+        "to merge pools, copy their folders into one.",
     ),
 ]
 TensorBoardOption = Annotated[
     bool,
     output_option(
         "--tensorboard",
-        help="Write every round for TensorBoard, live: tensorboard --logdir FOLDER.",
+        help="Log every round for TensorBoard as it ends: tensorboard --logdir FOLDER.",
     ),
 ]
 
@@ -130,12 +130,10 @@ TrustOption = Annotated[
         "Without it, only a file given on the command line is executed.",
     ),
 ]
-"""Its work is done before the command begins."""
+"""Its callback does all the work before the command begins."""
 ImagesOption = Annotated[
     int,
-    typer.Option(
-        min=0, help="Test images of each domain for confusions and t-SNE; 0 leaves both out."
-    ),
+    typer.Option(min=0, help="Test images per domain for confusions and t-SNE; 0 leaves both out."),
 ]
 
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
@@ -144,7 +142,7 @@ _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
 def with_settings(
     exclude: Iterable[str] = (), only: Iterable[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for each setting; it gets those that were typed as ``settings``."""
+    """Give a command an option for each setting; ``settings`` holds the ones that were typed."""
     names = [n for n in SETTINGS if n not in set(exclude) and (not only or n in set(only))]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""What the commands print: tables, studies, and what is under way."""
+"""What the commands print: tables, studies and progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def say(line: str) -> None:
 
 @contextmanager
 def status() -> Iterator[Callable[[str], None]]:
-    """Shows what is under way: in place on a terminal, else a line for what takes long."""
+    """Show progress: in place on a terminal, otherwise a line for each step that takes long."""
     with console.status("") if console.is_terminal else nullcontext() as live:
 
         def tell(text: str) -> None:
@@ -37,7 +37,7 @@ def status() -> Iterator[Callable[[str], None]]:
 
 
 def wide_console() -> Console:
-    """The console; where there is no terminal there is no width to keep to either."""
+    """The console; without a terminal there is no width to respect."""
     return console if console.is_terminal else Console(file=console.file, width=400)
 
 

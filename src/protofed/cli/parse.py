@@ -1,4 +1,4 @@
-"""What a person typed, as values."""
+"""Turns what the user typed into values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def per_domain(name: str, text: str) -> Any:
 
 
 def assignments(texts: Sequence[str] | None) -> dict[str, Any]:
-    """``tau=0.05`` for each ``--set``."""
+    """The values of all ``--set tau=0.05``, by name."""
     values = {}
     for text in texts or []:
         name, equals, word = text.partition("=")
@@ -58,7 +58,7 @@ def by_method(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def parse_setting(name: str, typed: Any) -> Any:
-    """What was typed for a setting, as its value; tables, rounds and parts are typed as text."""
+    """The value of what was typed for a setting; tables, rounds and parts are typed as text."""
     kind = SETTINGS[name].kind
     if kind == "table":
         return per_domain(name, typed)
@@ -70,7 +70,7 @@ def parse_setting(name: str, typed: Any) -> Any:
 
 
 def at_least_one(**numbers: int | None) -> None:
-    """An error where one of these options is given and below 1, or absurdly large."""
+    """Raise an error if one of these options is given and is below 1 or absurdly large."""
     for name, number in numbers.items():
         if number is not None and not 1 <= number <= MOST_SEEDS:
             raise ProtofedError(
@@ -99,7 +99,7 @@ def parse_shard(text: str | None) -> tuple[int, int] | None:
 
 
 def words(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names separated by commas; some of the known ones have commas of their own."""
+    """Names separated by commas; some of the known names contain commas themselves."""
     parts = [n.strip() for n in (text or "").split(",") if n.strip()]
     found = []
     while parts:
@@ -111,7 +111,7 @@ def words(text: str | None, known: Sequence[str] = ()) -> tuple[str, ...]:
 
 
 def parse_over(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """``tau=0.02,0.05`` for each ``--over``, as names with their values."""
+    """The values of all ``--over tau=0.02,0.05``, by name."""
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")

@@ -1,4 +1,4 @@
-"""``protofed report``: one page over runs, comparisons and studies."""
+"""``protofed report``: one page about runs, comparisons and studies."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ def report(
     paths: Annotated[
         list[Path], typer.Argument(help="Folders of runs, or of comparisons and studies.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path(
+        "report.html"
+    ),
     figures: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder for every figure as PDF and PNG; default: beside the page."
+            metavar="DIR",
+            help="Folder for every figure as PDF and PNG; default: next to the page.",
         ),
     ] = None,
     images: ImagesOption = 500,
@@ -31,7 +34,7 @@ def report(
     """Write one self-contained HTML page: tables, curves, features, prototypes, configuration.
 
     [bold]protofed report runs/compare-glyphs -o report.html[/bold]. The page needs no network; the
-    folder beside it has its figures for a paper.
+    folder next to it has its figures in the form that a paper needs.
     """
     from protofed.report.collect import collect
     from protofed.report.page import write_report

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM, which batch systems send, stops as Ctrl-C does; a second signal is ignored.
+    """SIGTERM, which batch systems send, stops the run as Ctrl-C does; a second signal is ignored.
 
-    A study passes Ctrl-C on to its runs, which have it from the terminal already; a checkpoint is
-    being written then.
+    A study passes Ctrl-C on to its runs, which have already received it from the terminal and are
+    writing a checkpoint by then.
     """
     signals = (signal.SIGINT, signal.SIGTERM)
 
@@ -69,7 +69,7 @@ def run(
     pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
-        output_option(help="The run's folder; default: one named after the run in the pool."),
+        output_option(help="The run's folder; default: one in the pool, named after the run."),
     ] = None,
     resume: Annotated[
         bool, output_option("--resume", help="Resume from the folder's checkpoint.")
@@ -83,16 +83,16 @@ def run(
         bool,
         output_option(
             "--profile",
-            help="Record what each thread and the GPU do in the second round: a Chrome trace, "
-            "trace.json.gz, in the run's folder.",
+            help="Record what each thread and the GPU do in the second round, as a Chrome trace "
+            "(trace.json.gz) in the run's folder.",
         ),
     ] = False,
     settings: dict[str, Any],
 ) -> None:
     """Run one method on one task and keep everything in a folder.
 
-    Ctrl-C or SIGTERM writes a checkpoint; --resume continues from it and ends
-    with exactly the same numbers. With more rounds, it extends a finished run.
+    Ctrl-C or SIGTERM writes a checkpoint; --resume continues from it and ends with
+    exactly the same numbers. With more rounds, --resume extends a finished run.
     """
     from protofed.config import merged_config, task_settings
     from protofed.data import load_task
@@ -111,11 +111,11 @@ def run(
     if folder.is_finished(facts.run_hash(complete)) and not overwrite:
         if profile:
             raise ProtofedError(
-                f"'{folder.path}' already holds this run, complete: there is no round to record",
-                "--overwrite runs it again, --out takes another folder",
+                f"'{folder.path}' already holds this run, which is complete: no round to record",
+                "--overwrite runs it again, --out uses another folder",
             )
         if not quiet:
-            console.print(f"{folder.path} already holds this run, complete:")
+            console.print(f"{folder.path} already holds this run, which is complete:")
             print_results([load_run(folder.path, model=False)])
         return
     if resume and not overwrite:
@@ -156,14 +156,14 @@ def run(
 
 
 def _prepare_to_resume(folder: RunFolder, config: Config, shorter: RunFolder | None) -> str:
-    """What a person should know of a run that is resumed; ``shorter`` is one it may extend."""
+    """What the user should know about a resumed run; ``shorter`` is a run it may extend."""
     if shorter is not None:
         rounds = len(shorter.records())
         shorter.require_extendable(config, rounds)
         folder.copy_progress(shorter)
         return f"{folder.path} extends {shorter.path}: rounds {rounds} → {config.rounds}"
     if not folder.exists:
-        return f"there is no run in {folder.path} to resume: it starts from the beginning"
+        return f"there is no run to resume in {folder.path}: it starts from the beginning"
     if folder.starts_over(config):
         return f"no checkpoint in {folder.path} to resume from: the run starts over"
     changed = ", ".join(folder.differences(config))

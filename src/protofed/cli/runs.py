@@ -20,14 +20,14 @@ runs_app = typer.Typer(
 
 @runs_app.callback()
 def _group() -> None:
-    """Without a callback, typer takes a group of one command for that command."""
+    """Without a callback, typer mistakes a group of one command for that command."""
 
 
 @runs_app.command(context_settings=HELP)
 def verify(
     folders: Annotated[
         list[Path],
-        typer.Argument(help="Runs, pools, packed studies, or studies, whose pools are verified."),
+        typer.Argument(help="Runs, pools, packed studies, or studies, to verify their pools."),
     ],
 ) -> None:
     """Read every file of runs and compare it with its checksum; exit code 1 if one is damaged."""
@@ -65,8 +65,8 @@ def verify(
     if table.row_count:
         wide_console().print(table)
     if running:
-        say(f"runs under way, left out: {running}")
+        say(f"runs in progress, left out: {running}")
     if unsealed:
-        say(f"runs of an earlier version, whose files carry no checksums: {unsealed}")
+        say(f"runs of an earlier version, whose files have no checksums: {unsealed}")
     say(f"runs verified: {checked}; damaged files: {table.row_count}")
     raise typer.Exit(1 if table.row_count else 0)

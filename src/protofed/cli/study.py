@@ -1,4 +1,4 @@
-"""``protofed study``: the papers' tables and figures, and studies of one's own."""
+"""``protofed study``: the papers' tables and figures, and studies of your own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ study_app = typer.Typer(
 
 NameArgument = Annotated[str, typer.Argument(help="A built-in study, or a TOML file of your own.")]
 FolderArgument = Annotated[
-    str, typer.Argument(help="The study's folder, or its name: then the one in the pool.")
+    str, typer.Argument(help="The study's folder, or its name if the folder is in the pool.")
 ]
 TasksOption = Annotated[
     str | None, typer.Option("--tasks", metavar="T,...", help="Only these tasks of the study.")
@@ -65,14 +65,14 @@ def list_() -> None:
     for name in builtin():
         study = load(name)
         lacks = study.missing or _lacking_rows(study)
-        what = study.title.partition(": ")[2] or study.title  # its name says the rest
+        what = study.title.partition(": ")[2] or study.title  # the name says the rest
         title = escape(what) + "".join(f"\n[yellow]{escape(w)}[/]" for w in lacks)
         runs = len({run.config.hash for run in plan(study)})
         table.add_row(name, title, ", ".join(study.tasks), str(runs))
     console.print(table)
     console.print(
-        "[dim]protofed study show NAME: its rows, the paper's numbers, what to know; "
-        "protofed study run NAME --on glyphs --rounds 3: try it small.[/dim]"
+        "[dim]protofed study show NAME: its rows, the paper's numbers, notes; "
+        "protofed study run NAME --on glyphs --rounds 3: a small trial.[/dim]"
     )
 
 
@@ -115,7 +115,7 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
         rows = [TableRow(label, {}, paper=p.values, paper_std=p.std) for label, p in printed]
         if rows:
             shown = printed_grid(rows, columns(study, task), study.baseline or "")
-            print_table(*shown, "printed by the paper")
+            print_table(*shown, "as printed in the paper")
         for note in (*task.notes, *study.notes):
             console.print(f"[dim]note: {escape(note)}[/dim]", highlight=False)
 
@@ -132,12 +132,12 @@ def run_(
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="Number of seeds: the study's first ones, then the next numbers."),
+        typer.Option(help="Number of seeds: the study's own first, then the numbers after them."),
     ] = None,
     on: Annotated[
         str | None,
         typer.Option(
-            "--on", metavar="TASK", help="Another task in place of the study's: --on glyphs."
+            "--on", metavar="TASK", help="A task to use instead of the study's: --on glyphs."
         ),
     ] = None,
     trust_code: TrustOption = False,
@@ -146,7 +146,7 @@ def run_(
     out: Annotated[
         Path | None,
         output_option(
-            help="Folder of the tables and figures; default: runs/NAME, with a hash where options "
+            help="Folder for the tables and figures; default: runs/NAME, with a hash if options "
             "change the study.",
         ),
     ] = None,
@@ -160,8 +160,8 @@ def run_(
 ) -> None:
     """Run a study, or what is left of it, and write its tables and figures.
 
-    Runs that the pool already has, from whatever command, are not done again; interrupted ones
-    resume. Settings that are given here hold for all runs of the study.
+    Runs that are already in the pool, whichever command made them, are not repeated; interrupted
+    ones resume. Settings given here apply to all runs of the study.
     """
     from protofed.studies.definition import load
     from protofed.studies.plan import Selection, plan
@@ -208,7 +208,7 @@ def table_(
         float | None,
         typer.Option(
             metavar="PERCENT",
-            help="Show the rounds and MB that this accuracy takes; default: the baseline's.",
+            help="Show the rounds and MB needed to reach this accuracy; default: the baseline's.",
         ),
     ] = None,
     write: Annotated[
@@ -218,7 +218,7 @@ def table_(
 ) -> None:
     """Print a study's tables from the runs in the pool so far.
 
-    Of a built-in study, or a TOML file, that has no folder yet, the pool's runs are shown.
+    If a built-in study or a TOML file has no folder yet, its runs in the pool are shown.
     """
     from protofed.config import require_known
     from protofed.report.study_figures import write_figures
@@ -248,17 +248,17 @@ def pack_(
     images: ImagesOption = 500,
     trust_code: TrustOption = False,
 ) -> None:
-    """Pack a study into a few small files: its definition, its runs, its table, its pictures.
+    """Pack a study into a few small files: its definition, runs, table and figures.
 
-    Models, checkpoints and images stay behind. Tables and the report, with what it shows of the
-    models, can be made again from the packed study.
+    Models, checkpoints and images stay behind. The tables and the report, including what it shows
+    of the models, can be made again from the packed study.
     """
     from protofed.report.pack import pack
     from protofed.studies.folder import StudyFolder
 
     path = _changed_path(_study_path(folder, pool))
     with ExitStack() as stack:
-        if not (path / "study.toml").is_file():  # the pool may have its runs all the same
+        if not (path / "study.toml").is_file():  # the pool may still have its runs
             found = _find_study(folder, pool)
             # a folder in the pool would stand for this study from then on, whatever it becomes
             path = Path(stack.enter_context(TemporaryDirectory())) / path.name
@@ -278,20 +278,20 @@ def unpack_(
     folders: Annotated[list[Path], typer.Argument(help="Packed studies: results/NAME ...")],
     pool: PoolOption = Path("runs"),
 ) -> None:
-    """Put the runs of packed studies into the pool, so that a study is continued elsewhere.
+    """Put the runs of packed studies into the pool, to continue a study elsewhere.
 
-    They have no models. Runs of another numerics are left out: they would be mixed with new ones.
+    They have no models. Runs with other numerics are left out: they would mix with new ones.
     """
     from protofed.runs.pool import PACKED, unpack
 
     for folder in folders:
         if not (folder / PACKED).is_file():
-            raise ProtofedError(f"'{folder}' holds no packed study", "name results/NAME")
+            raise ProtofedError(f"'{folder}' holds no packed study", "write results/NAME")
     for folder in folders:
         done = unpack(folder, pool)
         parts = [f"{done.taken} runs are in [bold]{escape(str(pool))}[/bold] now"]
         parts += [f"{done.known} were there already"] * bool(done.known)
-        parts += [f"{done.other} of another numerics were left out"] * bool(done.other)
+        parts += [f"{done.other} with other numerics were left out"] * bool(done.other)
         console.print(f"{escape(str(folder))}: {', '.join(parts)}", highlight=False, soft_wrap=True)
 
 
@@ -316,7 +316,7 @@ def _changed_path(path: Path) -> Path:
 
 
 def _find_study(name: str, pool: Path) -> StudyFolder:
-    """The study in a folder; of one that has none, what the pool holds of it."""
+    """The study in a folder; if it has no folder, what the pool holds of it."""
     from protofed.runs.pool import Pool
     from protofed.studies.definition import builtin, load
     from protofed.studies.folder import StudyFolder

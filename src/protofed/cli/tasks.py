@@ -11,7 +11,7 @@ from protofed.cli.output import console
 def tasks() -> None:
     """List the tasks: domains, classes, images, and the clients they are split into.
 
-    Images are counted as published; protofed data show TASK counts those that are there.
+    Image counts are the published ones; protofed data show TASK counts the images on disk.
     """
     from protofed.config import TASK_PROTOCOL
     from protofed.data import TASKS, DataMissing, describe, load_task
@@ -43,4 +43,4 @@ def tasks() -> None:
             except DataMissing:
                 where = f"not downloaded yet: protofed data fetch {name}"
             console.print(f"[dim]{escape(where)}[/dim]", highlight=False, soft_wrap=True)
-    console.print("[bold]folder:PATH[/bold]: any tree domain/class/image of your own.")
+    console.print("[bold]folder:PATH[/bold]: your own images, in a tree domain/class/image.")

@@ -157,7 +157,7 @@ def crops(ready: Tensor, index: Tensor, choices: Choices, augment: Augment) -> T
 def _parts(
     rng: np.random.Generator, n: int, scale: tuple[float, float], side: int
 ) -> tuple[Ints, Ints]:
-    """Corners [2, n] and sizes [n, 2] of random parts: the first attempt that fits, else all."""
+    """Corners [2, n] and sizes [n, 2] of random parts: the first attempt that fits, or it all."""
     area = side * side * rng.uniform(*scale, (_TRIES, n))
     ratio = np.exp(rng.uniform(math.log(_RATIO[0]), math.log(_RATIO[1]), (_TRIES, n)))
     sizes = np.rint(np.sqrt(np.stack([area / ratio, area * ratio]))).astype(np.int64)

@@ -176,7 +176,7 @@ def purge(names: Collection[str]) -> None:
 
 
 def _entry_of(path: Path) -> str:
-    """The entry that a file belongs to, also a temporary one: .NAME.npy.0a1b.tmp."""
+    """The entry that a file belongs to, even a temporary one: .NAME.npy.0a1b.tmp."""
     return path.name.lstrip(".").partition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""Settings for images of one's own, chosen by what the images are like: each with its reason."""
+"""Settings for your own images, chosen by what the images are like: each with its reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from protofed.models import LARGE_IMAGE as LARGE
 from protofed.models import LARGE_MODEL
 
 SMALL, LARGEST = 32, 224
-"""Images are at least SMALL by default and at most LARGEST; from LARGE on, networks of ImageNet."""
+"""By default, images are at least SMALL and at most LARGEST; from LARGE on, ImageNet networks."""
 STEP = 8
 """Image sizes are multiples of this: networks halve them three times."""
 STEPS_A_ROUND = 100
@@ -35,7 +35,7 @@ class Survey(NamedTuple):
 
 
 def image_size(survey: Survey) -> Choice:
-    """As large as most images, so that nothing is lost; no larger than what fits an afternoon."""
+    """As large as most images, so that nothing is lost; no larger than fits in an afternoon."""
     side = survey.side
     size = min(LARGEST, max(SMALL, -(-side // STEP) * STEP))
     differ = ", ".join(f"{domain} {s}" for domain, s in survey.sides.items())

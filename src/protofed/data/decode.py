@@ -1,7 +1,7 @@
 """Image files and arrays as RGB bytes of one size.
 
 Gray images with more than 8 bits (scans, microscopy) have values whose meaning the file does not
-tell: a range of values is black to white, stated once for a task and kept in its models.
+state: a range of values becomes black to white, set once for a task and kept in its models.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PIXEL_BYTES = 32
 
 _CHUNK = 32
 
-# Not all that Pillow knows: it would hand PostScript to a program that runs it.
+# Not all the formats that Pillow knows: it would hand PostScript to a program that runs it.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000", "AVIF")
 
 # What Pillow's plugins raise on bytes that are not an image, or a truncated one.
@@ -78,7 +78,7 @@ class Budget:
 
 
 class Deep(NamedTuple):
-    """Values of gray [H, W] with more than 8 bits, and which of them are black and white, if known.
+    """Gray values [H, W] with more than 8 bits, and which of them are black and white, if known.
 
     ``inverted``: the lowest is white.
     """
@@ -109,7 +109,7 @@ def parse_range(text: str) -> tuple[float, float]:
         pass
     raise ProtofedError(
         f"pixel_range must be LOW:HIGH, the values that become black and white, got {text!r:.100}",
-        "write 0:4095 for images of 12 bits",
+        "write 0:4095 for 12-bit images",
     )
 
 
@@ -121,8 +121,8 @@ def decode(
 ) -> Bytes:
     """An image (a file's bytes, an array [H, W] or [H, W, 3]) as uint8 [3, size, size].
 
-    Resized to a square with bilinear interpolation, ignoring the aspect ratio, as the papers do.
-    ``budget`` are the pixels that may be decoded at a time, ``pixel_range`` (``LOW:HIGH``) the
+    It is resized to a square with bilinear interpolation, ignoring the aspect ratio, as the papers
+    do. ``budget`` is how many pixels may be decoded at a time, ``pixel_range`` (``LOW:HIGH``) the
     values that become 0 and 255 if they have more than 8 bits.
     """
     with _pixels(content, budget or Budget(MAX_IMAGE_PIXELS), size) as image:
@@ -135,7 +135,7 @@ def decode(
 
 
 class Measured(NamedTuple):
-    """What an image is like: its shorter side, the lowest and highest value if it is ``Deep``."""
+    """What an image is like: its shorter side, and the lowest and highest value if ``Deep``."""
 
     side: int
     low: float | None = None
@@ -162,7 +162,7 @@ def _pixels(
     size: int = 1,
     headers: bool = False,
 ) -> Iterator[Image.Image | Deep]:
-    """An image in RGB or 8-bit gray, or its values; of ``headers`` alone, maybe not loaded yet."""
+    """An image in RGB or 8-bit gray, or its values; with ``headers``, it may not be loaded yet."""
     if not isinstance(content, Image.Image) and not len(content):
         raise BadImage("it is empty")
     try:
@@ -256,8 +256,8 @@ def _for_all(
     """Call ``do`` with the content of each sample; returns those that failed, and why.
 
     In threads, not processes: Pillow decodes and resizes without holding the interpreter's lock.
-    No image has more than ``most`` pixels, and neither have all that are decoded at a time: it
-    takes no more than ``PIXEL_BYTES`` times as much memory.
+    No image has more than ``most`` pixels, and all that are decoded at a time have no more
+    together, so this takes at most ``PIXEL_BYTES`` times as many bytes of memory.
     """
     bad: dict[int, str] = {}
     stop = threading.Event()
@@ -289,7 +289,7 @@ def _for_all(
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = progress.add_task(text, total=len(samples))
     with (
-        warnings.catch_warnings(action="ignore"),  # Pillow warns of unusual metadata
+        warnings.catch_warnings(action="ignore"),  # Pillow warns about unusual metadata
         _no_other_limit(),
         ThreadPoolExecutor(core_count()) as pool,
         contextlib.ExitStack() as at_end,
@@ -307,7 +307,7 @@ def _for_all(
 
 @contextlib.contextmanager
 def _no_other_limit() -> Iterator[None]:
-    """Without Pillow's own limit on pixels, which cannot be set for one image."""
+    """Lift Pillow's own limit on pixels, which cannot be set for one image."""
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         yield

@@ -1,7 +1,7 @@
-"""DICOM files as values of gray, or as RGB; read with pydicom (the extra ``dicom``).
+"""DICOM files as gray values, or as RGB; read with pydicom (the extra ``dicom``).
 
 Single images are read: not compressed, or compressed as JPEG or JPEG 2000. Whatever is wrong with
-a file is a ``ValueError`` that says it.
+a file is a ``ValueError`` that says so.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Dicom:
         return (low, high) if np.isfinite([low, high]).all() else None
 
     def load(self) -> NDArray[Any]:
-        """8-bit RGB [H, W, 3], or values of gray [H, W]: of 8 bits, or rescaled as float32."""
+        """8-bit RGB [H, W, 3], or gray values [H, W]: 8 bits, or rescaled as float32."""
         try:
             x = self._compressed() if self._syntax.is_compressed else self._found.pixel_array
             slope, intercept = (
@@ -86,7 +86,7 @@ class Dicom:
             raise ValueError(f"its pixels cannot be read: {error!s:.200}") from None
         color = x.ndim == 3
         if x.shape[:2] != self.size[::-1] or x.shape[2:] not in ((), (3,)):
-            raise ValueError("its pixels are not of the size that it names")
+            raise ValueError("its pixels do not have the size that it states")
         if color and x.dtype != np.uint8:
             raise ValueError("its colors have more than 8 bits")
         if x.dtype == np.uint8 and (color or (slope, intercept) == (1, 0)):

@@ -1,8 +1,8 @@
-"""Downloading a task's files from their homes, in the formats that these serve.
+"""Downloading a task's files from their home pages, in the formats that these serve.
 
-A file is put in place only after it was checked: against the checksum that its home or a public
-loader publishes, by the number of images in it, and, if nobody publishes a checksum, against the
-hash recorded at its first download (``SHA256SUMS.json`` beside the files).
+A file is put in place only after it was checked: against the checksum that its home page or a
+public loader publishes, by the number of images in it, and, if nobody publishes a checksum, against
+the hash recorded at its first download (``SHA256SUMS.json``, next to the files).
 
 Only ``protofed data fetch`` imports this module; loading a task never downloads anything.
 """
@@ -92,9 +92,9 @@ class Downloader:
     timeout: tuple[float, float] = (5.0, 30.0)  # to connect, and between two blocks
     sleep: Callable[[float], None] = time.sleep
     asked: set[str] = field(default_factory=set)
-    """Hosts that were named to the person who waits for their answer."""
+    """Hosts that were named to the user, who waits for their answer."""
     unreachable: set[str] = field(default_factory=set)
-    """Hosts that did not answer: they are not waited for again with every file."""
+    """Hosts that did not answer, so that not every file waits for them again."""
 
     def fetch(self, files: Sequence[RemoteFile], folder: Path) -> None:
         """Download every file to its place below ``folder``; existing files are only checked.
@@ -209,7 +209,7 @@ class _Bar:
             transient=True,
         )
         self._task = self.progress.add_task(escape(title), total=None)
-        self.started, self.total = False, 0  # pooch sets the total if the server tells it
+        self.started, self.total = False, 0  # pooch sets the total if the server reports it
 
     def update(self, n: int) -> None:
         self.started = True
@@ -230,7 +230,7 @@ def _is_transient(error: requests.RequestException) -> bool:
 
 
 def _reason(error: requests.RequestException) -> str:
-    """What happened, without the URL and the names of classes that requests puts around it."""
+    """What happened, without the URL and the class names that requests puts around it."""
     if error.response is not None:
         return f"HTTP {error.response.status_code} {error.response.reason}"
     cause: Any = error.args[0] if error.args else error
@@ -256,7 +256,7 @@ def check(file: RemoteFile, path: Path, target: Path) -> None:
         found = pooch.file_hash(str(path), "sha256")
         if found != known:
             sums = target.parent / SUMS
-            newer = f"if the home has a new version, delete the line of {name} in {sums}"
+            newer = f"if a new version was published, delete the line of {name} in {sums}"
             raise Mismatch(
                 f"{name} has SHA-256 {found}, at the first download it was {known}",
                 f"{again}; {newer}" if again else newer,
@@ -273,7 +273,7 @@ def record(file: RemoteFile, target: Path) -> None:
 
 
 def count(path: Path) -> int:
-    """The images, labels or lines in a file of an official format, read to its end."""
+    """The number of images, labels or lines in a file of an official format, read to its end."""
     kind = sniff(path)
     try:
         if kind is not None:
@@ -314,7 +314,7 @@ def instructions(task: str, manual: ManualDownload, root: Path) -> str:
 
 
 def is_missing(task: str, manual: ManualDownload, root: Path) -> bool:
-    """Whether a person still has to put these files into the folder of all data."""
+    """Whether the user still has to put these files into the folder of all data."""
     try:
         paths = locate(PUBLISHED[task], root)
     except DataMissing:

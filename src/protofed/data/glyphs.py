@@ -191,7 +191,7 @@ def _photo(scans: Bytes, rng: np.random.Generator) -> Bytes:
 
 
 def _noise(count: int, rng: np.random.Generator) -> Floats:
-    """Smooth color noise [count, 32, 32, 3] around 0: octaves, the finer the weaker."""
+    """Smooth color noise [count, 32, 32, 3] around 0, in octaves: the finer, the weaker."""
     total = np.zeros((count, SIDE, SIDE, 3))
     for cells, weight in ((2, 0.5), (4, 0.3), (8, 0.25), (16, 0.15)):
         grid = rng.uniform(-1, 1, (count, cells + 1, cells + 1, 3))

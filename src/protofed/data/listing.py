@@ -226,7 +226,7 @@ def _tar(path: Path) -> Iterator[Member]:
             if member.isdir():
                 yield member.name, None, 0
             elif member.isreg() and not (compressed or member.issparse()):
-                # read in place; of a compressed one nothing can be read alone
+                # read in place; nothing in a compressed one can be read on its own
                 read = partial(_slice, path, member.offset_data, member.size)
                 yield member.name, read, member.size
             elif member.isreg():

@@ -71,19 +71,19 @@ def load_task(
     Args:
         name: one of ``TASKS``, or ``folder:PATH``.
         data: the folder of the published tasks; default ``PROTOFED_DATA``, else the cache folder.
-        image_size: the side that images are resized to, in pixels; of a folder, by default about
-            as large as its images, and at most 224.
+        image_size: the side that images are resized to, in pixels; for a folder, by default about
+            the size of its images, and at most 224.
         flip: whether training images are flipped at random.
-        test_split: another way to divide the images, e.g. ``kfold_leaky`` of pacs.
+        test_split: another way to divide the images, e.g. ``kfold_leaky`` for pacs.
         skip_bad: leave out files that cannot be decoded.
-        augment: ``crop``, ``color`` or ``large``; of a folder, by default ``large`` from 96 pixels
-            on.
-        max_image_pixels: images with more are bad; no more are decoded at a time.
+        augment: ``crop``, ``color`` or ``large``; for a folder, by default ``large`` from 96
+            pixels on.
+        max_image_pixels: images with more pixels are bad; no more pixels are decoded at a time.
         max_unpacked_gb: what a compressed file or an archive may unpack to, in gigabytes.
         pixel_range: the values ``LOW:HIGH`` that become black and white in images with more than
-            8 bits; of a folder, by default the lowest and highest in its images.
+            8 bits; for a folder, by default the lowest and highest in its images.
 
-    Warns of classes that are probably misspelled.
+    Warns about classes that are probably misspelled.
     """
     info = describe(name)
     _check(data=data, image_size=image_size, flip=flip, test_split=test_split, skip_bad=skip_bad,
@@ -135,7 +135,7 @@ def load_task(
         note=" ".join(notes),
         leftover=info.leftover,
         repair=info.repair,
-        # the leaky test images are all of a domain already
+        # the leaky test images are already all of the domain's
         whole_unseen=split != "kfold_leaky" and (published is None or published.whole_unseen),
         digest=images.digest,
         test_split=split,
@@ -200,7 +200,7 @@ def _decoded(
     Cache entries are named after the files' content, so that a copy of the data is not decoded
     again. The content is hashed once: afterwards names, sizes and times stand for it, as in git.
     """
-    # without skip_bad first: that entry has no bad images, so it serves both
+    # try without skip_bad first: that entry has no bad images, so it serves both
     skips = (False, reading.max_image_pixels) if reading.skip_bad else (False,)
     asked = [(PIL.__version__, kind, size, test_split, skip, reading.pixel_range) for skip in skips]
     before = stamp(paths)
@@ -272,6 +272,6 @@ def _decode_plan(
         for (domain, split), own in plan.parts.items():
             labels = [s.label for s in own if next(row_of) not in bad]
             if not labels:
-                raise ProtofedError(f"no image for {split} is left of domain '{domain}'")
+                raise ProtofedError(f"no image for {split} is left in domain '{domain}'")
             parts.append((domain, split, labels))
         return cache.store(entry, pixels, plan.classes, parts, plan.notes, skipped, source)

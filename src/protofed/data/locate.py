@@ -52,14 +52,14 @@ def _locate(task: PublishedTask, root: Path) -> list[Path]:
             return inside
     wanted = ", ".join(task.domains)
     raise DataMissing(
-        f"found no data of task '{name}'; looked for {', '.join(tried)}"
+        f"found no data for task '{name}'; looked for {', '.join(tried)}"
         + (f", and for {wanted} in {root}" if root.is_dir() else " (there is no such folder)"),
         task.fetch_hint,
     )
 
 
 def _has_domain(task: PublishedTask, folder: Path) -> bool:
-    """Whether it contains a domain's folder, at most two levels down."""
+    """Whether the folder contains a domain's folder, at most two levels down."""
     near = [p for p in folder.iterdir() if p.is_dir() and not hidden(p.name)]
     below = (q for p in near for q in p.iterdir() if q.is_dir())
     return any(plain(p.name) in task.domain_names() for p in (*near, *below))

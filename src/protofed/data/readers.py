@@ -135,7 +135,7 @@ def _libsvm_line(line: bytes) -> tuple[int, Bytes]:
 def read_mat(path: Path) -> Arrays:
     """SVHN's cropped digits: X [32, 32, 3, N], and y where 10 stands for the digit 0.
 
-    Read here, since SciPy's reader trusts a file: a wrong number in it may end the process.
+    Read here because SciPy's reader trusts a file: a wrong number in it may crash the process.
     """
     try:
         found = dict(_mat_arrays(path))
@@ -173,7 +173,7 @@ def _mat_elements(content: bytes | memoryview, order: str) -> Iterator[tuple[int
         kind, size = struct.unpack_from(f"{order}2I", content, at)
         start, end = at + 8, at + 8 + size
         at = end if kind == _COMPRESSED else end + -size % 8
-        if kind >> 16:  # a short one has its size and up to four bytes in the place of the tag
+        if kind >> 16:  # a short one has its size and up to four bytes in place of the tag
             kind, size, at = kind & 0xFFFF, kind >> 16, start
             start, end = at - 4, at - 4 + size
         if end > len(content) or end - start != size:
@@ -216,7 +216,7 @@ def _checked(path: Path, arrays: Arrays) -> Arrays:
     if len(labels) and not 0 <= labels.min() <= labels.max() <= 9:
         raise _damaged(path, f"labels go from {labels.min()} to {labels.max()}, not 0 to 9")
     if split is not None and len(split) and not 0 <= split.min() <= split.max() <= 1:
-        raise _damaged(path, "its split has other values than 0 (training) and 1 (test)")
+        raise _damaged(path, "its split has values other than 0 (training) and 1 (test)")
     return arrays
 
 

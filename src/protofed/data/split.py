@@ -17,9 +17,9 @@ from protofed.errors import ProtofedError, unknown
 Ints = NDArray[np.int64]
 
 UNUSED = "unused"
-"""In place of a source of images: the training images that no client holds."""
+"""Instead of a source of images: the training images that no client holds."""
 VAL_FOLDERS = "folder"
-"""``validate = "folder"``: the images in a folder's val/ beside train/ and test/."""
+"""``validate = "folder"``: the images in a folder's val/, next to train/ and test/."""
 FEWEST_TO_VALIDATE = 20
 """An accuracy on fewer images of a domain moves by more than 5 points with each of them."""
 
@@ -166,7 +166,7 @@ def validation_rows(
             {
                 UNUSED: "--validate 0.1 holds out a part of each client's images instead, "
                 "--samples gives clients fewer",
-                VAL_FOLDERS: "put them into domain/val/class/image, beside train and test; "
+                VAL_FOLDERS: "put them into domain/val/class/image, next to train and test; "
                 "--validate 0.1 holds out a part of each client's images instead",
             }.get(
                 str(validate), f"raise --validate{enough}, or give clients more images: --samples"
@@ -176,7 +176,7 @@ def validation_rows(
 
 
 def validation_source(task: Task, domain: str, validate: float | str | None) -> Images:
-    """The images that rows to validate on are of: a folder's own, or else the training images."""
+    """The images that rows to validate on refer to: a folder's own, or else the training images."""
     own = task.domains[domain]
     return own.validation if validate == VAL_FOLDERS and own.validation else own.train
 
@@ -199,7 +199,7 @@ def _sizes(
     sizes = [min(each, pool - i * each) for i in range(count)]
     if each < 1:
         raise ProtofedError(
-            f"{samples:g} of the {pool} training images of domain '{domain}' is none",
+            f"{samples:g} of the {pool} training images of domain '{domain}' is less than one",
             f"raise --samples: at most {pool // count} each for {count} clients",
         )
     if sizes[-1] < (1 if leftover else each):

@@ -21,12 +21,12 @@ MAX_IMAGE_PIXELS = 100_000_000
 
 @dataclass(frozen=True)
 class Reading:
-    """How files are read that may be bad, or made to use up the memory.
+    """How to read files that may be bad, or made to use up the memory.
 
-    ``skip_bad``: files that cannot be decoded are left out. ``max_image_pixels`` may be in one
-    image, and in all that are decoded at a time. ``max_unpacked_gb`` is what a compressed file or
-    an archive may unpack to. ``pixel_range`` (``LOW:HIGH``) has the values that become black and
-    white in images with more than 8 bits.
+    ``skip_bad``: files that cannot be decoded are left out. ``max_image_pixels`` is how many pixels
+    one image may have, and all that are decoded at a time. ``max_unpacked_gb`` is what a compressed
+    file or an archive may unpack to. ``pixel_range`` (``LOW:HIGH``) has the values that become
+    black and white in images with more than 8 bits.
     """
 
     skip_bad: bool = False
@@ -98,7 +98,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to a training image: a random crop after zero padding, a horizontal flip.
+    """What is done to a training image: a random crop after zero padding, and a horizontal flip.
 
     ``resized_crop`` enlarges a random part with this range of the area; ``jitter`` is that of
     brightness, contrast, saturation and hue; ``grayscale`` a probability. Training and test images
@@ -118,7 +118,7 @@ class Augment:
 class TaskInfo:
     """A task without its images; see ``Task``.
 
-    What a folder does not tell before it is read is None. ``test_splits`` are the ways to divide
+    What is not known before a folder is read is None. ``test_splits`` are the ways to divide
     the images, the default first; empty if there is no choice. ``training`` is the number of
     training images of each domain, ``survey`` what those of a folder are like; empty and None until
     the images are loaded.
@@ -174,7 +174,7 @@ class Task:
     def __post_init__(self) -> None:
         for name in self.domains.keys() & {"average", "seen average", "validation average"}:
             raise ProtofedError(
-                f"a domain cannot be called '{name}': tables have a column of that name",
+                f"a domain cannot be called '{name}': tables have a column with that name",
                 "rename its folder",
             )
 

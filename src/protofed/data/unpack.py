@@ -112,7 +112,7 @@ def opened_tar(path: Path) -> Iterator[tuple[tarfile.TarFile, bool]]:
 
 
 class _Counted:
-    """A stream from which an allowance's bytes can be read; headers of a tar claim any size."""
+    """A stream that yields no more bytes than allowed: a tar's headers may claim any size."""
 
     def __init__(self, file: BinaryIO, allowance: Allowance) -> None:
         self._file, self._allowance = file, allowance

@@ -2,10 +2,10 @@
 
 - ``setup`` makes a federation's folders, with ``certificates`` and ``templating``
 - ``members``: ``federation.toml``, the sites and the rules of a round
-- ``admission``: how sites get their keys in, and how keys end; ``installed``: methods of one's own
+- ``admission``: how sites' keys are admitted and revoked; ``installed``: methods of your own
 - ``operator`` starts and stops runs; ``run_log``: what a run tells the operator
 - ``programs`` runs Flower's programs for the server, a site and the operator
-- ``gate``, ``superlink``: what the network reaches of the server; ``supernode``: a site
+- ``gate``, ``superlink``: the part of the server that the network reaches; ``supernode``: a site
 - ``executor`` runs the tasks of server and sites, with installed code only
 - ``doctor`` checks a deployment from inside and outside
 - ``server_app``, ``coordinator``: the rounds as the server runs them

@@ -1,8 +1,8 @@
 """How a site gets its key into the federation, and how keys and certificates change or end.
 
-A site makes its keys itself (``deploy join``) and sends a *request*: its public key and, where
-sites need TLS certificates, a signing request. The operator compares the fingerprint over a channel
-they trust, and admits it. No private key ever leaves its machine.
+A site makes its own keys (``deploy join``) and sends a *request*: its public key and, where sites
+need TLS certificates, a signing request. The operator compares the fingerprint over a channel they
+trust, and admits it. No private key ever leaves its machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def make_request(folder: Path, renew: bool, tell: Tell = print) -> Path:
     site = read_site_config(folder)
     if not renew and (folder / "node.key").exists():
         raise ProtofedError(
-            f"site '{site.name}' has a key already", "protofed deploy renew makes a new one"
+            f"site '{site.name}' already has a key", "protofed deploy renew makes a new one"
         )
     private, public = node_key()
     request = {"site": site.name, "key": public}
@@ -68,24 +68,24 @@ def _with_key(members: Members, site: str, key: str) -> Members:
 def admit(
     folder: Path, request: Path, ca: Path, replace_key: bool = False, tell: Tell = print
 ) -> None:
-    """Let a site in with the key that its request has, and sign its certificate if it needs one."""
+    """Let a site in with the key in its request, and sign its certificate if it needs one."""
     about, members = read_json(request, ("site", "key")), read_members(folder)
     site, key = str(about["site"]), str(about["key"])
     if site not in members.sites:
         raise unknown("site", site, members.sites)
     if members.sites[site].key and not replace_key:
         raise ProtofedError(
-            f"site '{site}' has a key already",
+            f"site '{site}' already has a key",
             "if it asked for a new one, and you compared the fingerprint: --replace",
         )
     admitted = _with_key(members, site, key)  # an error if the key is invalid or was revoked
     if members.client_certificates:
         certificate = request.with_suffix(".crt")
-        if certificate.name in ("ca.crt", "server.crt"):  # whoever sent it has chosen its name
+        if certificate.name in ("ca.crt", "server.crt"):  # whoever sent it chose its name
             raise ProtofedError(f"'{request}' would replace {certificate.name}", "rename it")
         signed = Authority.load(ca).client_for(site, str(about.get("certificate_request", "")))
         write_atomic(certificate, signed)
-        tell(f"send {certificate} to site {site}, as client.crt of its folder")
+        tell(f"send {certificate} to site {site}, to be client.crt in its folder")
     write_members(folder, admitted)
     if is_serving(folder):
         _unregister(folder, site)
@@ -117,7 +117,7 @@ def _unregister(folder: Path, site: str) -> None:
 
 
 def renew_server(folder: Path, ca: Path, tell: Tell = print) -> None:
-    """A new key and certificate of the server, for the names of the present one."""
+    """Make a new key and certificate for the server, for the same names as now."""
     old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
     certificate, key = Authority.load(ca).server(host_names(old))
     write_atomic(folder / "server.key", key, private=True)

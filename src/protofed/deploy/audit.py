@@ -1,8 +1,8 @@
 """A site's audit log: what it was asked, what it sent, what it refused.
 
-``audit.jsonl`` in the site's folder has an entry a line. Each names the SHA-256 of the line before,
-so a line that is changed, removed or inserted is found. A log that was cut off, or
-rewritten as a whole, shows only in its last hash: keep that elsewhere (``deploy audit`` prints it).
+``audit.jsonl`` in the site's folder has one entry per line. Each names the SHA-256 of the line
+before, so a line that is changed, removed or inserted is found. A log that was cut off or rewritten
+as a whole shows only in its last hash: keep that elsewhere (``deploy audit`` prints it).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AuditLog:
                 os.fsync(file.fileno())
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """The entries in their order; an error names the first line that is not as it was."""
+        """The entries in order; an error names the first line that was altered."""
         before: bytes | None = None
         for number, line in enumerate(self._lines(), start=1):
             try:
@@ -79,12 +79,12 @@ class AuditLog:
     def _altered(self, number: int, how: str) -> ProtofedError:
         return ProtofedError(
             f"'{self.path}' has been altered, or a crash cut it short: line {number} {how}",
-            "keep the file for those who look into it; the site starts a new one if you move it",
+            "keep the file for whoever investigates; if you move it, the site starts a new one",
         )
 
 
 def contents(sent: Tree) -> dict[str, Any]:
-    """What of a message is noted: for each slot its bytes, its norm, and its entries' shapes."""
+    """What is noted of a message: for each slot its bytes, its norm, and its entries' shapes."""
     return {
         slot: {
             "bytes": tree.nbytes({slot: entries}),

@@ -2,7 +2,7 @@
 
 The server has a TLS certificate that sites check against ``ca.crt``. Each site has its own key
 (ECDSA on P-384, as ``ssh-keygen -t ecdsa -b 384`` makes it), by which the server recognizes it, and
-on request a TLS certificate, without which the server does not talk to it at all.
+optionally a TLS certificate, without which the server does not talk to it at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DAYS, CA_DAYS = 365, 3650
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that is never, even while it is written, readable by others."""
+    """Write a new file that others can never read, not even while it is being written."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
@@ -48,7 +48,7 @@ def node_key() -> tuple[bytes, str]:
 
 
 def certificate_request(key_path: Path, site: str) -> str:
-    """A signing request of the private key in this file, which is made if it is not there."""
+    """A signing request for the private key in this file; the key is made if there is none."""
     if not key_path.exists():
         write_secret(key_path, _private_pem(_new_key()))
     key = _load_key(key_path)
@@ -88,8 +88,8 @@ class Authority:
         except (OSError, ValueError) as error:
             raise ProtofedError(
                 f"the authority in '{folder}' cannot be read: {error}",
-                "name the folder of ca.key and ca.crt with --ca; certificates of an authority of "
-                "your own are renewed there",
+                "name the folder of ca.key and ca.crt with --ca; if you have an authority of your "
+                "own, it renews the certificates",
             ) from None
         if own.public_key() != found._key.public_key():
             raise ProtofedError(f"ca.key in '{folder}' is not the key of ca.crt")

@@ -30,7 +30,7 @@ from protofed.tree import Tree
 MAX_TERMS = 100
 """Loss terms in a reply, and characters in the name of a term or of a state."""
 MAX_LOSS = 1e9
-"""The largest mean of a loss term, either way: records average it over the sites."""
+"""The largest mean of a loss term, in either direction: records average it over the sites."""
 SLACK_BYTES = 64 << 20
 """Bytes that a reply may have beyond four times the expected size."""
 
@@ -48,7 +48,7 @@ Shape = tuple[int | str, ...]
 class ExpectedReply:
     """The entries of a reply (slot and name → dtype and shape), and its maximal size in bytes.
 
-    What a site reports of its work follows from how it trains, and on how many ``public`` images.
+    What a site reports about its work follows from how it trains and on how many ``public`` images.
     """
 
     entries: Mapping[tuple[str, str], tuple[torch.dtype, Shape]]
@@ -99,10 +99,10 @@ def _shape(
 ) -> Shape:
     """The shape of an entry that has shape ``a`` at one noise client and ``b`` at the other.
 
-    The data decide a size if the two differ in it. They may also be equal by chance: in how many
-    prototypes a ``table`` has of a class, between classes, which come first, and features, which
-    come last; and where a size is 1, as the least of something. What is said of each public image
-    has the same sizes at all sites.
+    The data decide a size if the two differ in it. Such sizes may also be equal by chance: how many
+    prototypes a ``table`` has of a class (between the classes, which come first, and the features,
+    which come last), and a size of 1, as the least of something. What is said about each public
+    image has the same sizes at all sites.
     """
     pairs = list(zip(a, b, strict=True))
     shape: list[int | str] = []
@@ -123,8 +123,8 @@ def check_answer(
 ) -> tuple[Answer, Reply | None]:
     """The answer in a message, and the reply it carries if training was requested.
 
-    ``count`` has the site's images; None if it is asked to declare them. Raises ``Refused`` for
-    anything that does not fit the request.
+    ``count`` is how many images the site has; None if it is asked to declare them. Raises
+    ``Refused`` for anything that does not fit the request.
     """
     answer = read(content, Answer)
     for what, got, want in (
@@ -160,7 +160,7 @@ def check_answer(
         raise Refused("a loss in the reply is not finite")
     names = (answer.state, answer.version, *answer.loss_terms)
     if len(names) > MAX_TERMS or any(len(name) > MAX_TERMS for name in names):
-        raise Refused("the reply has too many loss terms or too long names")
+        raise Refused("the reply has too many loss terms, or names that are too long")
     if not all(name.isprintable() for name in names):
         raise Refused("a name in the reply has characters that cannot be printed")
     if not all(1 <= n <= answer.steps for n in answer.loss_steps):
@@ -203,6 +203,6 @@ def _check_tree(message: Tree, expected: ExpectedReply, samples: int) -> None:
             words = "×".join(map(str, wanted)) or "a scalar"
             raise Refused(f"{where} has the shape {tuple(t.shape)}, not {words}")
         if any(n > samples for n, want in zip(t.shape, shape, strict=True) if type(want) is str):
-            raise Refused(f"{where} has the shape {tuple(t.shape)}, and the site {samples} samples")
+            raise Refused(f"{where} has the shape {tuple(t.shape)}; the site has {samples} samples")
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise Refused(f"{where} is not finite")

@@ -1,6 +1,6 @@
 """What a site does with a message; its ``executor`` forks a process for each.
 
-Errors are logged here in full; the server learns only what reveals nothing of the site's files.
+Errors are logged here in full; the server learns only what reveals nothing about the site's files.
 """
 
 from __future__ import annotations
@@ -39,4 +39,4 @@ def handle(message: Message, context: Context) -> Message:
 
 
 app = handle
-"""What the app that is submitted names; Flower looks for an assignment, and nothing imports it."""
+"""What the submitted app names. Flower looks for an assignment, and nothing imports it."""

@@ -57,9 +57,10 @@ from protofed.runs.records import Record
 from protofed.tree import Tree
 
 ATTEMPTS = 3
-"""At a round with too few replies, before the run ends; at fetching a reply, before it is lost."""
+"""How often a round with too few replies is tried before the run ends, and how often a reply is
+fetched before it counts as lost."""
 POLLS_PER_SECOND = 20
-"""The most questions for replies: each takes the SuperLink milliseconds, and sites wait for it."""
+"""How often to ask for replies at most: each takes the SuperLink milliseconds, and sites wait."""
 APPROVAL_POLLS = 30
 """Polls between two attempts at a round that sites have yet to approve."""
 JUMP = 4.0
@@ -68,7 +69,7 @@ OUTLYING = 4.0
 """A reply stands out if its squared distances to others are this many times the median ones."""
 ON_POISON = ("stop", "rollback")
 MAX_PROBLEM_LENGTH = 500
-"""Characters to record of what is wrong with a reply: some of them are the site's own."""
+"""How many characters to record of what is wrong with a reply; some come from the site itself."""
 
 
 @dataclass
@@ -103,9 +104,9 @@ class Coordinator:
         on_poison: str = ON_POISON[0],
         poll: float = 1.0,
     ) -> None:
-        """``poll`` is the time between two looks for sites or replies, in seconds.
+        """``poll`` is how often to look for sites or replies, in seconds.
 
-        ``counts`` are the sites' images; without any, what a site declares first is taken.
+        ``counts`` are the sites' images; without any, what a site declares first is accepted.
         """
         config, task = spec.config, spec.task
         self.grid, self.members, self.spec, self.config = grid, members, spec, config
@@ -327,7 +328,7 @@ class Coordinator:
     def _aggregate(self) -> str:
         """Close the round with the accepted replies; returns what went wrong, if anything did.
 
-        Replies that are each valid may not be so together. The state is then as before.
+        Replies that are each valid may not be valid together. The state then stays as it was.
         """
         server = self.server
         try:
@@ -339,7 +340,7 @@ class Coordinator:
             return f"{where} is no longer finite"
         self.norms = server.finish(state)
         worst = max(scores, key=lambda name: scores[name])
-        # of two replies, each is as far from the other
+        # of two replies, each is equally far from the other
         self.suspects = [n for n, s in scores.items() if s > OUTLYING] or [worst]
         self.suspects = self.suspects if len(scores) > 2 else []
         return ""
@@ -355,19 +356,19 @@ class Coordinator:
         """What happened to most sites after the last round, in words; empty if nothing did."""
         if not self.losses:
             return ""
-        least = min(2, len(self.members.sites))  # of several, no site ends a run by itself
+        least = min(2, len(self.members.sites))  # if there are several, no single site ends a run
         failed = [name for name in self.losses if name in got.failed]
         if 2 * len(failed) > len(self.losses) and len(failed) >= least:
             return f"most sites failed ({', '.join(failed)})"
         known = [name for name in trained if len(self.losses.get(name, [])) > 1]
         jumped = [n for n in known if _loss(got.answers[n]) > JUMP * max(map(abs, self.losses[n]))]
-        # of all that trained: those whose losses are not known yet have not seen a jump
+        # out of all that trained: those whose losses are not known yet have not seen a jump
         if 2 * len(jumped) > len(trained) and len(jumped) >= least:
             return f"the loss of most sites jumped ({', '.join(jumped)})"
         return ""
 
     def _go_back(self, signs: str) -> None:
-        """Return to the checkpoint before the last round, and leave out whose replies stood out."""
+        """Return to the checkpoint before the last round, without sites whose replies stood out."""
         self.server.abandon()
         self.ledger.artifacts.abandon()
         last, names = self.server.round, ", ".join(self.suspects) or "none"
@@ -380,7 +381,7 @@ class Coordinator:
                 problem,
                 f"protofed deploy rollback --rounds 1{without}, then deploy start ... --resume",
             )
-        # who was left out before is not let in again
+        # sites that were left out before are not let in again
         until = {n: self.config.rounds if n in self.excluded else last for n in self.suspects}
         self._continue(self.ledger.go_back(last - 1, {**self.excluded, **until}))
         self.losses, self.suspects = {}, []
@@ -406,7 +407,7 @@ class Coordinator:
         return False
 
     def _wait_for_approval(self, sites: Sequence[str]) -> bool:
-        """Give the sites' people time; False if there are no such sites, or it is up."""
+        """Give people at the sites time to approve; False if no site waits, or the time is up."""
         if not sites:
             return False
         if self.waiting_since is None:
@@ -450,12 +451,12 @@ class Coordinator:
             if answer.tested:
                 own = round_to(100 * answer.right / answer.tested, 4)
                 self.pending.setdefault("by_client", {}).setdefault(name, {})["accuracy"] = own
-        # over all test images of a domain's sites: large test sets weigh more than small ones
+        # over all test images of a domain's sites: large test sets count more than small ones
         scores = {d: 100 * right[d] / n if n else float("nan") for d, n in tested.items()}
         known = [s for d, s in scores.items() if tested[d]]
         self.pending["accuracy"] = {d: round_to(s, 4) for d, s in scores.items()}
         self.pending["average"] = round_to(sum(known) / len(known), 4) if known else float("nan")
-        # a site says what it likes of its own images, so each stands for itself
+        # a site can say what it likes about its own images, so each stands for itself
         each = {n: a for n, a in got.answers.items() if a.tested}
         for name, a in each.items():
             own = self.pending["by_client"].setdefault(name, {})
@@ -555,7 +556,7 @@ class Coordinator:
         for name, request in asked.items():
             content = RecordDict({**records, RECORD: write(request)[RECORD]})
             kind = MessageType.TRAIN if request.train else MessageType.EVALUATE
-            # Expires with the round: a site that comes back does not get an old message. A little
+            # It expires with the round: a site that comes back does not get an old message. A bit
             # later, so that a late reply counts as late and not as one to an unknown message.
             life = self.members.round_seconds + 5
             messages[name] = Message(content, nodes[name], kind, ttl=life, group_id=str(round))
@@ -604,7 +605,7 @@ class Coordinator:
             log.info("round %d: site %s replied", self.server.round + 1, name)
 
     def _refuse(self, got: Exchange, name: str, why: str) -> None:
-        """Leave a reply that was taken out of the round, by name."""
+        """Leave an accepted reply out of the round, and name its site."""
         self._problem(got, name, f"refused: {why}")
         del got.answers[name]
         self.ledger.artifacts.refused(self.server.round + 1, name, why)

@@ -1,9 +1,9 @@
 """How many images each site has: declared once, confirmed by the operator, fixed for a run.
 
 A site's weight in the average, its steps and the weight of its accuracy follow from these
-numbers, so a reply that claims others is refused. The server knows those of sites that are clients
-of a built-in task. Other sites declare theirs when they first take part; ``protofed deploy
-confirm`` shows and confirms them, in ``counts.json`` of the server's folder.
+numbers, so a reply that claims other numbers is refused. The server knows those of sites that are
+clients of a built-in task. Other sites declare theirs when they first take part; ``protofed deploy
+confirm`` shows and confirms them, in ``counts.json`` in the server's folder.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Counts:
         return count if confirmed else None
 
     def declare(self, site: str, count: Count) -> bool:
-        """Take down what a site declares; whether it is confirmed."""
+        """Record what a site declares; returns whether it is confirmed."""
         said = self._read()
         if site not in said or said[site][0] != count:
             self._write(said | {site: (count, self.path is None)})
         return self.confirmed(site) == count
 
     def confirm(self, sites: Iterable[str]) -> dict[str, Count]:
-        """Confirm what these sites declared, or all if none is named; returns the new ones."""
+        """Confirm what these sites, or all if none is named, declared; returns the new counts."""
         said, sites = self._read(), list(sites)
         for site in sites:
             if site not in said:

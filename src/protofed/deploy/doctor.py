@@ -48,7 +48,7 @@ FORBIDDEN = sorted({path for _, path in PROTOBUF_REQUEST_TYPES} - {p.decode() fo
 
 
 class Finding(NamedTuple):
-    """Something that was looked at, what was found, and whether that is as it should be."""
+    """What was found, and whether it is as it should be."""
 
     ok: bool
     text: str
@@ -109,13 +109,13 @@ def _machine(folder: Path) -> Iterator[Finding]:
             loose.append(path.name)
         if path.stat().st_uid not in (os.getuid(), 0):
             loose.append(f"{path.name} (of user {path.stat().st_uid})")
-    yield Finding(not loose, f"permissions: {', '.join(loose) or 'secrets are the owner’s alone'}")
+    yield Finding(not loose, f"permissions: {', '.join(loose) or 'only you can read the secrets'}")
 
 
 def _certificate(
     path: Path, key_path: Path | None = None, host: str | None = None
 ) -> Iterator[Finding]:
-    """Look at a certificate: its key, its time, and whether it names the host."""
+    """Look at a certificate: its key, how long it is valid, and whether it names the host."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         key = load_pem_private_key(key_path.read_bytes(), None) if key_path else None
@@ -138,7 +138,7 @@ def _certificate(
 def _decisions(site: SiteConfig) -> Iterator[Finding]:
     """Look at what the site allows, and at what it wrote down."""
     limits = [f"{k} {v}" for k, v in vars(site.policy).items() if v != getattr(Policy, k)]
-    yield Finding(True, f"policy: {', '.join(limits) or 'none, all is allowed'}")
+    yield Finding(True, f"policy: {', '.join(limits) or 'none, everything is allowed'}")
     try:
         yield Finding(True, f"audit.jsonl: {len(list(AuditLog(site.folder).entries()))} entries")
     except ProtofedError as error:
@@ -226,7 +226,7 @@ def _paths(client: httpx.Client, where: str) -> Iterator[Finding]:
         not silent,
         f"{where} does not serve {', '.join(silent)} as it should"
         if silent
-        else f"{where} serves the {len(PATHS)} calls of sites, to those with a key",
+        else f"{where} serves the {len(PATHS)} calls of sites, only to those with a key",
     )
     others = (*FORBIDDEN, "/docs", "/openapi.json", "/health")
     open_paths = [path for path in others if client.post(path, headers=kind).status_code != 404]

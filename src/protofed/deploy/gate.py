@@ -1,9 +1,9 @@
-"""What the network reaches of the server: the ten calls that a site with a key makes, nothing else.
+"""All the network can reach of the server: the ten calls that a site with a key makes.
 
-Flower's fleet, control and runtime interfaces share one port, and whoever reaches control starts a
-run. Here the SuperLink listens on this machine only, for the user who runs it; ``Gate`` is what
+Flower's fleet, control and runtime interfaces share one port, and whoever reaches control can start
+a run. Here the SuperLink listens on this machine only, for the user who runs it; ``Gate`` is what
 stands at the federation's address. It refuses with 404, which makes Flower's clients say so and end
-(they take 403 for a run that is over).
+(they take 403 to mean that a run is over).
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ def connection_owner(host: str, port: int) -> int | None:
     end = f"{socket.inet_aton(host)[::-1].hex().upper()}:{port:04X}"
     for line in Path("/proc/net/tcp").read_text("ascii").splitlines()[1:]:
         fields = line.split()
-        if fields[1] == end and fields[9] != "0":  # a closed connection is said to be root's
+        if fields[1] == end and fields[9] != "0":  # a closed connection is listed as root's
             return int(fields[7])
     return None
 
 
 def _not_a_call(scope: Message) -> str:
-    """What is wrong with a request, by its head; empty if a site makes such calls."""
+    """What is wrong with a request, judging by its head; empty if a site makes such calls."""
     if scope["type"] != "http" or scope["method"] != "POST" or scope["query_string"]:
         return "not a call"
     if scope["raw_path"] not in PATHS or scope["path"].encode() != scope["raw_path"]:

@@ -1,7 +1,7 @@
-"""Methods of one's own in a federation: a file that the server and every site have installed.
+"""Methods of your own in a federation: a file that the server and every site have installed.
 
-``federation.toml`` pins each by its SHA-256, as the app is; the file is in ``methods/`` beside it.
-Neither comes from the network: ``protofed deploy method`` puts them there, on each machine.
+``federation.toml`` pins each by its SHA-256, as the app is pinned; the file is in ``methods/`` next
+to it. Neither comes from the network: ``protofed deploy method`` puts them there, on each machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = "methods"
 
 @dataclass(frozen=True)
 class InstalledMethod:
-    """A class of a Python file, and what the file's content must be."""
+    """A class in a Python file, and what the file's content must be."""
 
     name: str
     path: Path
@@ -32,7 +32,7 @@ class InstalledMethod:
         """The method that ``federation.toml`` of this folder describes."""
         file, its_class, digest = (str(about[key]) for key in ("file", "class", "sha256"))
         if name in METHODS:
-            raise ProtofedError(f"method '{name}' is one of the package's", "rename yours")
+            raise ProtofedError(f"method '{name}' is a built-in method", "rename yours")
         if Path(file).name != file or len(digest) != 64 or not digest.isalnum():
             raise ProtofedError(f"method '{name}' needs a file's name and its SHA-256")
         return cls(name, folder.resolve() / FOLDER / digest[:16] / file, its_class, digest)

@@ -1,4 +1,4 @@
-"""What the server of a deployment writes: a run's folder like any other, with its log beside it.
+"""What the server of a deployment writes: a run's folder like any other, with its log next to it.
 
 A deployment's checkpoint has, in addition, the name of the private state that belongs to each
 site's last accepted reply, the bytes of its messages, and the record of the last round, whose
@@ -32,7 +32,7 @@ class Ledger:
         self.folder = RunFolder(path, members.checkpoints)
         self.spec, self.config, self.members = spec, spec.config, members
         self.kept: list[tuple[int, Mapping[str, str]]] = []
-        """Of each checkpoint its round and the private states it names, the newest first."""
+        """The round of each checkpoint and the private states it names, newest first."""
         self.samples: dict[str, int] = {}
         self.tested: dict[str, int] = {}
         self.wire: dict[str, dict[str, int]] = {}
@@ -75,7 +75,7 @@ class Ledger:
         self.kept = [now, *self.kept[again:]][: self.members.checkpoints]
 
     def states(self, site: str) -> list[str]:
-        """The private states of a site that some checkpoint names, the newest first."""
+        """The private states of a site that some checkpoint names, newest first."""
         found = (accepted.get(site) for _, accepted in self.kept)
         return list(dict.fromkeys(filter(None, found)))
 

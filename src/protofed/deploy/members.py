@@ -41,7 +41,7 @@ _SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 class Member:
     """A site: its name, its domain, and its public key as OpenSSH writes it.
 
-    The key is empty as long as the site has not been admitted, and after it was revoked.
+    The key is empty until the site is admitted, and after the key was revoked.
     """
 
     name: str
@@ -63,19 +63,19 @@ class Members:
     pixel_range: str | None = None
     """What becomes black and white in images with more than 8 bits, e.g. ``0:4095``."""
     task: str | None = None
-    """A built-in task whose clients the sites are: for trying things out without own images."""
+    """A built-in task whose clients the sites are: to try things out without images of your own."""
     gather_seconds: float = 120.0
     """How long the first round waits for all sites before it settles for the minimum."""
     wait_seconds: float = 3600.0
-    """How long a round waits for the minimum of sites before the run ends with an error."""
+    """How long a round waits for the minimum number of sites before the run ends with an error."""
     round_seconds: float = 3600.0
     """How long a round waits for replies before it continues without the missing ones."""
     client_certificates: bool = False
-    """Whether a site needs a TLS certificate, beside its key, to reach the server."""
+    """Whether a site needs a TLS certificate, in addition to its key, to reach the server."""
     max_samples: int = 10**6
     """The most training or test images that a site may declare."""
     checkpoints: int = 3
-    """How many checkpoints the server keeps, and so how far a run can be taken back."""
+    """How many checkpoints the server keeps, and so how far a run can be rolled back."""
     methods: Mapping[str, InstalledMethod] = field(default_factory=dict)
     """Methods that are not the package's, as this machine has installed them."""
     revoked: tuple[str, ...] = ()
@@ -168,18 +168,18 @@ class Members:
         """
         own, problem = self.task or f"{FOLDER}{self.name}", ""
         if task.name != own:
-            problem = f"the run is for task {task.name!r:.100}, this federation for {own!r}"
+            problem = f"the run is for task {task.name!r:.100}, this federation is for {own!r}"
         elif self.task is None and task.classes != self.classes:
             problem = f"the run's classes differ from those in {FEDERATION_FILE} here"
         elif self.task is None and task.image_size != self.image_size:
             problem = (
                 f"the run's images have {task.image_size} pixels, "
-                f"those of {FEDERATION_FILE} {self.image_size}"
+                f"those in {FEDERATION_FILE} have {self.image_size}"
             )
         elif self.task is None and task.pixel_range != self.pixel_range:
             problem = (
                 f"the run's pixel_range is {task.pixel_range}, "
-                f"that of {FEDERATION_FILE} {self.pixel_range}"
+                f"that in {FEDERATION_FILE} is {self.pixel_range}"
             )
         if problem:
             raise Refused(problem, f"server and sites need the same {FEDERATION_FILE}")

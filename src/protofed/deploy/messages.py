@@ -1,4 +1,4 @@
-"""What a message says beside its Tree: the site, the run and round, the request or the answer."""
+"""What a message says besides its Tree: the site, the run and round, the request or the answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, RecordDict
 from protofed.deploy.wire import Refused
 
 SITE_FAILED, SITE_WAITS = 100, 101
-"""Error codes above those of Flower: a site refuses or cannot, or a person has yet to approve."""
+"""Error codes above those of Flower: a site refuses or fails, or a person has yet to approve."""
 RECORD = "protofed"
 MAX_ITEMS = 1000
 """The longest list that a message may hold."""
@@ -29,12 +29,12 @@ class Request:
     accepted: str
     """The private state to continue from: that of the site's last accepted reply ("" = none)."""
     kept: list[str] = field(default_factory=list)
-    """The same as of the server's checkpoints: the site must be able to return to them."""
+    """Those that the server's checkpoints name: the site must be able to return to them."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a site reports of a round."""
+    """What a site reports about a round."""
 
     site: str
     run: str
@@ -62,7 +62,7 @@ class Answer:
 
     @property
     def losses(self) -> dict[str, tuple[float, int]]:
-        """For each loss term its sum over the steps that have it, and the number of those steps."""
+        """For each loss term, its sum over the steps that have it, and how many these are."""
         pairs = zip(self.loss_totals, self.loss_steps, strict=True)
         return dict(zip(self.loss_terms, pairs, strict=True))
 
@@ -71,7 +71,7 @@ Said = TypeVar("Said", Request, Answer)
 
 
 def write(said: Request | Answer) -> RecordDict:
-    """A message's content with this in it, and no Tree yet."""
+    """The content of a message that says this, with no Tree yet."""
     values = {k: v for k, v in asdict(said).items() if v != []}  # an empty list has no type
     return RecordDict({RECORD: ConfigRecord(values)})
 
@@ -96,5 +96,5 @@ def read(content: RecordDict, cls: type[Said]) -> Said:
         items: Any = value if item != types[name] else [value]
         fits = isinstance(items, list) and all(type(i) in _ITEM_TYPES[item] for i in items)
         if not fits or len(items) > MAX_ITEMS:
-            raise Refused(f"'{name}' of the message is not {types[name]}")
+            raise Refused(f"'{name}' in the message is not {types[name]}")
     return cls(**values)

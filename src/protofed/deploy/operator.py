@@ -99,7 +99,7 @@ def start(
 ) -> int:
     """Submit a run to Flower and return its number there.
 
-    ``confirm``: take what sites declare. ``on_poison``: what to do about a poisoned round.
+    ``confirm``: accept what sites declare. ``on_poison``: what to do about a poisoned round.
     """
     out = run_folder(folder, spec)
     if out.is_dir() and any(out.iterdir()) and not (resume or overwrite):
@@ -123,7 +123,7 @@ def start(
 
 
 def with_weights(folder: Path, spec: RunSpec) -> RunSpec:
-    """The run as its server starts it, with the weights that ``start`` has put into its folder."""
+    """The run as its server starts it, with the weights that ``start`` put into its folder."""
     if spec.config.weights is None:
         return spec
     file = _weights_file(folder, spec)
@@ -187,7 +187,7 @@ def follow(
 def roll_back(
     folder: Path, name: str | None, rounds: int, without: Sequence[str]
 ) -> tuple[RunFolder, int]:
-    """Take back the last rounds of a run, by default the latest; returns it and its round now.
+    """Undo the last rounds of a run, by default the latest run; returns it and its round now.
 
     When it is resumed, the sites ``without`` stay left out, and no others.
     """
@@ -211,7 +211,7 @@ def roll_back(
 
 
 def stop(folder: Path, number: int | None) -> int:
-    """Stop the run with this number, or else the running one, and return its number."""
+    """Stop the run with this number, or the one that is running, and return its number."""
     if number is None:
         running = live(runs(folder))
         if not running:

@@ -1,6 +1,6 @@
 """A site's policy, ``[policy]`` in ``site.toml``: what the site lets a server ask of it.
 
-What is outside is refused by the name of the setting, in the site's log and in the server's.
+Whatever is outside is refused, and the site's log and the server's name the setting.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LIMITS = {
 }
 """The setting that each number of a policy is about."""
 MAX_TEXTS = 100
-"""Different texts with the hash of one run that a site notes for approval."""
+"""How many different texts with the hash of one run a site notes for approval."""
 
 
 class NotApproved(Refused):
@@ -57,18 +57,18 @@ class Policy:
     methods: tuple[str, ...] | None = None
     max_rounds: int | None = None
     max_epochs: int | None = None
-    """Of a round, over all phases of the method."""
+    """In a round, over all phases of the method."""
     max_batch: int | None = None
     min_lr: float | None = None
     max_lr: float | None = None
     models: tuple[str, ...] | None = None
     max_width: int | None = None
-    """Of the first layer, whether the run says so or the model's default does."""
+    """That of the first layer, whether it is set by the run or by the model's default."""
     norms: tuple[str, ...] | None = None
     min_class_count: int = 1
     """A run that asks for less is not refused: the site's number is applied."""
     max_proto_epsilon: float | None = None
-    """A run that sends anything beside the model without such a budget is refused, too."""
+    """A run that sends anything besides the model without such a budget is refused, too."""
     max_update_epsilon: float | None = None
     """The same for a run that sends a model."""
     max_delta: float | None = None
@@ -78,7 +78,7 @@ class Policy:
     """Whether a person has to approve each run (``deploy approve``)."""
 
     def check(self, config: Config) -> None:
-        """Refuse a run whose method, models or rounds are outside; nothing is built for it yet."""
+        """Refuse a run whose method, models or rounds are not allowed, before anything is built."""
         _require_known("method", config.method.name, self.methods)
         for model in config.models:
             _require_known("model", model, self.models)
@@ -89,7 +89,7 @@ class Policy:
         _require("rounds", config.rounds, None, self.max_rounds)
 
     def check_round(self, setup: Setup, network: Network, round: int) -> None:
-        """Refuse a round that would train otherwise, or keep something that it may not."""
+        """Refuse a round that would train in ways, or keep something, that the policy forbids."""
         method, training = setup.method, setup.training
         kinds = {"batch": _BatchNorm, "group": nn.GroupNorm}
         modules = list(network.modules())

@@ -1,8 +1,8 @@
 """Runs the server's SuperLink, a site's SuperNode, their executors, and ``flwr``.
 
 The SuperLink listens on this machine only; what the network reaches is the ``gate`` in front of it.
-Tasks of the SuperLink and the SuperNode go to protofed's own ``executor``, which has to know the
-secret of this start.
+Tasks of the SuperLink and the SuperNode go to protofed's own ``executor``, which has to know a
+secret that is new at every start.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def stoppable() -> Iterator[None]:
 
 
 def _write_new(folder: Path, name: str, content: bytes) -> str:
-    """Write a secret of this start, in the place of the last start's; returns its path."""
+    """Write a secret of this start, in place of the last start's; returns its path."""
     path = folder / "flower" / name
     path.unlink(missing_ok=True)
     write_secret(path, content)
@@ -139,7 +139,7 @@ def _new_secret(folder: Path) -> str:
 
 
 def _isolated(secret: str) -> list[str]:
-    """Options of SuperLink and SuperNode: run nothing, and give tasks to who knows the secret."""
+    """Options of SuperLink and SuperNode: run nothing; give tasks to whoever knows the secret."""
     return ["--isolation", "process", "--superexec-auth-secret-file", secret]
 
 
@@ -168,8 +168,8 @@ def serve(
 ) -> None:
     """Run the SuperLink and its gate, with the sites' keys registered, until SIGTERM or Ctrl-C.
 
-    ``behind_proxy``: a proxy of this machine listens at the federation's address and asks for
-    client certificates; the gate is on this machine only, one port higher.
+    ``behind_proxy``: a proxy on this machine listens at the federation's address and asks for
+    client certificates; the gate listens on this machine only, one port higher.
     """
     members = read_members(folder)
     own, port = host_port(members.address)
@@ -200,7 +200,7 @@ def serve(
     env = environment(folder / "flower", **{FOLDER_VARIABLE: str(folder.resolve())})
     with stoppable(), running(command, env) as link:
         _until_listening(link, *inside)
-        members = read_members(folder)  # with the sites that were admitted in the meantime
+        members = read_members(folder)  # including sites that were admitted in the meantime
         _until_listening(link, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
         work = _executor("server", join_address(*inside), secret, own_ca)
         with running(work, env) as executor:
@@ -344,8 +344,8 @@ def join(site: SiteConfig, patience: float = 300.0, tell: Callable[[str], None] 
                     "its own key has to be admitted there",
                 )
             tell(
-                f"not connected ({name}: exit code {code}); retrying in {RETRY_SECONDS:g} s. Does "
-                "the server run, and has the operator admitted this site?"
+                f"not connected ({name}: exit code {code}); retrying in {RETRY_SECONDS:g} s. Is "
+                "the server running, and has the operator admitted this site?"
             )
             time.sleep(RETRY_SECONDS)
 
@@ -376,7 +376,7 @@ def _connection(folder: Path) -> dict[str, str]:
 
 def _no_server(folder: Path) -> ProtofedError:
     return ProtofedError(
-        f"no server of {read_members(folder).name} runs on this machine",
+        f"no server of {read_members(folder).name} is running on this machine",
         f"start one: protofed deploy server --dir {folder}",
     )
 

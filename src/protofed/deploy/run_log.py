@@ -1,4 +1,4 @@
-"""The log of a deployed run: ``<run>.log`` beside the run's folder.
+"""The log of a deployed run: ``<run>.log`` next to the run's folder.
 
 The server's process writes it; the operator's commands follow it until its last line.
 """
@@ -19,7 +19,7 @@ ENDED = "the run ended"
 
 
 def one_line(text: str, most: int = 1000) -> str:
-    """Text that came from another machine, for a log: it must not look like lines of this one."""
+    """Text from another machine, for a log: it must not look like the log's own lines."""
     return "".join(c if c.isprintable() else " " for c in text[:most])
 
 

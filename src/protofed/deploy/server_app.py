@@ -60,12 +60,12 @@ def main(grid: Grid, context: Context) -> None:
 
 
 app = main
-"""What the app that is submitted names; Flower looks for an assignment, and nothing imports it."""
+"""What the submitted app names. Flower looks for an assignment, and nothing imports it."""
 
 
 @contextmanager
 def log_signals() -> Iterator[None]:
-    """``deploy stop`` and the server's end come as a signal: log it before the process ends."""
+    """``deploy stop`` and the end of the server are signals: log them before the process ends."""
     if threading.current_thread() is not threading.main_thread():  # as in a test
         yield
         return

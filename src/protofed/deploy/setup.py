@@ -169,7 +169,7 @@ def install_method(folder: Path, named: str) -> InstalledMethod:
 
 
 def own_folder(folder: Path, site: str | None) -> Path:
-    """The folder of a site, if one is named or this is one; else the server's."""
+    """The folder of a site, if one is named or this is one; otherwise the server's."""
     at_site = site is not None or (folder / SITE_FILE).is_file()
     return site_folder(folder, site) if at_site else server_folder(folder)
 

@@ -287,7 +287,7 @@ def _answer(
     network = initial_network(config, task, model)
     setup = make_setup(config, task, network)
     policy.check_round(setup, network, request.round)
-    if policy.approval:  # of what the policy allows
+    if policy.approval:  # needed even for what the policy allows
         Approvals(site.folder).require(run, spec)
     about = (site.name, run.hash, method.name, request.round, request.train)
     if not (request.train or request.evaluate):  # only to declare how many images there are

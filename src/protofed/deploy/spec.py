@@ -1,7 +1,7 @@
-"""What of a run travels: its configuration, facts and task, without images, as text.
+"""What travels of a run: its configuration, facts and task, without images, as text.
 
-Of public images only their number a round and a digest travel; of a folder that every machine has a
-copy of, neither a path nor a name.
+Of public images, only a digest and their number per round travel; of a folder that every machine
+has a copy of, neither the path nor the name.
 
 The text goes with the run (in Flower's run configuration) to the server and to every site. A site
 builds the same ``Config`` from it, and the hash must be the one the server names: a version of
@@ -51,9 +51,9 @@ class RunSpec:
     config: Config
     """Complete: the clients of every domain, and the precision."""
     task: Task
-    """Only where the run was planned, and only of a built-in task, with its images."""
+    """It has its images only where the run was planned, and only if it is a built-in task."""
     facts: Facts
-    """Of the machine that started the run; the digests are of the images that sites must have."""
+    """Those of the machine that started the run; the digests are of the images sites must have."""
     public: Mapping[str, int]
     """How many public images a round has, by where they come from; empty if it needs none."""
     counts: Mapping[str, Count]
@@ -75,7 +75,7 @@ def make_spec(
 ) -> RunSpec:
     """The run of this config, on a task whose images may be elsewhere.
 
-    ``methods`` are those that this machine has installed beside the package's.
+    ``methods`` are those that this machine has installed in addition to the built-in ones.
     """
     installed = {method.reference for method in methods.values()}
     if reference(config.method) not in {*METHODS, *installed}:
@@ -106,7 +106,7 @@ def make_spec(
 
 
 def _require_sent(method: Method, network: Network) -> None:
-    """Refuse weights from a file if sites would start with others: they have them of the server."""
+    """Refuse weights from a file if sites would start with others: only the server has the file."""
     kept = [name for name, way in travel(method, network).items() if way == "no"]
     if own := [name for name in kept if name.startswith("encoder.")]:
         raise ProtofedError(
@@ -218,7 +218,7 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
 
 
 def asked_settings(spec: RunSpec) -> dict[str, Any]:
-    """What a run asks for, for people: its method and the settings that change its numbers."""
+    """What a run asks for, as people read it: its method and what can change its numbers."""
     config = spec.config
     settings = {name: getattr(config, name) for name, s in SETTINGS.items() if s.numbers}
     return {

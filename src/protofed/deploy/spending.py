@@ -1,4 +1,4 @@
-"""What a site has sent of a run under a privacy budget, on its disk before it is sent."""
+"""What a site has sent for a run under a privacy budget; it is on disk before it is sent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Spending:
         train: Callable[[], Trained],
         has_state: Callable[[str], bool],
     ) -> Trained:
-        """The reply that this request got before, or else that of ``train``, once it is paid for.
+        """The reply that this request got before, or that of ``train``, once it is paid for.
 
         ``has_state``: whether the site still has the private state that belongs to a reply.
         """

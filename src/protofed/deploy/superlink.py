@@ -1,8 +1,8 @@
 """Flower's SuperLink on this machine only, with the ``gate`` in front of it on the network.
 
 ``python -m protofed.deploy.superlink --gate-host HOST --gate-port PORT --gate-certfile FILE
---gate-keyfile FILE [--gate-client-ca FILE]``, and the options of ``flower-superlink``. If another
-version of Flower is put together differently, this does not start.
+--gate-keyfile FILE [--gate-client-ca FILE]``, and the options of ``flower-superlink``. If a version
+of Flower is put together differently, this does not start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flower's SuperNode, which can show a TLS certificate of the site's to the server.
+"""Flower's SuperNode, which can also show the site's TLS certificate to the server.
 
 ``python -m protofed.deploy.supernode [--client-certfile FILE --client-keyfile FILE]``, and the
 options of ``flower-supernode``. If another version of Flower connects differently, the certificate

@@ -1,4 +1,4 @@
-"""Renders the files in ``templates/``: TOML, systemd units, the page of a federation.
+"""Renders the files in ``templates/``: TOML, systemd units, a federation's README.
 
 Every value that goes into TOML or into a systemd command passes through a filter that escapes it.
 """

@@ -35,7 +35,7 @@ class Refused(ProtofedError):
 
 
 def to_array(t: Tensor) -> Array:
-    """The Array that carries a tensor, wherever and however that is stored."""
+    """The Array that carries a tensor, wherever and however the tensor is stored."""
     name = str(t.dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ProtofedError(f"a tensor of {t.dtype} cannot travel", f"use {', '.join(DTYPES)}")

@@ -1,9 +1,9 @@
 """Processes that are forked from this one and do work for it.
 
-A fork has all that was in memory, a class of a notebook included, and starts in milliseconds. So a
-process is sent little: objects that it has from the start, or that are posted for all of them, go
-as references, and the tensors of everything else through shared memory. That has no name, and goes
-with the last process that has it.
+A fork has all that was in memory, including classes from a notebook, and starts in milliseconds. So
+little is sent to a process: objects that it has from the start, or that are posted for all of them,
+go as references, and the tensors of everything else through shared memory, which has no name and is
+freed with the last process that has it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Warned = tuple[Warning, str, int]
 """A warning, and where it was raised."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a run. Also where a terminal or a batch system sends them to all its processes,
-they are for the run to answer."""
+"""Signals that end a run. Even if a terminal or a batch system sends them to all its processes, it
+is for the run to answer them."""
 START_SECONDS = 30.0
-"""How long a process may take to start. One may hang for good: a lock that some other thread had
-at the fork is never released in it."""
+"""How long a process may take to start. One may hang forever: a lock that another thread held at
+the fork is never released in it."""
 
 
 class InProcess(Exception):
@@ -53,11 +53,11 @@ class InProcess(Exception):
 
 
 def fork(count: int, make: Callable[[], Any], tensors: Sequence[Tensor]) -> Processes | None:
-    """Processes that have these tensors; None if they cannot be had here.
+    """Processes that have these tensors; None if that is not possible here.
 
     They need Linux. PyTorch refuses to compute gradients in a fork if it has threads for a GPU:
     since the first gradient, on a machine that has one. And they end with the thread that forks
-    them, so that is the main one: another may end before the run, or be one of several that
+    them, so that must be the main one: another may end before the run, or be one of several that
     compute, whose locks would never be released in a fork.
     """
     in_main = threading.current_thread() is threading.main_thread()
@@ -85,7 +85,7 @@ class Processes:
         self.each, self._shared = each, shared
 
     def post(self, what: Any) -> None:
-        """Let all have this, in place of what was posted before; it goes as a reference."""
+        """Give this to all, in place of what was posted before; it is sent as a reference."""
         self._shared.post(what)
 
     def end(self) -> None:
@@ -97,7 +97,7 @@ class Processes:
 class Process:
     """A process, which does what it is asked to, one thing at a time.
 
-    It ends with this one, whatever ends that.
+    It ends with this process, however this one ends.
     """
 
     def __init__(self, make: Callable[[], Any], shared: _Shared) -> None:
@@ -108,7 +108,7 @@ class Process:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # no fork may do what a run does
         try:
             with warnings.catch_warnings():
-                # Python warns of threads, which PyTorch may have: the fork uses none
+                # Python warns about threads, which PyTorch may have: the fork uses none
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._pipe, pipe = Pipe()
                 self.pid = os.fork()
@@ -144,7 +144,7 @@ class Process:
 
     def _death(self) -> ProtofedError:
         self.end()
-        cause, hint = "", "what is complete is kept in the run's folder: run --resume"
+        cause, hint = "", "finished rounds are kept in the run's folder: continue with --resume"
         if self._code is not None:
             name = signal.Signals(-self._code).name if self._code < 0 else ""
             cause = f" of {name}" if name else f" with exit code {self._code}"
@@ -251,7 +251,7 @@ class _Pickler(pickle.Pickler):
 def _tensor(content: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not len(content):
         return torch.empty(shape, dtype=dtype)
-    # clone: the memory is used again, and if it is not aligned, vectorized sums may round otherwise
+    # clone: the memory is reused, and if it is not aligned, vectorized sums may round differently
     return torch.frombuffer(content, dtype=torch.uint8).clone().view(dtype).view(shape)
 
 
@@ -269,7 +269,7 @@ def _serve(
     """Answer, until this process is ended."""
     try:
         parents.close()
-        gc.freeze()  # what is the parent's is neither finalized, nor copied by being looked at
+        gc.freeze()  # the parent's objects are neither finalized, nor copied by being looked at
         die_with_parent(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
@@ -321,7 +321,7 @@ def _answer(
 
 
 def _portable(found: Any, other: type[Exception]) -> Any:
-    """An error or a warning, or its words as another one if its class cannot be sent."""
+    """An error or a warning; if its class cannot be sent, another one with the same words."""
     try:
         pickle.loads(pickle.dumps(found))
     except Exception:

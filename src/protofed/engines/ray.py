@@ -42,7 +42,7 @@ ENGINES = {"cpu": ("loop", "cpu"), "cuda": ("lanes", "cuda")}
 GROUPS = {"cpu": 4, "cuda": 1}
 """Groups of clients for each actor in a round; lanes do best with all of them at once."""
 SLOW_SECONDS, SLOWER = 30.0, 3
-"""After so long without an answer, and so many times the longest wait before, others try too."""
+"""After this long without an answer, and this many times the longest earlier wait, others try."""
 
 
 def _teach_ray() -> Any:
@@ -237,7 +237,7 @@ class Ray(Engine):
     def _spread(
         self, parts: Sequence[Any], ask: Callable[[Any, Any], Any]
     ) -> Iterator[tuple[Any, Any]]:
-        """Ask the actors for all parts, up to two at a time each; the answers as they come.
+        """Ask the actors for all parts, up to two at a time each; yields the answers as they come.
 
         Of several errors, that of the first part is raised, whichever came first.
         """
@@ -317,7 +317,7 @@ class Ray(Engine):
             raise ProtofedError(f"Ray loses actor after actor: {why[0]}", "see docs/cluster.md")
 
     def _replace(self, seat: Seat) -> set[int]:
-        """Put another actor in the place of a lost one; returns what that had of this call."""
+        """Put another actor in place of a lost one; returns what the lost one had of this call."""
         self._ray.kill(seat.actor)
         self._seats[self._seats.index(seat)] = self._new_seat()
         return {part for call, part, _ in seat.asked.values() if call == self._call}
@@ -332,7 +332,7 @@ def _end_actors(ray: Any, seats: Sequence[Seat]) -> None:
 def _require_version(found: Any) -> None:
     if found != (here := _version()):
         raise ProtofedError(
-            f"a machine of the cluster has {found}, and this one {here}",
+            f"a machine of the cluster has {found}, but this one has {here}",
             "install the same versions on all machines",
         )
 

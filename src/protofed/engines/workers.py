@@ -117,7 +117,7 @@ class Workers(Engine):
         self._end()
 
     def _prepare(self, received: Tree) -> None:
-        """Let the workers have what all clients receive; start them if they were ended."""
+        """Give the workers what all clients receive; start them if they were ended."""
         if not self._end.alive:
             self._start()
         if self._processes is not None:

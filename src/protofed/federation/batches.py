@@ -25,12 +25,12 @@ _CHUNK_BYTES = 8 << 20  # float images made at once: small enough to stay in a C
 
 
 def evaluation_batch(side: int) -> int:
-    """How many images are tested at once: fewer of large ones, whose activations take gigabytes."""
+    """How many images are tested at once: fewer if large, since activations take gigabytes."""
     return max(1, min(EVALUATION_BATCH, EVALUATION_BATCH * 64**2 // side**2))
 
 
 class ClientBatches:
-    """Batches of one client's images. ``parts`` are the rows to train on and the holdout's.
+    """Batches of one client's images. ``parts`` are the rows to train on and those of the holdout.
 
     ``labels`` are those to balance, on the host; None if each image comes once.
     """
@@ -100,7 +100,7 @@ class ClientBatches:
     def small_classes(self) -> Tensor | None:
         """The classes [K] with too few images for a prototype; None if one image is enough.
 
-        Under privacy the noised counts decide, and these must not.
+        Under privacy, the noised counts decide, and the true ones must not.
         """
         if self.setup.min_class_count == 1 or self.setup.proto_pass == "received":
             return None
@@ -117,9 +117,9 @@ class ClientBatches:
 
 
 def balanced_order(rng: np.random.Generator, rows: Rows, labels: Rows) -> Rows:
-    """As many rows as there are, with every class equally often, up to one.
+    """As many rows as there are, with every class equally often, give or take one.
 
-    A class's rows come in shuffled passes: none comes again before all have come.
+    A class's rows come in shuffled passes: none is repeated before all have come.
     """
     turns = np.resize(rng.permutation(np.unique(labels)), len(rows))
     rng.shuffle(turns)

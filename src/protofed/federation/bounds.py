@@ -1,11 +1,11 @@
-"""Bounds on what a client sends: what is outside of them is refused by name, or clipped on request.
+"""Bounds on what a client sends: a reply out of bounds is refused by name, or clipped on request.
 
-A slot has a *size*: of the model the norm of its change, of prototypes the norm of the longest, of
-anything else its norm. It may be ``Method.size_limit`` times the median over the clients of the
-last ``ROUNDS`` rounds, or of this one: where most move, nobody stands out. The first round has none
-before it, so its reference is what the server itself sends in a dry run on noise; and so it is in
-every round, with a wider factor, where there are fewer than ``FEW`` clients, of whom one could
-choose the median.
+A slot has a *size*: for the model the norm of its change, for prototypes the norm of the longest,
+for anything else its norm. It may be ``Method.size_limit`` times the median over the clients of the
+last ``ROUNDS`` rounds, or of this one: where most move, nobody stands out. There are no rounds
+before the first, so its reference is what the server itself sends in a dry run on noise. With fewer
+than ``FEW`` clients, one of which could choose the median, it is the reference in every round, with
+a wider factor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def size(slot: str, entries: Slot, start: Slot) -> float | None:
     """How large a slot of a message is; ``start`` is the model that was sent. None: no numbers."""
     if (table := prototypes_of(entries)) is not None:
         mean, there = table
-        # those that are said not to be there, too: they are 0, unless somebody hides something
+        # even those that are marked as absent: they are 0, unless somebody hides something
         longest = float(mean.double().norm(dim=-1).max()) if mean.numel() else 0.0
         return longest if longest > 0 or bool(there.any()) else None
     floats = {n: t for n, t in entries.items() if t.is_floating_point()}
@@ -137,7 +137,7 @@ class Bounds:
             known["the median of this round"] = median_low(now)
         reference, size = max(known.items(), key=lambda item: item[1])
         factor = self.factor * WIDER if self.few else self.factor
-        # of 0 nothing can be said: honest clients may be the first to have something
+        # a reference of 0 says nothing: honest clients may be the first to have something
         return factor * size or math.inf, f"{factor:g} times {reference}"
 
     def settle(self, name: str, slots: Mapping[str, float] | None) -> None:
@@ -152,7 +152,7 @@ class Bounds:
         for found in self._round.values():
             for slot, value in found.items():
                 each.setdefault(slot, []).append(value)
-        # rounded as it is recorded: a resumed run, which reads the records, decides the same
+        # rounded as it is recorded: a resumed run, which reads the records, decides the same way
         medians = {slot: float(f"{median_low(values):.6g}") for slot, values in each.items()}
         self.restore([*self.history, medians])
         self.abandon()
@@ -174,8 +174,8 @@ def recorded(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, float]]:
 def _check_numbers(reply: Reply, start: Slot, count_noise: float) -> None:
     """Refuse numbers that no honest client can send, whatever the others send.
 
-    ``count_noise``: the standard deviation of what privacy adds to counts, in which case ten of it
-    are allowed, and fractions.
+    ``count_noise``: the standard deviation of what privacy adds to counts. If there is any, ten
+    times as much is allowed, and so are fractions.
     """
     for slot, entries in reply.message.items():
         if prototypes_of(entries) is not None:

@@ -27,7 +27,7 @@ from protofed.tree import Slot, Tree
 
 @dataclass
 class Reply:
-    """What a client's round gives: a message, its next private state, and a short report."""
+    """What a client's round produces: a message, its next private state, and a short report."""
 
     message: Tree
     mine: Tree
@@ -35,7 +35,7 @@ class Reply:
     steps: int
     lr: float
     losses: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """For each loss term its sum over the steps that have it, and the number of those steps."""
+    """For each loss term, its sum over the steps that have it, and how many these are."""
 
     def add_loss(self, term: str, total: float, steps: int) -> None:
         before, count = self.losses.get(term, (0.0, 0))
@@ -95,7 +95,7 @@ def finish_round(
 ) -> tuple[Tree, Tree]:
     """The message and the private state after training, each with its entries of the model.
 
-    ``key`` is that of the noise, if there is some.
+    ``key`` is that of the noise, if there is any.
     """
     method = setup.method
     if client.label_smoothing and not client.smoothed:

@@ -21,7 +21,7 @@ SETTINGS = {
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """One intra-op thread. Sums are split over threads, so another number gives other bits."""
+    """Use one intra-op thread. Sums are split over threads, so their number changes the bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -32,8 +32,8 @@ def one_thread() -> Iterator[None]:
 
 def use_one_thread() -> None:
     """Have the calling thread compute with one intra-op thread from now on."""
-    # When a thread first asks, it takes over the number that any thread set last. If that came
-    # later, a run that ends in another thread, and sets back its own number, would change this one.
+    # When a thread first asks, it takes over the number that any thread set last. If it asked only
+    # later, a run that ends in another thread and restores its own number would change this one.
     torch.get_num_threads()
     torch.set_num_threads(1)
 

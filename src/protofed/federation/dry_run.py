@@ -24,14 +24,14 @@ from protofed.tree import Tree
 def dry_run(setup: Setup, network: Network, server: Server) -> dict[str, float]:
     """The size of each slot of a reply to the first message, the model's own included.
 
-    Of prototypes whatever the fewest images of a class: noise has few of each.
+    Prototypes are included however few images a class has: noise has few of each.
     """
     protos = setup.privacy.prototypes
     privacy = dataclasses.replace(setup.privacy, prototypes=None)
     shown = dataclasses.replace(setup, min_class_count=1, privacy=privacy)
     try:
         message = noise_message(shown, network, server, max(12, setup.training.batch), 12)
-    except Diverged:  # so will the clients, who say it better
+    except Diverged:  # so will the clients, whose error says more
         return {}
     # under privacy, no prototype is longer than a feature that counts in full
     return sizes(message, {}) | ({} if protos is None else {protos.part: protos.clip})

@@ -45,7 +45,7 @@ class Engine(Protocol):
 
 
 EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None, Sequence[Images]], Engine]
-"""The last arguments are the setting ``workers``, and all images that clients and tests are of."""
+"""The last arguments are the setting ``workers``, and all images of clients and tests."""
 
 _FACTORIES: dict[str, EngineFactory] = {}
 

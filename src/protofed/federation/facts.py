@@ -1,7 +1,7 @@
 """What a run finds when it starts: its images, device, precision, engine and versions.
 
-A config says what was asked for. Facts are recorded beside it, compared when a run resumes, and
-compared wherever runs stand in one row of a table.
+A config says what was asked for. Facts are recorded next to it, and compared when a run resumes and
+wherever runs share one row of a table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORK_QUEUES, MANY_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 """The variable for the number of CUDA's work queues, and what a run asks for."""
 
 SHORT_COMMIT = 7
-"""As many characters of a commit are recorded."""
+"""How many characters of a commit are recorded."""
 
 DIGESTS = ("digest", "public_digest", "weights_digest", "model_digest")
 """The facts that stand for what comes from files."""
@@ -53,7 +53,7 @@ FACTS_SHAPE = {
     **dict.fromkeys((f"{name}?" for name in DIGESTS), str | None),
     "versions?": {str: str},
 }
-"""What is counted on in ``facts.json``."""
+"""What readers of ``facts.json`` rely on."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ class Facts:
         return replace(config, device=self.device, precision=self.precision, engine=self.engine)
 
     def run_hash(self, config: Config) -> str:
-        """Stands for the run: what was asked for, and the facts that can change its numbers."""
+        """A hash of the run: what was asked for, and the facts that can change its numbers."""
         found = [self.device, self.precision, self.digest, self.public_digest]
-        found += filter(None, (self.weights_digest, self.model_digest))  # there later than the rest
+        found += filter(None, (self.weights_digest, self.model_digest))  # added later than the rest
         return short_hash([config.hash, found])
 
     def run_name(self, config: Config) -> str:
@@ -119,7 +119,7 @@ def discover(config: Config, task: Task) -> Facts:
             "protofed": __version__,
             "torch": torch.__version__,
             "numpy": np.__version__,
-            "pillow": PIL.__version__,  # another one may decode a JPEG to other pixels
+            "pillow": PIL.__version__,  # another version may decode a JPEG to other pixels
             "python": platform.python_version(),
             **({"commit": commit} if (commit := find_commit()) else {}),
         },
@@ -163,7 +163,7 @@ def _head(git: Path) -> str:
 
 
 def file_digest(path: str) -> str:
-    """Stands for the content of a file."""
+    """A hash that stands for the content of a file."""
     try:
         with readable(Path(path)).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
@@ -184,8 +184,8 @@ def find_device(asked: str, remote: bool = False) -> str:
 def ask_for_work_queues() -> None:
     """Have CUDA give this process more than eight queues; streams in one wait for each other.
 
-    Nothing may have used CUDA before, which reads the variable once. Processes that share a GPU
-    through MPS share one pool of queues, and with so many for each, few could start.
+    Nothing may have used CUDA before, since it reads the variable only once. Processes that share a
+    GPU through MPS share one pool of queues, and with that many for each, few could start.
     """
     pipes = Path("/tmp/nvidia-mps")  # where MPS has them if no variable says so
     if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ and not pipes.exists():

@@ -33,7 +33,7 @@ from protofed.user_code import is_file
 SERVER_COPIES = 4
 """Copies of the weights at the server: its own, their mean, a checkpoint's tensors and bytes."""
 CLIENT_COPIES = 4
-"""Copies of the weights at a client, beside its network: gradients, momentum, update, reply.
+"""Copies of the weights at a client, besides its network: gradients, momentum, update, reply.
 
 Adam has one more: it keeps two averages. And a worker process has what it received, and its reply
 in shared memory.
@@ -61,7 +61,7 @@ class Memory:
     loaded: int
     """The part of ``images`` that is already in memory."""
     free: int | None
-    """What is available beside the loaded images; None if unknown."""
+    """What is available besides the loaded images; None if unknown."""
     gpu: bool
 
     @property
@@ -144,8 +144,8 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
     """The size of a model's state, and of each tensor it saves per image for the backward pass.
 
     Sizes are numbers of elements. The state is counted on the meta device, which allocates nothing.
-    Activations are counted on a narrow model with small images, then scaled up; those of a model of
-    one's own at its real size.
+    Activations are counted on a narrow model with small images, then scaled up; for a model of your
+    own they are counted at its real size.
     """
     classes, side, own = len(task.classes), task.image_size, is_file(model)
     with keys.torch_draws("to look at"):

@@ -1,4 +1,4 @@
-"""Whether clients with different models can be one federation of a method."""
+"""Whether clients with different models can form one federation of a method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def require_fit(
     width: int | None,
     norm: str | None,
 ) -> None:
-    """An error if clients with these models cannot be one federation of the method."""
+    """Raise an error if clients with these models cannot form one federation of the method."""
     if len(names) < 2:
         return
     with keys.torch_draws("to look at"):  # none of these draws counts
@@ -59,7 +59,7 @@ def _fits(method: Method, backbones: Mapping[str, Network], classes: int, image_
 
 
 def _require_same_stages(method: Method, backbones: Mapping[str, Network]) -> None:
-    """An error if the method's stages, or their channels, differ between the models."""
+    """Raise an error if the method's stages, or their channels, differ between the models."""
     found = {
         name: {stage: b.stages[stage].channels for stage in restyled_stages(method, b)}
         for name, b in backbones.items()

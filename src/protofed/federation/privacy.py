@@ -91,11 +91,11 @@ class Budget:
         return self.multiplier / math.sqrt(COUNT_SHARE)
 
     def spent(self, releases: int) -> float:
-        """The ε of so many releases, at the budget's δ."""
+        """The ε of that many releases, at the budget's δ."""
         return _epsilon(self.multiplier / math.sqrt(releases), self.delta) if releases else 0.0
 
     def require(self, releases: int) -> None:
-        """An error if so many releases are more than the budget allows."""
+        """Raise an error if that many releases are more than the budget allows."""
         if releases > self.releases:
             raise ProtofedError(
                 f"the privacy budget of the {self.part} is spent: ε {self.epsilon:g} allows "
@@ -116,7 +116,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Privacy:
-    """What of a client's messages is protected, and where the noise comes from."""
+    """Which parts of a client's messages are protected, and where the noise comes from."""
 
     prototypes: Budget | None = None
     model: Budget | None = None
@@ -261,13 +261,13 @@ def noised_model(
     noised = {}
     for name, t in change.items():
         noise = torch.from_numpy(normal((*key, MODEL, name), tuple(t.shape))).to(t.device)
-        # the received model last: huge entries would round the change before it has its noise
+        # the received model last: huge entries would round the change before the noise is added
         noised[name] = (start[name] + (factor * t + scale * noise)).to(trained[name].dtype)
     return noised
 
 
 def protected(privacy: Privacy, client: Client, key: tuple[int | str, ...], message: Tree) -> Tree:
-    """A client's message with noise on its model, once it is sure that it holds nothing else."""
+    """A client's message with noise on its model, after checking that it holds nothing else."""
     if not privacy.budgets:
         return message
     name = client.method.name

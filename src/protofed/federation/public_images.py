@@ -100,7 +100,7 @@ def make_public_sampler(
 ) -> PublicSampler | None:
     """A sampler of the public images a method wants, for a task split into these shares.
 
-    ``data`` and ``reading`` say where and how images are read that are not the task's own.
+    ``data`` and ``reading`` say where and how to read images that are not the task's own.
     """
     if wanted is None:
         return None

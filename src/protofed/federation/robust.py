@@ -29,7 +29,7 @@ from protofed.method import Update
 from protofed.tree import Slot
 
 BLOCK = 1 << 16
-"""Coordinates that are compared at a time: all of them, of all clients, may not fit into memory."""
+"""Coordinates that are compared at a time: those of all clients may not fit into memory at once."""
 
 
 def robust_updates(
@@ -88,7 +88,7 @@ def _middle(slot: str, sent: list[Slot], fraction: float) -> list[Slot]:
             continue
         if any(entries[name].shape != t.shape for entries in sent):
             raise ProtofedError(
-                f"entry '{name}' of slot '{slot}' has another shape at every client, so it has "
+                f"entry '{name}' of slot '{slot}' has a different shape at every client, so it has "
                 "no coordinates to compare",
                 "use --robust clip or krum",
             )
@@ -97,7 +97,7 @@ def _middle(slot: str, sent: list[Slot], fraction: float) -> list[Slot]:
 
 
 def _middle_prototypes(sent: list[Slot], fraction: float) -> list[Slot]:
-    """The same of each class's prototypes; who has none of a class still has none."""
+    """The same for each class's prototypes; a client without any of a class still has none."""
     means = [entries["mean"].clone() for entries in sent]
     there = [table[1] for entries in sent if (table := prototypes_of(entries)) is not None]
     for k in range(len(means[0])):
@@ -140,7 +140,7 @@ def outlyingness(updates: Sequence[Update], slots: Iterable[str], wrong: int) ->
 
 
 def _distances(sent: list[Slot]) -> Tensor | None:
-    """Squared distances [M, M] between the clients' slots; of prototypes, the mean of a class's.
+    """Squared distances [M, M] between the clients' slots; for prototypes, the mean over classes.
 
     Clients that have no class in common are as far from each other as clients usually are.
     """

@@ -85,7 +85,7 @@ class Server:
     def accept(self, name: str, reply: Reply) -> None:
         """Accept a client's reply; its message stays in the spool until the round ends.
 
-        ``OutOfBounds``, and nothing has changed, if it has numbers that no client can have.
+        Raises ``OutOfBounds``, and changes nothing, if it has numbers that no client can have.
         """
         if self.bounds is not None:
             self.bounds.admit(name, reply, self.state.get("model", {}))
@@ -146,7 +146,7 @@ class Server:
         return tree.copy(state, self.device)
 
     def spoilers(self, works: Callable[[list[Update]], bool]) -> list[str]:
-        """Whose replies are at fault if they do not work together; none if that cannot be said.
+        """Whose replies are at fault if they do not work together; none if it cannot be told.
 
         Those that do not work alone, if they are fewer than the others; or else the one without
         which the others work.

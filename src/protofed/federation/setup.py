@@ -31,7 +31,7 @@ class Schedule:
         return self.shape != "constant" or self.warmup > 0
 
     def factor(self, round: int) -> float:
-        """What the learning rate is multiplied by in a round; the first is 0."""
+        """What the learning rate is multiplied by in a round; the first round is 0."""
         if round < self.warmup:
             return (round + 1) / (self.warmup + 1)
         since = round - self.warmup
@@ -70,7 +70,7 @@ class Training:
         return self.lr * self.schedule.factor(round)
 
     def record(self, round: int) -> dict[str, float]:
-        """What a round's record says of it: the learning rate, if that changes."""
+        """What a round's record says about it: the learning rate, if that changes."""
         return {"lr": self.lr_in(round)} if self.schedule.varies else {}
 
 
@@ -89,7 +89,7 @@ class Setup:
     """Whether convolutions and matrix products compute in bfloat16 (weights stay float32)."""
     public: PublicSampler | None = None
     min_class_count: int = 1
-    """The fewest images of a class whose prototype leaves a client."""
+    """How many images a class must have for its prototype to leave a client."""
     privacy: Privacy = field(default_factory=Privacy)
 
     @property

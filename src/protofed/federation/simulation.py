@@ -43,7 +43,7 @@ from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
 
 Record = dict[str, Any]
-"""What is recorded of a round."""
+"""What is recorded about a round."""
 
 NO_WEIGHTS = "nothing: no model is averaged"
 """What a run says of its averaging weights where there is nothing to average."""
@@ -57,7 +57,7 @@ Otherwise a round's time would grow with the clients that do not take part in it
 
 
 class Observer:
-    """Watches a run: override what is to be seen. It sees everything and changes nothing.
+    """Watches a run: override what you want to see. It sees everything and changes nothing.
 
     Rounds count from 1, as in the records.
     """
@@ -153,7 +153,7 @@ class Federation:
         self.config = config = self.facts.applied(config)
         """The config with what was found: clients, device, precision, engine."""
         self.memory = estimate(config, self.task, client_states is not None)
-        """What the run takes; one that takes more than there is does not start."""
+        """The memory that the run takes; one that takes more than there is does not start."""
         self.memory.require()
         self.method = config.method
         sizes = (len(self.task.classes), self.task.image_size, config.width, config.norm)
@@ -328,7 +328,7 @@ class Federation:
         return max(self._trained.values())
 
     def _aggregate(self) -> dict[str, float]:
-        """Close the round; if out of GPU memory, with what the engine can free."""
+        """Close the round; if out of GPU memory, again with what the engine can free."""
         try:
             return self.server.finish()
         except torch.cuda.OutOfMemoryError:
@@ -345,7 +345,7 @@ class Federation:
         return self._evaluate(observers)[0]
 
     def _evaluate(self, observers: Sequence[Observer]) -> tuple[Scores, dict[str, float]]:
-        """As ``evaluate``; and of each client that is tested with its own model, on its domain."""
+        """As ``evaluate``; also that of each client tested with its own model, on its domain."""
         round, found = max(0, self.server.round - 1), list[Scores]()
         tests = self._eval_jobs(round, self.tests)
         jobs = tests + (self._eval_jobs(round, self.validation) if self.validation else [])
@@ -415,7 +415,7 @@ class Federation:
     def own_models(self) -> dict[str, Slot]:
         """What each client has of its model, where clients are tested with models of their own.
 
-        Empty if that is more than may lie in memory; a run's folder then has it in ``clients/``.
+        Empty if that is more than may stay in memory; a run's folder then has it in ``clients/``.
         """
         if self.method.evaluates == "global":
             return {}
@@ -471,7 +471,7 @@ TRAVELS = ("both", "down", "no")
 
 
 def _check_contract(method: Method, network: Network) -> None:
-    """An error for values of a method that would silently mean something else."""
+    """Raise an error for values of a method that would silently mean something else."""
     for name, valid in CONTRACT.items():
         if (value := getattr(method, name)) not in valid:
             raise unknown(f"{name} of method {method.name}", value, valid)
@@ -539,8 +539,8 @@ def initial_network(
 ) -> Network:
     """The network with the keyed initial weights that all clients of that model start from.
 
-    Where clients have different models and none is named, it is the first. The backbone's come
-    from the file ``weights``, if one is given: whoever only computes in the network needs none.
+    If clients have different models and none is named, it is the first. The backbone's weights come
+    from the file ``weights``, if one is given: code that only computes in the network needs none.
     """
     model = model or config.models[0]
     with keys.torch_draws(config.seed, short_name(model), "init"):
@@ -593,7 +593,7 @@ def mean_losses(losses: Iterable[Mapping[str, tuple[float, int]]]) -> dict[str, 
 
 
 def round_to(value: float, digits: int) -> float:
-    """``round`` under a name that does not hide behind the word for a communication round."""
+    """``round`` under another name: here, ``round`` means a communication round."""
     return round(value, digits)
 
 
@@ -610,7 +610,7 @@ def _rounded(accuracy: Mapping[str, float]) -> dict[str, float]:
 
 
 def tested_images(task: Task, name: str, left_out: str | None, device: torch.device) -> Images:
-    """What a domain is tested on: nothing of a domain that is left out has been trained on."""
+    """What a domain is tested on; no image of a domain that is left out was trained on."""
     images = task.domains[name].test
     if name == left_out and task.whole_unseen:
         both = (images, task.domains[name].train)

@@ -1,7 +1,7 @@
 """A trained model as a file for other programs, with a card that says what it is.
 
 The graph takes 8-bit images [n, 3, size, size] and gives the probability of each class:
-normalization is inside, resizing is not.
+normalization is included, resizing is not.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _compare(model: TrainedModel, name: str, run: Callable[[Any], Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of torch's exporters, which are about themselves."""
+    """Silence the warnings of torch's exporters, which are about themselves."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -16,7 +16,7 @@ BINS = 15
 
 @dataclass(frozen=True)
 class Metrics:
-    """Numbers in %. Per class [K], NaN where a class has no image, or none was predicted as it.
+    """Numbers in %. Per class [K], NaN if a class has no images, or none was predicted as it.
 
     ``precision``, ``recall``, ``f1`` and ``auc`` (one class against the rest) are per class; the
     mean over classes is what ``macro`` gives. ``calibration_error`` is the expected calibration

@@ -200,7 +200,7 @@ def load_model(path: str | Path, client: str | None = None, device: str = "cpu")
 
 
 def _array(image: NDArray[Any]) -> NDArray[Any]:
-    """Pixels [H, W] or [H, W, 3] of 8 bits, made of floats from 0 to 1; or [H, W] of more bits."""
+    """Pixels [H, W] or [H, W, 3] of 8 bits, made from floats in [0, 1]; or [H, W] of more bits."""
     if image.ndim == 3 and image.shape[2] == 1:
         image = image[:, :, 0]
     if not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)):

@@ -4,8 +4,9 @@
 ``protofed.methods.FPL`` and the other classes are attributes of the package; a type checker sees
 them as ``type[Method]``, and sees all of a class in ``from protofed.methods.fpl import FPL``.
 
-A method may also be in a file of one's own. The file is executed where a person names it
-(``method_class``); one that was only read is a ``RecordedMethod`` until ``trust_code()``.
+A method may also be in a file of your own. The file is executed if the user names it
+(``method_class``); one that only a run or a study names is a ``RecordedMethod`` until
+``trust_code()``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _LOADED: dict[str, type[Method]] = {}
 
 
 def known_class(name: str) -> type[Method] | None:
-    """The class of a method that something read names; None if a file would have to be executed.
+    """The class of a method that a file names; None if code would have to be executed to get it.
 
     It is known if it is built in, if this process has loaded it before, or if code is trusted.
     """

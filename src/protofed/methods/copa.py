@@ -23,8 +23,8 @@ Deviations
          normalization (BIN). Its details were not available, and all methods
          share one network here: BIN is left out.
     The sum over j is the form in which a public benchmark runs COPA, without a
-    weight. There the global network is tested with a head that never trained;
-    here the ensemble is tested.
+    weight. There the global network is tested with a head that was never
+    trained; here the ensemble is tested.
     All M heads go to every client in one broadcast; it skips its own.
 """
 
@@ -96,7 +96,7 @@ class COPA(Method):
         return {"model": mean, "heads": heads}
 
     def broadcast(self, server: ServerView) -> Tree:
-        """The extractor and all heads, with the clients' ids, by which a client finds its own."""
+        """The extractor and all heads, with the clients' ids so that each finds its own."""
         heads = {**_heads(server), "id": server.client_ids()}
         return {"model": server.state["model"], "heads": heads}
 

@@ -1,4 +1,4 @@
-"""DSU: the style of a sample is uncertain, as much as the batch varies.
+"""DSU: the style of a sample is uncertain, by as much as the batch varies.
 
 Li, Dai, Ge, Liu, Shan, Duan: "Uncertainty Modeling for Out-of-Distribution
 Generalization", ICLR 2022.
@@ -8,7 +8,7 @@ elsewhere. So each sample's style is drawn from a Gaussian around its own, as
 wide as the batch's scatter. Nothing travels but the model.
 
     style       μ_i, σ_i: mean and deviation of each channel of sample i's map
-    scatter     Σ_μ² = variance of μ_i over the batch,  Σ_σ² alike
+    scatter     Σ_μ² = variance of μ_i over the batch,  Σ_σ² likewise
     new         μ' = μ_i + ε Σ_μ,  σ' = σ_i + ε' Σ_σ,  ε, ε' ~ N(0, 1) per sample
                 and channel
     map         x' = σ' (x − μ)/σ + μ'

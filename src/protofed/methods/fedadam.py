@@ -18,11 +18,11 @@ round to round move further than entries that change a lot.
               v = τ². There is no bias correction.
 
 Deviations
-    Δ      Algorithm 2 prints a plain mean; the authors' code weighs by
+    Δ      Algorithm 2 prints a plain mean; the authors' code weights by
            samples, as here (`--average uniform` is the printed form).
     η_g    0.01. The authors' tuned values at τ = 1e-3 are 10^-1.5 and 10^-2,
            and 10^-2.5 for EMNIST at τ = 1e-4 (hyperparameters.md of their
-           code). To be tuned per task, like lr.
+           code). Tune it per task, like lr.
     v      The paper asks for v ≥ τ² initially; the authors' code starts Yogi
            and Adagrad at 0. For `variant=adagrad` the paper sets β₁ = 0: pass
            beta1=0 with it.

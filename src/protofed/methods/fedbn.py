@@ -15,8 +15,8 @@ none of them, so they stay at home.
 Deviations
     BatchNorm is recognized by the layer's type. The authors look for "bn" in
     names, which would miss the layers in a ResNet's shortcuts.
-    The authors weigh clients equally (they cut all to one size); here the
-    protocol's rule holds.
+    The authors weight clients equally (they cut all to one size); here the
+    protocol's rule applies.
     There is no single global model. A domain without clients is tested with
     the models of all clients; averaging BatchNorm would be another choice.
     With partial participation, a client that has not trained yet is tested

@@ -1,4 +1,4 @@
-"""FedCCRL: copies of each image in other clients' colors, which must be read alike.
+"""FedCCRL: copies of each image in other clients' colors, which must be classified alike.
 
 Wang et al.: "FedCCRL: Federated Domain Generalization with Cross-Client Representation
 Learning", arXiv 2410.11267, 2024.
@@ -20,10 +20,9 @@ those of other clients' images and then changed by AugMix (Hendrycks et al., ICL
     (6) objective   CE of the three views + λ₁ ½ Σ_copies SC(copy, original) + λ₂ JS
     server          θ as FedAvg; the last (1) of every client goes to all
 
-(1) are images' mean colors and contrasts: little, but of single images, so a federation that
-lets no prototype of few images out (`--min-class-count`) cannot run it. Images do not change,
-so what went up in one round serves the next; in round 0, and for a single client, (2)
-changes nothing.
+(1) is little, mean colors and contrasts, but of single images. So a federation that holds back
+prototypes of few images (`--min-class-count`) cannot run it. Images do not change, so what was
+sent in one round serves the next; in round 0, and for a single client, (2) changes nothing.
 
 Deviations
     (1)  The authors' code collects before round 0, and from all clients in each round.
@@ -83,7 +82,7 @@ class FedCCRL(Method):
     alpha: float = hyper(0.1, "α", "Beta(α,α) of the colors' mixture (2)", above=0)
     severity: float = hyper(3.0, "s", "AugMix's highest level (3)", least=0.1, most=10)
     chains: int = hyper(3, "", "AugMix's chains of operations (3)", least=1)
-    depth: int = hyper(3, "D", "the most operations of a chain (3)", least=1)
+    depth: int = hyper(3, "D", "the most operations in a chain (3)", least=1)
     tau: float = hyper(0.1, "τ", "temperature of the contrast (5)", above=0)
     lambda1: float = hyper(0.1, "λ₁", "weight of the contrast (5)", least=0)
     lambda2: float = hyper(0.1, "λ₂", "weight of the Jensen-Shannon divergence (4)", least=0)
@@ -150,7 +149,7 @@ class FedCCRL(Method):
 
 
 def _others(client: Client, own: Tensor) -> Tensor:
-    """For each image the style of one of the other clients' images, or its own if there is none."""
+    """For each image, the style of an image of another client, or its own if there is none."""
     pool = client.received["pool"]
     other_N = ((pool["id"] != client.id)[:, None] & (pool["there"] > 0)).flatten()
     place_N = other_N.cumsum(0)

@@ -1,12 +1,12 @@
-"""FedDAP: a prototype for every class and domain, to come close to or to contrast with.
+"""FedDAP: a prototype for every class and domain, to move toward or to contrast with.
 
 Le, Nguyen, Qiao, Kim, Huh, Hong: "FedDAP: Domain-Aware Prototype Learning for Federated
 Learning under Domain Shift", CVPR 2026.
 
 One global prototype per class forgets the domains. Here clients of the same domain make a
-prototype of each class together; a client draws its features to those of its own domain,
+prototype of each class together; a client draws its features to those of its own domain
 and contrasts them with those of all others. Both sides know every client's domain: in a
-simulation the task's, in a deployment the one that the federation declares for the site.
+simulation it is the task's, in a deployment the one that the federation declares for the site.
 
     (1) prototype of client m    p_m^k = mean of f(x) over its samples of class k
     (2) of a domain D            P^{k,D} = Σ_{m ∈ D} w_m p_m^k,
@@ -17,16 +17,16 @@ simulation the task's, in a deployment the one that the federation declares for 
     (5) local objective          CE + λ₁ L_own + λ₂ L_others, means over the batch
     server                       θ averaged by sample counts, as FedAvg
 
-T = 0.001 makes (2) nearly the most central client; two clients always weigh the same. A
-sample whose class has no prototype in the own domain (3) or in any other (4) adds 0 and
+T = 0.001 makes (2) nearly the most central client; two clients always have equal weights. A
+sample whose class has no prototype in its own domain (3) or in any other (4) adds 0 and
 still counts in the mean: round 0 is CE alone. Prototypes are those of the round's clients;
 those of earlier rounds are forgotten.
 
 Deviations
-    (1)  Features of the last local epoch, as in the code that the authors' is based on.
+    (1)  Features of the last local epoch, as in the code that the authors' code builds on.
          `proto_pass`: last_epoch (default), post (a clean pass after training).
     (4)  All domains' prototypes of the class are in one sum, as in FPL (8).
-    λ₁   10; the released code, which does not run as it is, has 1.
+    λ₁   10; the released code, which does not run as is, has 1.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from protofed.prototypes import Prototypes, contrast, cosine, full_precision, pa
 
 @dataclass(frozen=True)
 class FedDAP(Method):
-    """Prototypes per class and domain: the own domain's attract, those of others contrast."""
+    """Features move toward their own domain's prototypes and contrast with those of others."""
 
     name = "feddap"
     paper = "Le et al., CVPR 2026"
@@ -114,6 +114,6 @@ def fused(p: Prototypes, here_M: Tensor, temperature: float) -> Prototypes:
 
 @full_precision
 def central(rows_Nd: Tensor, temperature: float) -> Tensor:
-    """The rows' weighted sum [1, d]; of no rows, none."""
+    """The rows' weighted sum [1, d]; empty if there are no rows."""
     weight_N = (cosine(rows_Nd, rows_Nd).sum(1) / temperature).softmax(0)
     return (weight_N @ rows_Nd)[None][: len(rows_Nd)]

@@ -7,10 +7,10 @@ is not the client's alone: the server knows in which channels the clients'
 styles differ, and those get more noise.
 
     style       μ_i, σ_i: mean and deviation of each channel of sample i's map
-    client      V_μ = variance of μ_i over the batch + 1e-6,  V_σ alike
-                μ̄ ← 0.99 μ̄ + 0.01 mean_i μ_i (first 0),  σ̄ alike (first 1)
+    client      V_μ = variance of μ_i over the batch + 1e-6,  V_σ likewise
+                μ̄ ← 0.99 μ̄ + 0.01 mean_i μ_i (first 0),  σ̄ likewise (first 1)
     server      S_μ[c] = variance of μ̄_m[c] over the clients m (first 1),
-                S_σ alike
+                S_σ likewise
     weight      γ_c = C g_c / Σ_c g_c,  g_c = 1/(1 + 1/(S_c + 1e-6))
     new         μ' = μ_i + ε sqrt((γ_μ + 1) V_μ),  σ' = σ_i + ε' sqrt((γ_σ + 1) V_σ)
                 ε, ε' ~ N(0, 1) per sample and channel
@@ -21,16 +21,16 @@ styles differ, and those get more noise.
     server      θ averaged with equal weights
 
 μ̄ and σ̄ are buffers of the network: they travel and are averaged with it. The
-variance S goes down. With one client S stays as it is. A batch of one sample
-has no variance: it stays as it is.
+variance S is sent down. With one client S stays as it is. A batch of one
+sample has no variance: it stays as it is.
 
 Deviations
     S    the released code takes one variance over clients and channels and
-         fills the vector with it, so that every γ is 1: nothing of the other
-         clients arrives. `server_var`: per_channel (default), scalar (as
+         fills the vector with it, so every γ is 1 and nothing arrives from the
+         other clients. `server_var`: per_channel (default), scalar (as
          released).
     μ̄    the paper resets it in each round; the code averages the clients' and
-         continues, as is done here.
+         continues from there, as is done here.
     σ'   may be negative, which inverts the map.
     CNN  after every convolution.
 """
@@ -60,9 +60,9 @@ from protofed.method import (
 from protofed.styles import EPS, restyle, style_of
 
 RUNNING = "running."
-"""What the names of μ̄ and σ̄ [2, C] of each stage begin with."""
+"""The prefix of the names of μ̄ and σ̄ [2, C] of each stage."""
 SHARE = 0.01
-"""Of a batch's styles in the running ones."""
+"""The weight of a batch's styles in the running ones."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ g: d features → K classes is common to all.
     (4) download     g, which replaces each client's header
     test             g(f_m(x)), with the header of (3)
 
-Round 0 starts from one header for all. A class that a client does not have gives
-no pair; without any pair the header stays the same.
+Round 0 starts from one header for all. A class that a client does not have yields
+no pair; without any pairs the header stays the same.
 
 Deviations
     (3)  The authors' code steps the optimizer of a client's network here, so the

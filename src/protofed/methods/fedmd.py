@@ -13,7 +13,7 @@ up to its logits.
 (1) happens at the end of a round, on the public images of the next one, which
 starts with (3). The first rounds (`warm_up`, at least one) skip (3).
 
-Where the paper is silent or differs, and what is done
+Where the paper is silent or differs, and what is done here
     public set    A hyper-parameter, `public`. `unused` (default): training images
          that no client holds, equally many from each domain that has clients,
          without their labels; a domain's name: those of that domain alone; a task's
@@ -31,8 +31,8 @@ Where the paper is silent or differs, and what is done
          mode. Public images are not augmented.
     (3)  One epoch in batches of 256 with Adam at learning rate 0.001, within the
          authors' range.
-    A round without any reply leaves ℓ as it was, for images that are gone: the next
-    digest is then 0.
+    A round without any reply leaves ℓ as it was, for images that are gone: the term
+    of the next digest is then 0.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ counts in the mean. A class absent from a round has no C in the next.
 Deviations
     The paper is about tasks that change; here there is one, and the
     inter-task regularizer is 0.
-    λ1 = λ2 = 1, τ = 0.5 and the groups by FINCH are ours. Say so in a report:
-    what this scores is no evidence about the paper.
+    λ1 = λ2 = 1, τ = 0.5 and the groups by FINCH are ours. Say so when you report
+    its accuracy: it is no evidence about the paper.
     (1)  `proto_pass` as in FPL.
 """
 

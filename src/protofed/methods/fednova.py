@@ -17,7 +17,7 @@ take the same number of steps, γ = 1 and the method is FedAvg, up to rounding.
 Deviations
     ρ          Also the momentum that the clients train with, whatever the
                protocol says: the two cannot disagree.
-    p_m        By sample counts, also with `--average uniform`. MarsFL takes
+    p_m        By sample counts, even with `--average uniform`. MarsFL takes
                the number of batches.
     buffers    Averaged by p_m/a_m like θ̄, without the step beyond it: a
                variance must not turn negative.

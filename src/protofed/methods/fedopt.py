@@ -2,7 +2,7 @@
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: "Adaptive
 Federated Optimization", ICLR 2021, in the form that FPL compares with: SGD
-with momentum at the server, every client counting the same.
+with momentum at the server, and every client counts the same.
 
     client    CE
     server    Δ = θ^t − mean_m θ_m, a plain mean over the clients

@@ -21,7 +21,7 @@ counts in the mean. In cos^α cosines are clamped to [1e-6, 1].
 
 Deviations
     λ    100 in the authors' code (lr 0.01, momentum 0.5, 2 epochs); 1 here,
-         beside momentum 0.9 and 10 epochs.
+         with momentum 0.9 and 10 epochs.
     averaging   plain in the authors' code for i.i.d. labels; by sample counts
          here, as for every method (`--average uniform` changes it).
     The rows printed by I²PFL come from other code: α = 0.75, τ = 0.02, the

@@ -7,7 +7,7 @@ A prototype, the mean feature of a class, gives the class one address for all
 domains. `share` selects the form of the method:
 
     model         as FPL, I²PFL and FedSeProto compare with it: the model is averaged
-                  as in FedAvg, and prototypes travel beside it
+                  as in FedAvg, and prototypes travel with it
     prototypes    the paper's own: only prototypes travel; clients keep their models,
                   which may differ in everything but the size d of the feature
     auto          model; prototypes where the clients' models differ
@@ -18,17 +18,17 @@ domains. `share` selects the form of the method:
 
 In round 0, and for a sample whose class has no prototype, the term is 0; the sample
 still counts in the mean. With `share=prototypes` every client's own model is tested on
-every domain: by its head, so that the figure compares with other methods', and beside
-it by the paper's rule, recorded as `nearest`:
+every domain: by its head, so that its accuracy compares with that of other methods, and
+also by the paper's rule, recorded as `nearest`:
 
     (4) inference                ŷ = argmin_k ‖f_m(x) − C^k‖
 
 Deviations
-    (2) The paper weighs by sample counts and then divides by the number of owners once
+    (2) The paper weights by sample counts and then divides by the number of owners once
         more; its code takes the plain mean, as do the papers that compare with it.
     (3) The paper's distance is per class; the code's is the squared error per sample,
         averaged over the d dimensions (with a sum over d, λ would be d times stronger).
-    (4) is not the main figure.
+    (4) does not decide the main accuracy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FedProto(PrototypeMethod):
         }
 
     def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
-        """The head's scores; without a common model also (4)."""
+        """The head's scores; without a common model, also those of (4)."""
         z, logits = client.forward(x)
         if self.share != "prototypes":
             return {"accuracy": logits}

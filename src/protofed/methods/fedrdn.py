@@ -112,7 +112,7 @@ class FedRDN(Method):
         return ("pixels",)
 
     def between(self, client: Client, stage: str, x: Tensor) -> Tensor:
-        """(2); without any statistics the first ones are taken, which change nothing."""
+        """(2); until there are statistics, the initial ones are used, which change nothing."""
         style_M2C, mask_M = (client.received["statistics"][n] for n in ("style", "mask"))
         draws = (len(x), 1) if self.draw == "image" else (1, 2)
         chosen = (client.uniform(*draws, len(mask_M)) * mask_M).argmax(2).expand(len(x), 2)
@@ -131,7 +131,7 @@ class FedRDN(Method):
         style, mask = [*kept["style"]], kept["mask"].clone()
         for update in updates:
             place, (mu, sigma) = server.clients.index(update.name), update["statistics"]["style"]
-            if sigma.any():  # what is divided by is at least what a map of one color has
+            if sigma.any():  # divide by no less than the deviation of a map of one color
                 style[place], mask[place] = torch.stack([mu, sigma.clamp(min=EPS**0.5)]), 1
         style_M2C = torch.stack(style)
         known = style_M2C[mask > 0] if mask.any() else style_M2C
@@ -154,6 +154,6 @@ def normalize(x: Tensor, style: Tensor) -> Tensor:
 
 
 def _statistics(server: ServerView) -> Slot:
-    """Of all clients in the federation's order: [M, 2, C], and whether they are known [M]."""
+    """All clients' statistics in the federation's order [M, 2, C], and which are known [M]."""
     kept = server.state["statistics"]
     return {n: t.expand(len(server.clients), *t.shape[1:]) for n, t in kept.items()}

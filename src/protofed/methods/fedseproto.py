@@ -1,13 +1,13 @@
-"""FedSeProto: semantic features, separated from what only tells the domain.
+"""FedSeProto: semantic features, separated from what only identifies the domain.
 
 Lai, Fu, Liao, Chen, Zheng: "FedSeProto: Learning Semantic Prototype in
 Federated Learning", ECAI 2024. Modules of a client n: general encoder F_n,
 semantic and domain encoders F_n^s and F_n^d (one linear layer each), head H_n,
 decoder G_n. z = F_n(x), z^s = F_n^s(z), z^d = F_n^d(z).
 
-An image's feature is split in two: what tells the class and what tells the
-domain. Little mutual information keeps the two apart, distillation decides
-which is which, and only prototypes of the semantic half are shared.
+An image's feature is split in two: what identifies the class and what
+identifies the domain. Low mutual information keeps the two apart, distillation
+decides which is which, and only prototypes of the semantic half are shared.
 
 Equations as printed; → says where each is computed, and how if it differs.
 
@@ -26,9 +26,9 @@ Equations as printed; → says where each is computed, and how if it differs.
     (11)  L_KD = 1/|D_n| Σ_i ( −log exp(s_1) / (exp(s_1) + exp(s_2)) )
           s_1 = KL(H(z) ‖ H(z^s)), s_2 = KL(H(z) ‖ H(z^d))
           → distillation. As printed it equals softplus(s_2 − s_1), and
-            minimizing it *raises* the semantic branch's divergence; computed is
-            softplus(s_1 − s_2). `kd_sign`: corrected (default), printed. The
-            teacher H(z), of the F being trained (not phase 1's), is held
+            minimizing it *raises* the semantic branch's divergence. Computed
+            here: softplus(s_1 − s_2). `kd_sign`: corrected (default), printed.
+            The teacher H(z), of the F being trained (not phase 1's), is held
             constant. The corrected sign raises s_2, clamped at 50; the printed
             one has no clamp.
     (12)  c_n^k = 1/|D_n^k| Σ_i F_n^s(F_n(x_i))
@@ -36,7 +36,7 @@ Equations as printed; → says where each is computed, and how if it differs.
             no code says otherwise. `proto_pass`: post (default), last_epoch.
     (13)  L_Proto = 1/K Σ_k ( 1/|D_n^k| Σ_i ‖F_n^s(F_n(x_i)) − c_g^k‖² )
           → to_prototypes: over the batch's classes that have a c_g, and the
-            mean over d, beside λ = 1. `proto_reduction`: mean (default), sum
+            mean over d, with λ = 1. `proto_reduction`: mean (default), sum
             (as printed: d times stronger, so use λ near 0.01 with it).
     (14)  L_CE = 1/|D_n| Σ_i −y_i log(H_n(z_i^s))
     (15)  L = L_CE + α L_KD + β L_MI + λ L_Proto
@@ -46,7 +46,7 @@ Equations as printed; → says where each is computed, and how if it differs.
             training images of Office-Caltech (40 rounds, seeds 100 and 101): it
             is 58.0 to 59.0 for all that do not diverge, which is noise, and
             highest for β = 1 with step 1. What differs is the decoder: its
-            error falls from 2.8 to 1.2 there, with β = 0.01 only to 2.7.
+            error falls from 2.8 to 1.2 there, but only to 2.7 with β = 0.01.
     (16)  w = Σ_n |D_n|/|D| w_n
           → federation.server.Server.finish. w: F, F^s and H. F^d and G never
             leave the client.
@@ -72,7 +72,7 @@ Deviations under the equations, and where the paper is silent
     phases remain.
 
 Readings
-    published  what the code most plausibly does: none is public (default)
+    published  what the code, which is not public, most plausibly does (default)
     printed    equations and algorithm 1 to the letter: `kd_sign=printed` (11),
                `proto_reduction=sum` (13). The two phases stay: the text has them.
 
@@ -116,7 +116,7 @@ PRIVATE = ("domain.", "decoder.")
 
 @dataclass(frozen=True)
 class SeparatedOutput(Output):
-    """z^s (as ``feature``) and its logits, with z and z^d beside them."""
+    """z^s (as ``feature``) and its logits, together with z and z^d."""
 
     general: Tensor
     domain: Tensor
@@ -150,7 +150,7 @@ class SeparatedNetwork(Network):
         )
 
     def forward(self, x: Tensor) -> SeparatedOutput:
-        """z^s and H(z^s), with z and z^d beside them."""
+        """z^s and H(z^s), together with z and z^d."""
         z = self.encoder(x)
         z_s = self.semantic(z)
         return SeparatedOutput(z_s, self.head(z_s), z, self.domain(z))
@@ -245,7 +245,7 @@ def distillation(teacher: Tensor, semantic: Tensor, domain: Tensor, sign: str) -
     )
     if sign == "printed":
         return F.softplus(s2 - s1).mean()
-    # without the clamp the domain branch is pushed away without end
+    # without the clamp the domain branch would be pushed away forever
     return F.softplus(s1 - s2.clamp(max=50)).mean()
 
 
@@ -267,7 +267,7 @@ def to_normal(z: Tensor, kind: str) -> Tensor:
 
 @full_precision
 def to_prototypes(z: Tensor, y: Tensor, prototypes: Prototypes, reduction: str) -> Tensor:
-    """(13): over the batch's classes with a prototype, the mean of each one's mean distance."""
+    """(13): each class's mean distance to its prototype, averaged over the batch's classes."""
     mean_Kd, mask_K = prototypes
     square_B = (z - mean_Kd.detach()[y]).square().sum(1) / (
         z.shape[1] if reduction == "mean" else 1

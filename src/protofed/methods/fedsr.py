@@ -1,4 +1,4 @@
-"""FedSR: a simple representation, by its norm and by what it says beyond the label.
+"""FedSR: a representation kept simple: in its norm and in what it says beyond the label.
 
 Nguyen, Torr, Lim: "FedSR: A Simple and Effective Domain Generalization Method
 for Federated Learning", NeurIPS 2022.
@@ -30,9 +30,9 @@ Deviations
     σ    1e-6 is added, because the logarithm in CMI is unbounded below. C may
          become negative; only its square counts, so log |C| is used.
     c2   0.001 for PACS in their description, 0.0005 as their code's default.
-    The feature, for anyone who asks the network for one, is z: what the head
-    reads. The 20 ε of a prediction are drawn once per round and used for all
-    images, so that scores do not depend on how images are batched.
+    The network's feature, wherever one is asked for, is z: what the head reads.
+    The 20 ε of a prediction are drawn once per round and used for all images,
+    so that scores do not depend on how images are batched.
 """
 
 from __future__ import annotations

@@ -19,21 +19,21 @@ may differ in everything but the size d of the feature.
     (6) inference                ŷ = argmin_k ‖f_m(x) − P_k‖
 
 e, W and b stay at the server from round to round. Every client's own model is tested on
-every domain: by (6), and beside it by its own head, recorded as `head`. (1) is a clean
+every domain: by (6), and also by its own head, recorded as `head`. (1) is a clean
 pass after training. In round 0, and for a sample whose class has no prototype, the term
 of (5) is 0; the sample still counts in the mean. Per round the server takes E · (pairs/B)
 steps over K·d + 2·d² numbers: 2,000 for 20 clients that have all of 10 classes.
 
 `share=model` is a variant of ours that compares with averaging methods: the model is
-averaged as in FedAvg, and prototypes travel beside it.
+averaged as in FedAvg, and prototypes travel with it.
 
 Deviations
     (2)  Where only one class is known, δ = δ_max, as in the authors' code.
     (3)  A class is among the logits of (4) and the answers of (6) once some client has sent a
          prototype of it; in the authors' code all K are from the start.
     (4)  η = 0.01; the authors' code takes the clients' learning rate, 0.01 as well. E = 100
-         is that of its scripts (the program's own default is 1000). The root is of a number
-         clamped to at least 1e-12: at a distance of 0 its gradient is not finite.
+         is that of its scripts (the program's own default is 1000). The root is taken of a
+         number clamped to at least 1e-12: at a distance of 0 its gradient is not finite.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def server_loss(
 
 
 def _initial(server: ServerView, like: Tensor) -> Slot:
-    """e, W and b before the first round, as PyTorch's own layers begin."""
+    """e, W and b before the first round, initialized like PyTorch's own layers."""
     K, d = server.sizes.classes, server.sizes.features
     rng, bound = server.generator("generator"), 1 / math.sqrt(d)
     drawn = {

@@ -5,9 +5,9 @@ Prototype View", CVPR 2023.
 
 One mean feature per class, averaged over all clients, describes no domain well
 and rare ones least. FPL keeps several prototypes per class: the server clusters
-the clients' class means, and clients of similar domains fall together. Features
-are contrasted with all clusters (CPCL) and drawn to one steady target per
-class, in which each cluster counts once, however many clients it has (UPCR).
+the clients' class means, and clients of similar domains end up together.
+Features are contrasted with all clusters (CPCL) and drawn to one steady target
+per class, in which each cluster counts once, however many clients it has (UPCR).
 
 Equations as printed; → says where each is computed, and how if it differs.
 

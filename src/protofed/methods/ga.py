@@ -1,4 +1,4 @@
-"""GA: a client that the aggregation hurts gets more weight in the next one.
+"""GA: a client that the aggregation hurts gets more weight in the next aggregation.
 
 Zhang, Xu, Yao, Zhang, Tian, Wang: "Federated Domain Generalization with
 Generalization Adjustment", CVPR 2023. Two methods: `fedavg_ga` trains like
@@ -9,7 +9,7 @@ FedAvg, `fedga` like FedProx (the form that I²PFL compares with).
               own_m of the model that m trained, received_m of the aggregate
               it went into. Positive: m was hurt. (Of losses: the reverse.)
     weights   a_m += (s_t / M) G_m / max_j |G_j|,  s_t = s_0 (1 − (t−1)/T);
-              clamped to [0, 1], divided by their sum; initially 1/M
+              clamped to [0, 1], then divided by their sum; initially 1/M
     server    θ = Σ a_m θ_m over the round's clients (a renormalized): sample
               counts play no part
     cost      two evaluations on the holdout per round

@@ -57,7 +57,7 @@ with λ_inter = 0 they do not travel. In round 0 there is no G, and GPCL is 0.
 Deviations: under (2), (3), (5), (7), (9).
 
 Readings
-    published  what the code most plausibly does: none is public, and the
+    published  what the code, which is not public, most plausibly does; the
                protocol is FPL's (default)
     printed    equations and algorithm 1 to the letter: `proto_pass=post` (2),
                `apa_reduction=class_means` and `detach=false` (9). (5) is as
@@ -151,7 +151,7 @@ class I2PFL(Method):
         "what (7) mixes: features, images, or nothing",
         choices=("feature", "input", "none"),
     )
-    gamma_max: bool = hyper(False, "", "max(γ, 1−γ) for γ: stay closer to the own class")
+    gamma_max: bool = hyper(False, "", "max(γ, 1−γ) for γ: stay closer to the image's own class")
     apa_reduction: str = hyper(
         "mean",
         "",
@@ -239,5 +239,5 @@ def mixed_prototypes(client: Client, y: Tensor, h: Tensor) -> Prototypes:
 
 
 def _scores(client: Client, y: Tensor) -> Tensor:
-    """By which each sample's partner in (7) is drawn."""
+    """The scores by which each sample's partner in (7) is drawn."""
     return client.uniform(len(y), len(y))

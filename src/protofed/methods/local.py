@@ -2,16 +2,16 @@
 
 No paper of its own: it is the row "Local" of comparisons, e.g. of table 3 in Lai,
 Fu, Liao, Chen, Zheng: "FedSeProto: Learning Semantic Prototype in Federated
-Learning", ECAI 2024. It tells what a federation adds.
+Learning", ECAI 2024. It shows what a federation adds.
 
     client m    CE on its own samples, continuing from its own model
     server      nothing; nothing travels
     test        every client's model on every domain: a domain's accuracy is the mean
-                over all clients, and beside it the mean over that domain's own clients
+                over all clients; next to it, the mean over that domain's own clients
 
 Deviations
-    A round is what it is for other methods (as many epochs, fresh momentum), so that
-    after as many rounds a client has taken as many steps.
+    A round is the same as for other methods (as many epochs, fresh momentum), so after
+    the same number of rounds a client has taken the same number of steps.
     Clients with the same model start from the same weights.
 """
 

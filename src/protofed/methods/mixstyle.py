@@ -8,7 +8,7 @@ seen. Nothing travels but the model: in a federation whose clients have one
 domain each, looks are mixed within that domain.
 
     style       μ_i, σ_i: mean and deviation of each channel of sample i's map
-    mixture     μ' = λ_i μ_i + (1−λ_i) μ_π(i),  σ' alike
+    mixture     μ' = λ_i μ_i + (1−λ_i) μ_π(i),  σ' likewise
                 λ_i ~ Beta(α, α) per sample, π a random permutation of the batch
     map         x' = σ' (x − μ)/σ + μ'
     where       after stages 1 to 3 of a ResNet, never the last; each with
@@ -16,7 +16,7 @@ domain each, looks are mixed within that domain.
     gradient    none through μ and σ
     server      as FedAvg
 
-A batch of one sample has no other: it stays as it is.
+A batch of one sample has nothing to mix with: it stays as it is.
 
 Deviations
     π    any permutation. The paper's other form, where each half of a batch is
@@ -47,7 +47,7 @@ class MixStyle(Method):
     p: float = hyper(
         0.5, "p", "probability per batch and stage (0 = off)", least=0, most=1, weight=True
     )
-    alpha: float = hyper(0.1, "α", "of the mixture's Beta(α,α)", above=0)
+    alpha: float = hyper(0.1, "α", "parameter of the mixture's Beta(α,α)", above=0)
     stages: str = stages_hyper("all but stem and last")
 
     def restyles(self, stages: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,22 +10,22 @@ belong together without any label, and it lets a client see its images as the ot
     (1) sent        s_m = mean over client m's samples of their styles [μ; σ], at pixels, stem and
                     stage 1, under the received model
     (2) domains     FINCH on [μ; log σ] of all clients' last styles, each number standardized over
-                    the clients and stages weighed alike: its first partition are pseudo-domains;
-                    if it finds a single one, every client is its own
-    (3) average     θ = Σ_g 1/G Σ_{m ∈ g} n_m/N_g θ_m: pseudo-domains count alike, in each of them
-                    clients by their samples
+                    the clients and all stages weighted equally: its first partition gives the
+                    pseudo-domains; if there is only one, every client is its own
+    (3) average     θ = Σ_g 1/G Σ_{m ∈ g} n_m/N_g θ_m: pseudo-domains count equally, and in each of
+                    them clients count by their samples
     (4) two views   a batch is trained on twice: as it is, and with each sample in a style s_j: a
                     pseudo-domain at random, then a client j of it at random (m itself included);
                     x' = σ_j (x − μ)/σ + μ_j at all stages of (1), with the same j; gradients
-                    go through the own μ and σ
+                    go through the sample's own μ and σ
     (5) agreement   JS = ½ Σ_v KL(p_v ‖ M),  M = ½ (p_1 + p_2), of the views' softmaxes
     (6) prototypes  APA: both views' features are drawn to class means of mixed features, I²PFL's
                     (7) to (9), γ ~ Beta(α, α)
     (7) objective   CE of both views + λ_view JS + λ_intra APA
     travels         1 KB up with 64 channels, and as much for every client down: the mean color
-                    and contrast of a client's images, and of its early features. That can tell
-                    a camera, a scanner or a room; not a class, nor an image of several. Neither
-                    labels nor domains are used
+                    and contrast of a client's images, and of its early features. That can give
+                    away a camera, a scanner or a room, but not a class, nor one image among
+                    several. Neither labels nor domains are used
     cost            a step has twice the samples; a clean pass through the first stage per round
 
 In round 0 there are no styles: both views are alike. A client that sits out keeps its last
@@ -72,8 +72,8 @@ from protofed.styles import restyle, style_of
 
 EARLY = ("pixels", "stem", "stage1")
 UNTIL = "until"
-"""The entry of the styles going down that is no stage: client j is drawn by a number of [0, 1] that
-is at most its entry, and more than those before it."""
+"""The entry of the styles going down that is not a stage. Client j is drawn by a random number in
+[0, 1] that is at most j's entry and more than the entries before it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ProtoStyle(Method):
     lambda_view: float = hyper(1.0, "λ_view", "weight of (5) (0 = off)", least=0, weight=True)
     lambda_intra: float = hyper(10.0, "λ_intra", "weight of APA (0 = off)", least=0, weight=True)
     alpha: float = hyper(0.4, "α", "MixUp's Beta(α,α) in APA", above=0)
-    balanced: bool = hyper(True, "", "pseudo-domains count alike in the average (3)")
+    balanced: bool = hyper(True, "", "pseudo-domains count equally in the average (3)")
     stages: str = stages_hyper("pixels, stem and stage 1")
 
     @property
@@ -145,7 +145,7 @@ class ProtoStyle(Method):
         return terms
 
     def _drawn(self, client: Client, samples: int) -> tuple[Tensor, Tensor]:
-        """For each sample of both views the client whose style it takes, and whether it does."""
+        """For each sample of both views, the client whose style it takes, and whether it does."""
         until_M = client.received["styles"][UNTIL]
         drawn = torch.searchsorted(until_M, client.uniform(samples).to(until_M.dtype))
         takes = client.uniform(samples) < self.p

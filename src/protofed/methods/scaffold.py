@@ -26,7 +26,7 @@ Deviations
          a = (τ − ρ(1−ρ^τ)/(1−ρ))/(1−ρ). The usual τ/(1−ρ) is its limit for
          many steps; at ρ = 0.9 it makes c_m 2.4 times too small after 10.
     Weight decay is a part of the gradients that c_m averages.
-    NIID-Bench also corrects BatchNorm's running statistics; that is not done.
+    NIID-Bench also corrects BatchNorm's running statistics; that is not done here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Scaffold(Method):
         client={"c_m": "control of the client"},
     )
     weighting = "uniform"
-    sgd_only = "a control variate is the mean gradient only if steps are SGD's"
+    sgd_only = "a control variate is the mean gradient only if the steps are SGD's"
 
     eta_g: float = hyper(1.0, "η_g", "learning rate at the server", above=0)
     rho: float = hyper(0.0, "ρ", "momentum of the clients' SGD", least=0, most=0.999)

@@ -4,7 +4,7 @@ Park, Han, Kim, Wang, Brinton, Moon: "StableFDG: Style and Attention Based
 Learning for Federated Domain Generalization", NeurIPS 2023.
 
 Each client trains on features in the styles of its own batch, spread out, and
-in those of another client.
+in the styles of another client.
 
     style        s_i = [μ_i ; σ_i]: mean and standard deviation of each channel
                  of the first stage's map of sample i
@@ -26,8 +26,8 @@ in those of another client.
                  feature = [ mean of x ; Σ_P A·x ], twice as long          (5)
     client       CE
     travels      4C numbers up (1 KB with 64 channels); 4C for each client
-                 down, of which it uses one's: what its early features look
-                 like on average, and how much they vary
+                 down, of which it uses one client's: what its early features
+                 look like on average, and how much they vary
     cost         a clean pass per round; ⌊B/2⌋ + 1 small steps of clustering
 
 In round 0 there are no styles and no shifting, and none where a client has no
@@ -84,12 +84,12 @@ from protofed.prototypes import full_precision
 from protofed.styles import restyle, style_of
 
 CHANNELS = 30
-"""Of q and k."""
+"""The channels of q and k."""
 
 
 @dataclass(frozen=True)
 class HighlightedOutput(Output):
-    """What is seen with j = i, and what it was made of: enough to pair samples."""
+    """The output with j = i, and what it was made of: enough to pair samples later."""
 
     pooled: Tensor
     map: Tensor
@@ -98,7 +98,7 @@ class HighlightedOutput(Output):
 
 
 class HighlightingNetwork(Network):
-    """A backbone whose feature is joined by one that attends to some positions."""
+    """A backbone whose feature is joined with one that attends to some positions."""
 
     def __init__(self, backbone: Network, sizes: Sizes) -> None:
         *_, (self.last, stage) = backbone.stages.items()
@@ -123,7 +123,7 @@ class HighlightingNetwork(Network):
     def highlighted(self, pooled: Tensor, map: Tensor, q: Tensor, k: Tensor) -> Output:
         """(4) and (5), of maps [B, C, P] with their mean query [B, 30] and keys [B, 30, P].
 
-        The mean over queries of their products with a key is the product of their mean.
+        The mean of the queries' products with a key is the product of the mean query with it.
         """
         feature = torch.cat([pooled, attended(map, q, k).to(pooled.dtype)], 1)
         return Output(feature, self.head(feature))
@@ -207,9 +207,9 @@ class StableFDG(Method):
 
 
 def partners(rng: np.random.Generator, there: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """For each client the place of another one that is ``there`` [M]; −1 if nobody is.
+    """For each client, the place of another one that is ``there`` [M]; −1 if nobody is.
 
-    Among those who are there it is a derangement, and every derangement is as likely.
+    Among those who are there it is a derangement, and all derangements are equally likely.
     """
     known = np.flatnonzero(there)
     if not known.size:
@@ -228,8 +228,8 @@ def partners(rng: np.random.Generator, there: NDArray[np.bool_]) -> NDArray[np.i
 def centers(s_BD: Tensor, uniform_kB: Tensor) -> Tensor:
     """k-means++ with one iteration: seeds with probability ∝ D², then the means of their members.
 
-    D is the distance to the nearest seed so far. By a race of exponential variables: the first of
-    those with the rates D² is sample i with probability D_i² / Σ D².
+    D is the distance to the nearest seed so far. Seeds are drawn by a race of exponential
+    variables: the first of those with rates D² is sample i's with probability D_i² / Σ D².
     """
     rate_B, nearest_B = torch.ones_like(s_BD[:, 0]), torch.full_like(s_BD[:, 0], torch.inf)
     seeds, distances = [], []
@@ -250,7 +250,7 @@ def centers(s_BD: Tensor, uniform_kB: Tensor) -> Tensor:
 
 
 def next_of_class(y: Tensor) -> Tensor:
-    """For each sample the next one of its class in the batch, after the last the first."""
+    """For each sample, the next one of its class in the batch; after the last, the first."""
     at = torch.arange(len(y), device=y.device)
     steps_BB = (at - at[:, None] - 1) % len(y)  # to itself it is the whole way round
     return steps_BB.masked_fill(y != y[:, None], len(y)).argmin(1)
@@ -270,6 +270,6 @@ def attended(map_BCP: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _styles(server: ServerView) -> Slot:
-    """Of all clients in the federation's order: [M, 2, 2, C], and whether they are known [M]."""
+    """All clients' styles in the federation's order [M, 2, 2, C], and which are known [M]."""
     kept = server.state["styles"]
     return {n: t.expand(len(server.clients), *t.shape[1:]) for n, t in kept.items()}

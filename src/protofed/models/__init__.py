@@ -16,7 +16,7 @@ __all__ = ["LARGE_IMAGE", "LARGE_MODEL", "MODELS", "NORMS", "Network", "Output",
 
 SMALLEST_IMAGE = 8
 LARGE_IMAGE, LARGE_MODEL = 96, "resnet18_imagenet"
-"""Images of this size or more have this model, unless another is chosen."""
+"""Images of this size or larger get this model, unless another is chosen."""
 
 MODELS: dict[str, Callable[[int, int, int | None, str | None], Network]] = {
     "resnet10": partial(resnet, 1),
@@ -30,7 +30,7 @@ MODELS: dict[str, Callable[[int, int, int | None, str | None], Network]] = {
 def build(
     name: str, classes: int, image_size: int, width: int | None = None, norm: str | None = None
 ) -> Network:
-    """The model called ``name``, with PyTorch's own initialization, or that of a file's own.
+    """The model called ``name``, with PyTorch's own initialization, or that of the user's file.
 
     ``width`` (channels of the first stage) and ``norm`` ("batch", "group", "none") are the model's
     own when None: 64 and "batch" for a ResNet, 32 and "none" for a CNN.

@@ -21,7 +21,7 @@ NORMS = ("batch", "group", "none")
 class Output:
     """What a network says about a batch: ``feature`` [B, d] and ``logits`` [B, K].
 
-    It unpacks into these two, also where a subclass carries more.
+    It unpacks into these two, even if a subclass carries more.
     """
 
     feature: Tensor

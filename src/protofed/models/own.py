@@ -36,7 +36,7 @@ def short_name(name: str) -> str:
 
 
 def load_factory(name: str) -> Callable[..., Any]:
-    """The function of a file that a person has named, which is executed."""
+    """The function of a file that the user named, which is executed."""
     name = full_name(name)
     file, wanted = parts_of(name, "function", "factory")
     made: Callable[..., Any] | None = getattr(execute(file, f"model {wanted}"), wanted, None)
@@ -50,7 +50,7 @@ def load_factory(name: str) -> Callable[..., Any]:
 
 
 def known_factory(name: str) -> Callable[..., Any] | None:
-    """The function of a file that something read names; None if it would have to be executed.
+    """The function that a file names; None if code would have to be executed to get it.
 
     It is known if this process has loaded it before, or if code is trusted.
     """
@@ -58,7 +58,7 @@ def known_factory(name: str) -> Callable[..., Any] | None:
 
 
 def own_model(name: str, classes: int, image_size: int) -> Network:
-    """The network of a file that was named by a person, or is trusted."""
+    """The network of a file that the user named, or that is trusted."""
     factory = known_factory(name)
     if factory is None:
         raise code_withheld(f"model {short_name(name)}", name)

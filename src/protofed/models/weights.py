@@ -1,6 +1,6 @@
 """Weights from a file, by the entry names that torchvision and timm give to a ResNet.
 
-For a model of one's own, they are the names of its encoder's entries. Only tensors are read: a
+For a model of your own, they are the names of its encoder's entries. Only tensors are read: a
 safetensors file, or a state dict that ``torch.load`` opens with ``weights_only``. The head is not
 loaded: it is for other classes.
 """
@@ -93,7 +93,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         raise ProtofedError(f"cannot read weights from '{path}': {error.strerror}") from None
     except UnpicklingError:
         raise ProtofedError(
-            f"'{path}' holds more than tensors, and is not opened for that reason",
+            f"'{path}' holds more than tensors, and is therefore not opened",
             "save the state dict alone: torch.save(model.state_dict(), FILE)",
         ) from None
     except Exception as error:

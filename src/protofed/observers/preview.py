@@ -1,4 +1,4 @@
-"""What a run on images of one's own will do and why, before it starts: choices, memory, time."""
+"""What a run on your own images will do and why, before it starts: choices, memory, time."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PROBE_IMAGES = 8
 PROBE_SECONDS = 1.0
 """How long a step is repeated, at least twice: the fastest counts."""
 FORWARD_PART = 1 / 3
-"""Of a training step, the part that a test takes: the forward pass, without the backward one."""
+"""The part of a training step that a test takes: the forward pass, without the backward one."""
 IMBALANCE, FEW = 3, 5
-"""Classes with so many times as many images as others, or with fewer images than this, are told."""
+"""Classes with this many times the images of others, or with fewer images than this, are named."""
 
 
 def preview(asked: Config, task: Task) -> list[str]:
-    """Lines for a person: what was chosen by the images, what is unusual, memory and time."""
+    """Lines for the user: what was chosen to suit the images, what is unusual, memory and time."""
     complete = asked.for_task(task.info)
     facts = discover(complete, task)
     config = facts.applied(complete)
@@ -66,7 +66,7 @@ def _imbalance(task: Task) -> str:
         words.append(
             f"{totals[most]} training images of {task.classes[most]}, {totals[fewest]} of "
             f"{task.classes[fewest]}; the average accuracy hides this, protofed evaluate shows "
-            "every class" + "; --sampling balanced trains on all alike" * ("sampling" in SETTINGS)
+            "every class" + "; --sampling balanced evens it out" * ("sampling" in SETTINGS)
         )
     few = [
         f"{n} of {task.classes[label]} in {domain}"

@@ -17,7 +17,7 @@ from protofed.runs.records import Record
 
 FILE = "trace.json.gz"
 LONGEST = 30.0
-"""Seconds after which a round is not recorded any further."""
+"""Seconds after which a round is no longer recorded."""
 
 
 class Profile(Observer):
@@ -26,7 +26,7 @@ class Profile(Observer):
     The loop engine does that round in place of workers, whose processes could not be seen. The
     round is the second that is run: in the first, kernels are chosen and graphs recorded. A
     run with only one round to go records that one. No more than one, since a trace has a line for
-    each operation: of a small CNN some 25 KB a step, compressed. After half a minute the
+    each operation: for a small CNN some 25 KB per step, compressed. After half a minute the
     recording ends with the next client that is done.
     """
 

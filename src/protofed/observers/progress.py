@@ -1,4 +1,4 @@
-"""What a person sees while something runs: live on a terminal, plain lines elsewhere."""
+"""What the user sees while something runs: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BAR, NARROW_BAR, NARROW = 24, 10, 100
 def accuracies(record: Record, unseen: str | None = None, brief: bool = False) -> str:
     """A round in one line: ``scan 84.0  print 41.5 ... average 44.5``.
 
-    An ``unseen`` domain comes first. Further accuracies of the method, if any, come last. In
+    An ``unseen`` domain comes first. Other accuracies of the method, if any, come last. With
     ``brief``, there is only what counts: the average, or the unseen domain.
     """
     of_method = shown({**record["accuracy"], "average": record["average"]}, unseen)
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
 def protocol_line(config: Config) -> str:
     """``protocol fpl: resnet10, 32×32 pixels, batch 64, epochs 10, rounds 100``, and options.
 
-    Without what a folder's images have yet to decide.
+    What a folder's images have yet to decide is left out.
     """
     size = f"{config.image_size}×{config.image_size} pixels" if config.image_size else ""
     numbers = {n: getattr(config, n) for n in ("batch", "epochs", "rounds")}
@@ -165,7 +165,7 @@ class RunProgress(Observer):
     def _state(self, work: str = "") -> str:
         """What is under way and the latest accuracies, as far as the terminal has room for them.
 
-        Round and time are worth more.
+        Round and time matter more.
         """
         width = self.console.width
         rest = f"round {self.rounds}/{self.rounds}   0:00:00 {self.left}"

@@ -33,7 +33,7 @@ class TensorBoard(Observer):
         self.open = require_tensorboard()
 
     def start(self, federation: Federation, records: Sequence[Record]) -> None:
-        """Open the file; what a crash left of later rounds is hidden."""
+        """Open the file; what a crash left from later rounds is hidden."""
         self.unseen = federation.config.leave_out
         self.writer = self.open(str(self.folder), purge_step=len(records) + 1)
         self.writer.add_text("config", f"```toml\n{federation.config.toml()}```")

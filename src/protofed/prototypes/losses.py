@@ -2,7 +2,7 @@
 
 Shapes: B batch, K classes, d features, J prototypes of a class (padded), N rows.
 
-These run in every training step, also inside a captured graph: tensor expressions only, nothing
+These run in every training step, even inside a captured graph: tensor expressions only, nothing
 that looks at a value, and masked_fill rather than torch.where with a number, which would copy
 the number from the host.
 """
@@ -79,7 +79,7 @@ def contrast(
 def consistency(
     z_Bd: Tensor, y_B: Tensor, prototypes: Prototypes, reduction: str = "mean", detach: bool = True
 ) -> Tensor:
-    """Batch mean of the squared distance to the own class's prototype, as mean or sum over d.
+    """Batch mean of the squared distance to the prototype of its class, as mean or sum over d.
 
     "mean" is FedProto's loss and that of FPL's code, "sum" is FPL (10) as printed. A sample whose
     class has no prototype contributes 0 and still counts in the mean. With ``detach`` no gradient

@@ -25,7 +25,7 @@ def mixed_class_means(
 
 
 def partners(score_BB: Tensor, y_B: Tensor) -> tuple[Tensor, Tensor]:
-    """For each sample the one of another class with the largest score, and whether there is one."""
+    """For each sample, the one of another class with the largest score, and if there is one."""
     other_BB = y_B[:, None] != y_B
     return score_BB.masked_fill(~other_BB, -1).argmax(1), other_BB.any(1)
 

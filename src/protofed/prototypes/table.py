@@ -50,7 +50,7 @@ class Prototypes(NamedTuple):
 
     @classmethod
     def clusters(cls, rows: Iterable[Tensor], level: str = "last", least: int = 1) -> Self:
-        """The means of FINCH's clusters of each class's rows [N_k, d]; none of no rows.
+        """The means of FINCH's clusters of each class's rows [N_k, d]; none for a class without.
 
         Clusters of fewer than ``least`` rows are left out.
         """
@@ -66,7 +66,7 @@ class Prototypes(NamedTuple):
         return {"mean": self.mean, "mask": self.mask}
 
     def table(self) -> Prototypes:
-        """As a table [K, J, d] with mask [K, J], also where there is one per class."""
+        """As a table [K, J, d] with mask [K, J], even if there is one per class."""
         if self.mask.ndim == 2:
             return self
         return Prototypes(self.mean[:, None], self.mask[:, None])

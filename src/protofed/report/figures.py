@@ -34,7 +34,7 @@ MARKERS = ("o", "s", "^", "v", "P", "X")
 MOST_LINES = 16
 """The most lines that a reader can tell apart in one panel."""
 LABELED_LINES, LABEL_LENGTH = 9, 16
-"""So many lines, with names so short, have their names at their ends, and no legend."""
+"""This many lines, with names this short, have their names at their ends, and no legend."""
 BAND = 0.15
 """The opacity of a band around a line."""
 SHOWN_CLASSES = 20
@@ -184,7 +184,7 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
 
 
 def sweeps(study: Study, table: TaskTable) -> list[Plot]:
-    """The figures that a study has of a task beside curves and bars."""
+    """The figures that a study has of a task besides curves and bars."""
     if study.kind == TUNE:  # it has a figure of its own
         return []
     if study.kind == DIFFERENCES:
@@ -234,7 +234,7 @@ def _swept_rows(study: Study, number: int, rows: Collection[str]) -> list[str]:
 def _sweep_lines(
     study: Study, number: int, table: TaskTable, rows: Mapping[str, TableRow]
 ) -> tuple[Panel, tuple[Key, ...]]:
-    """What counts over the parameter, other columns thinner; rows that are not swept are levels."""
+    """What counts over the parameter, other columns thinner; rows that are not swept are flat."""
     main, title = _main_column(table)
     swept = study.sweeps[number]
     ((name, values),) = swept.over.items()
@@ -700,7 +700,7 @@ def _keys(runs: Sequence[RunHistory], looks: Looks | None) -> tuple[Key, ...]:
 
 
 def _by_label(runs: Sequence[RunHistory], series: Sequence[Sequence[float]]) -> dict[str, Floats]:
-    """For each label a row for each of its runs, with as many rounds as all of these have."""
+    """For each label, a row for each of its runs, with as many rounds as all of these have."""
     found: dict[str, list[Sequence[float]]] = {}
     for run, values in zip(runs, series, strict=True):
         found.setdefault(run.label, []).append(values)
@@ -767,7 +767,7 @@ def _draw_bars(
     gap: float,
     points: Sequence[Sequence[float]] = (),
 ) -> None:
-    """Horizontal bars with their values beside them; ``gap``: between a bar and its value.
+    """Horizontal bars with their values next to them; ``gap``: between a bar and its value.
 
     ``points`` are drawn on each bar: what it is the mean of.
     """

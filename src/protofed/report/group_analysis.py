@@ -1,6 +1,6 @@
 """Analyze the models and prototypes of a group of runs: features, confusions, clusters.
 
-Of each label one run is analyzed: the first seed that has its model. What cannot be made is
+For each label one run is analyzed: the first seed that has its model. What cannot be made is
 recorded with the reason.
 """
 

@@ -28,7 +28,7 @@ from protofed.studies.folder import StudyFolder, to_text
 from protofed.studies.tables import DIVERGED
 
 DPI = 160
-"""Of the figures: for a screen; ``protofed report`` makes them for a paper."""
+"""The figures' resolution, for a screen; ``protofed report`` makes them for a paper."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def pack(
     for run in stored.values():
         progress(f"packing {run.name}")
         lines.append(run.line(analyses.get(run.hash)))
-    # nothing of an earlier packing is removed before all could be read: it may be the only copy
+    # no earlier packing is removed before everything has been read: it may be the only copy
     write_packed(to / PACKED, lines)
     for path in to.glob("*.png"):
         path.unlink()
@@ -109,7 +109,7 @@ def _draw_analyses(to: Path, images: int, progress: Progress) -> None:
 
 
 def _anywhere(study: Study, diverged: Mapping[str, list[str]]) -> Study:
-    """The study without the folders its images and runs lay in: they cannot change a number.
+    """The study without the folders its images and runs were in: they cannot change a number.
 
     Runs that diverged are not packed; the study says which lines have some.
     """

@@ -37,7 +37,7 @@ from protofed.studies.tables import BASELINE, Spread, TableRow
 from protofed.version import __version__
 
 MOST_SKIPPED = 8
-"""So many skipped folders are listed."""
+"""How many skipped folders are listed at most."""
 MOST_RANKS = 12
 MOST_EFFECTS = 3
 
@@ -125,7 +125,7 @@ class Painter:
     section: str = ""
     """The id of the section being drawn."""
     prefix: str = ""
-    """Of the names of its files."""
+    """That of the names of its files."""
     count: int = 0
     written: list[Path] = field(default_factory=list)
 
@@ -152,7 +152,7 @@ class Painter:
 
 
 def too_many(labels: Collection[str], what: str) -> str:
-    """That a figure would show more than can be told apart; else empty."""
+    """A note if a figure would show more than can be told apart; otherwise empty."""
     if len(labels) <= figures.MOST_LINES:
         return ""
     return f"Not drawn: {len(labels)} {what} are too many for one figure; see the table."
@@ -266,9 +266,9 @@ def largest_effects(found: Sequence[Effects]) -> str:
 def headline(
     rows: Sequence[TableRow], seeds: int, baseline: str = BASELINE
 ) -> dict[str, Any] | None:
-    """The main result, and what it is worth; None as long as no row is complete.
+    """The main result, and how far to trust it; None until a row is complete.
 
-    As long as rows have not been run, no row is said to be the best.
+    Until all rows have been run, no row is called the best.
     """
     there = [r for r in rows if r.accuracy]
     if not there:

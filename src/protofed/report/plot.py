@@ -28,7 +28,7 @@ from protofed.report.palette import STYLES, TONES
 INK, FAINT = "#010101", "#020202"
 """Placeholders for the page's colors of text and of thin lines, which ``themed`` replaces.
 
-A file has black and gray in their place.
+A file has black and gray instead.
 """
 
 POINTS, FILE_POINTS = 9, 7

@@ -1,7 +1,7 @@
 """What a report shows of models and prototypes, stored for when they are gone.
 
-A packed study has no models. In their place, the lines of its runs have confusions, the points of
-the t-SNE, the gap between domains, clusters and distances of prototypes.
+A packed study has no models. Instead, the lines of its runs have confusions, the points of the
+t-SNE, the gap between domains, clusters and distances of prototypes.
 """
 
 from __future__ import annotations

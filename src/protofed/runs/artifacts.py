@@ -1,4 +1,4 @@
-"""What a run keeps of single rounds for analyses: prototypes and models.
+"""What a run keeps from single rounds for analyses: prototypes and models.
 
 ``prototypes/<round>.safetensors`` has the prototypes that each client sent and those that the
 server made of them; ``snapshots/<round>.safetensors`` has the global model. File names count rounds
@@ -20,7 +20,7 @@ from protofed.tree import Slot, Tree
 DEFAULT_COUNT = 10
 """How many rounds, besides the first, keep their prototypes if ``keep_rounds`` is not set."""
 DEFAULT_MAX_BYTES = 2 << 20
-"""If ``keep_rounds`` is not set, larger prototypes are kept of the last round only."""
+"""If ``keep_rounds`` is not set, larger prototypes are kept for the last round only."""
 
 
 class ArtifactWriter(Observer):
@@ -57,7 +57,7 @@ class ArtifactWriter(Observer):
             self._sent[name] = found
 
     def refused(self, round: int, name: str, why: str) -> None:
-        """Forget a client's message, which does not count."""
+        """Forget the message of a client: it does not count."""
         self._sent.pop(name, None)
 
     def abandon(self) -> None:
@@ -65,7 +65,7 @@ class ArtifactWriter(Observer):
         self._sent = {}
 
     def write(self, server: Server, last: bool = False) -> None:
-        """Write what is kept of the round that the server has just finished.
+        """Write what is kept from the round that the server has just finished.
 
         ``last``: the run stops early with it.
         """
@@ -93,7 +93,7 @@ class ArtifactWriter(Observer):
 
 
 def rounds_to_keep(config: Config) -> frozenset[int]:
-    """The rounds, from 1, of which something is kept."""
+    """The rounds, from 1, from which something is kept."""
     last = config.rounds
     if config.keep_rounds is None:
         steps = min(DEFAULT_COUNT, last)

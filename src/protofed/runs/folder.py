@@ -92,7 +92,7 @@ FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
 BINDING_FACTS = ("numerics", *DIGESTS, "precision", "device")
-"""Facts that change numbers: a run resumes only where they are what they were."""
+"""Facts that change numbers: a run resumes only where they are the same as before."""
 
 _CHECKSUM, _OF_RUN = "# checksum ", " of run "
 """The first line of a run's ``config.toml``: its checksum, and the run's hash."""
@@ -114,9 +114,9 @@ class Checkpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What only a deployment has to remember; a simulation's is empty."""
     rounds: int = 0
-    """How many rounds the run was asked for; 0 if that was not written down."""
+    """How many rounds the run was asked for; 0 if that was not recorded."""
     digest: str = field(default="", compare=False)
-    """Of the records that it counts on; empty if that was not written down."""
+    """That of the records it counts on; empty if it was not recorded."""
 
     @property
     def records(self) -> int:
@@ -163,7 +163,7 @@ class RunFolder:
             )
         if resume and overwrite:
             raise ProtofedError(
-                "--resume continues a run, --overwrite starts over", "give one of them"
+                "--resume continues a run, --overwrite starts over", "give only one of them"
             )
         config.method.require_plain_hypers()
         with writing(self.path):
@@ -201,7 +201,7 @@ class RunFolder:
         return not kept and self.exists and not self.differences(config, facts)
 
     def differences(self, config: Config, facts: Mapping[str, Any] | None = None) -> list[str]:
-        """What would change a number and is not as in the folder, e.g. ``lr 0.1 → 0.01``."""
+        """What would change a number and differs from the folder, e.g. ``lr 0.1 → 0.01``."""
         before, now = self._binding_facts(facts)
         try:
             text = self.config_file.read_text("utf-8")
@@ -213,7 +213,7 @@ class RunFolder:
         for name in CHOSEN:  # by the images, which are compared by their digest
             if name not in asked:
                 found.pop(name, None)
-        return _changes(found | before, asked | now)  # found out counts, not asked for
+        return _changes(found | before, asked | now)  # what was found counts, not what was asked
 
     def _binding_facts(
         self, facts: Mapping[str, Any] | None
@@ -229,7 +229,7 @@ class RunFolder:
         if not (resume or overwrite):
             raise ProtofedError(
                 f"'{self.path}' already holds a run",
-                "--resume continues it, --overwrite starts over, --out takes another folder",
+                "--resume continues it, --overwrite starts over, --out uses another folder",
             )
 
     def _newest_whole(self) -> tuple[Checkpoint | None, Damaged | None]:
@@ -251,7 +251,7 @@ class RunFolder:
         if found is not None:
             records = read_records(self.rounds_file, found.records)
             if found.digest not in ("", digest(records)):
-                raise Damaged(self.rounds_file, f"its rounds are not those that {file} counts on")
+                raise Damaged(self.rounds_file, f"its rounds do not match {file}")
             for state in found.clients.values():
                 self.client_state(state)
         return found
@@ -265,7 +265,7 @@ class RunFolder:
         deployed: bool,
         hash_of: Callable[[int], str] | None,
     ) -> None:
-        """An error if the run in the folder is another one."""
+        """Raise an error if the run in the folder is another one."""
         different = ", ".join(self.differences(config, facts))
         if checkpoint is None:
             if different:
@@ -293,8 +293,8 @@ class RunFolder:
             )
         if checkpoint.round > config.rounds:
             raise ProtofedError(
-                f"'{self.path}' already has {checkpoint.round} rounds, and {config.rounds} are "
-                "asked for",
+                f"'{self.path}' already has {checkpoint.round} rounds, but only {config.rounds} "
+                "are asked for",
                 "choose another --out, or start over with --overwrite",
             )
         if bool(checkpoint.extra) != deployed:
@@ -305,20 +305,20 @@ class RunFolder:
             )
 
     def require_extendable(self, config: Config, rounds: int) -> None:
-        """An error if the config's run cannot continue the one here, of that many rounds."""
+        """Raise an error if the config's run cannot continue the one here, of that many rounds."""
         private = config.proto_epsilon is not None or config.update_epsilon is not None
         if config.method.uses_rounds or private or config.schedule == "cosine":
             what = "a privacy budget" if private else "a cosine schedule"
             what = config.method.name if config.method.uses_rounds else what
             raise ProtofedError(
                 f"'{self.path}' cannot be extended, rounds {rounds} → {config.rounds}: every "
-                f"round of {what} depends on how many there are in all",
+                f"round of {what} depends on the total number of rounds",
                 "without --resume and in another folder, it runs from the beginning",
             )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock, which ends with the process however that ends.
+        """Hold the folder's lock, which ends with the process, however the process ends.
 
         Two runs in one folder would mix their rounds and remove each other's states.
         """
@@ -343,7 +343,7 @@ class RunFolder:
             lock.release()
 
     def _is_used(self) -> bool:
-        """Whether there is anything but our lock and what a kill left of an unfinished write."""
+        """Whether there is anything but our lock and what a kill left of unfinished writes."""
         return any(path.name != LOCK and not is_temporary(path) for path in self.path.iterdir())
 
     def _sweep(self) -> None:
@@ -355,8 +355,8 @@ class RunFolder:
     def _clear(self) -> None:
         """Remove a run's files and nothing else; ``config.toml`` marks the folder as a run's.
 
-        Last written, first removed: killed in between, the folder neither says that it is finished
-        nor has a checkpoint without its records.
+        Last written, first removed: if killed in between, the folder neither says that it is
+        finished nor has a checkpoint without its records.
         """
         self._remove(*(path.name for path in self.path.glob("checkpoint.previous.*.safetensors")))
         for name in reversed(FILES):
@@ -389,9 +389,9 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def save_checkpoint(self, checkpoint: Checkpoint, again: bool = False) -> None:
-        """Write a checkpoint: with this one write the clients' states that it names count.
+        """Write a checkpoint; from this one write on, the clients' states that it names count.
 
-        The last one becomes the one before, unless this is ``again`` of the same round.
+        The last one becomes the one before, unless this is the same round ``again``.
         """
         metadata = {
             "round": checkpoint.round,
@@ -408,17 +408,17 @@ class RunFolder:
                 if not again and (self.path / newer).is_file():
                     (self.path / newer).replace(self.path / older)
             if not again and last.is_file():
-                try:  # a second name, so that at no moment there is no checkpoint
+                try:  # a second name, so that there is a checkpoint at every moment
                     os.link(last, link)
                 except OSError:  # a file system that has no links
                     last.replace(self.path / PREVIOUS)
                 else:
                     link.replace(self.path / PREVIOUS)
-                    link.unlink(missing_ok=True)  # if it was there by that name already
+                    link.unlink(missing_ok=True)  # if it already had that name
         tree.save(checkpoint.state, last, metadata)
 
     def roll_back(self, most: int, **extra: Any) -> Checkpoint:
-        """Return to the newest checkpoint of at most that many rounds; what came after it goes.
+        """Return to the newest checkpoint of at most that many rounds; later files are removed.
 
         ``extra`` is what a deployment has to remember from now on.
         """
@@ -428,7 +428,7 @@ class RunFolder:
             rounds = ", ".join(str(c.round) for c in kept.values()) or "none"
             raise ProtofedError(
                 f"'{self.path}' has no checkpoint of round {most} or before; it has: {rounds}",
-                "go back by fewer rounds; checkpoints in federation.toml says how many are kept",
+                "go back fewer rounds; checkpoints in federation.toml says how many are kept",
             )
         file, checkpoint = found
         checkpoint = replace(checkpoint, extra={**checkpoint.extra, **extra})
@@ -450,7 +450,7 @@ class RunFolder:
             yield
 
     def copy_progress(self, other: RunFolder) -> None:
-        """Make this folder a copy of another run's as if that had not been finished.
+        """Make this folder a copy of another run's, as if that run had not been finished.
 
         Private files stay private: modes are copied, those of folders before anything is in them.
         """
@@ -472,9 +472,9 @@ class RunFolder:
     def receive(self, changed: Mapping[str, bytes | str], names: Collection[str]) -> None:
         """Make this folder what a run's folder on another machine was at one moment.
 
-        ``changed`` has the files that are new there; a name in place of a content is the file here
+        ``changed`` has the files that are new there; a name instead of a content is the file here
         that has it. ``names`` are all files there. The order is that of a run's own writes, so that
-        the folder can be resumed from whenever this is killed.
+        the run can be resumed whenever this is killed.
         """
         self._remove(*(name for name in reversed(FILES) if name not in names))
         for name in sorted(changed, key=lambda n: FILES.index(n) if n in FILES else -1):
@@ -488,7 +488,7 @@ class RunFolder:
     def save_artifact(
         self, kind: str, round: int, content: Tree, metadata: Mapping[str, Any]
     ) -> None:
-        """Write what is kept of a single round; rounds count from 1."""
+        """Write what is kept from a single round; rounds count from 1."""
         tree.save(content, self._artifact(kind, round), {"round": round, **metadata})
 
     def save_model(self, model: StoredModel) -> None:
@@ -506,7 +506,7 @@ class RunFolder:
         summary: Mapping[str, Any],
         analysis: Mapping[str, Any] | None,
     ) -> None:
-        """Write a finished run of which the model is gone."""
+        """Write a finished run whose model is gone."""
         with writing(self.path):
             make_folder(self.path)
         with self._locked():
@@ -515,7 +515,7 @@ class RunFolder:
             write_atomic(self.rounds_file, "".join(map(to_line, records)))
             if analysis is not None:
                 write_json(self.path / ANALYSIS, analysis)
-            # the records may lack what single clients did, so their digest is another one
+            # the records may lack what single clients did, so their digest differs
             own = {"records": digest(records)} if "records" in summary else {}
             self.finish({**summary, **own})
 
@@ -524,7 +524,7 @@ class RunFolder:
         write_atomic(self.path / DIVERGED, f"{message}\n")
 
     def save_file(self, name: str, content: bytes) -> None:
-        """Write a further file, such as a figure."""
+        """Write another file, such as a figure."""
         write_atomic(self.path / name, content)
 
     # ---- reading -----------------------------------------------------------------------------
@@ -553,7 +553,7 @@ class RunFolder:
             return False
 
     def diverged(self) -> str:
-        """What diverged, if the run did and has not been run again; else empty."""
+        """What diverged, if the run did and has not been run again; otherwise empty."""
         try:
             return (self.path / DIVERGED).read_text("utf-8").strip()
         except OSError:
@@ -585,7 +585,7 @@ class RunFolder:
         if head.startswith(_CHECKSUM) and given != f"{_CHECKSUM}{checksum(text)}":
             raise Damaged(self.config_file, "its content does not match its checksum")
         if run and self.is_finished() and run != self.summary()["hash"]:
-            raise Damaged(self.config_file, f"it is not of the run that {SUMMARY} is about")
+            raise Damaged(self.config_file, f"it is from another run than {SUMMARY}")
         found = read_config(self.config_file)
         if not head.startswith(_CHECKSUM) and parse_toml(f"{head}\n{text}").get("format", 1) > 1:
             raise Damaged(self.config_file, "its checksum is missing")
@@ -594,7 +594,7 @@ class RunFolder:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """What was found when the run started; empty where none were written down."""
+        """What was found when the run started; empty if that was not recorded."""
         path = self.path / FACTS
         return require_shape(path, read_json(path), FACTS_SHAPE) if path.is_file() else {}
 
@@ -609,14 +609,14 @@ class RunFolder:
                 self.rounds_file, f"it has {len(found)} rounds, not all of a finished run"
             )
         if "records" in summary and summary["records"] != digest(found):
-            raise Damaged(self.rounds_file, f"its rounds are not those that {SUMMARY} is about")
+            raise Damaged(self.rounds_file, f"its rounds do not match {SUMMARY}")
         return found
 
     def summary(self) -> dict[str, Any]:
         path = self.path / SUMMARY
         found = require_shape(path, read_json(path), SUMMARY_SHAPE)
         if self.facts().get("run", found["hash"]) != found["hash"]:
-            raise Damaged(path, f"it is not of the run that {FACTS} names")
+            raise Damaged(path, f"it is from another run than {FACTS}")
         return found
 
     def analysis(self) -> dict[str, Any] | None:
@@ -647,7 +647,7 @@ class RunFolder:
         return Checkpoint(hash, round, state, clients, pending, extra, rounds, records)
 
     def kept_checkpoints(self) -> dict[str, Checkpoint]:
-        """All whole checkpoints by file, the newest first."""
+        """All whole checkpoints by file, newest first."""
         found = {}
         for file in self._checkpoints:
             with suppress(Damaged):
@@ -672,12 +672,12 @@ class RunFolder:
         return found
 
     def artifact_rounds(self, kind: str) -> list[int]:
-        """The rounds, from 1, of which there is an artifact of this kind."""
+        """The rounds, from 1, for which there is an artifact of this kind."""
         found = (path.stem for path in (self.path / kind).glob("*.safetensors"))
         return sorted(int(name) for name in found if name.isdigit())
 
     def artifact(self, kind: str, round: int) -> tuple[Tree, dict[str, Any]]:
-        """What was kept of a single round, and its metadata."""
+        """What was kept from a single round, and its metadata."""
         return tree.load(self._artifact(kind, round))
 
     def _artifact(self, kind: str, round: int) -> Path:
@@ -687,7 +687,7 @@ class RunFolder:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether the folder is of a format whose files carry checksums."""
+        """Whether the folder has a format whose files carry checksums."""
         try:
             return self.config_file.read_bytes().startswith(_CHECKSUM.encode())
         except OSError:
@@ -759,7 +759,7 @@ def stored_config(settings: Mapping[str, Any], method: str) -> Config:
 def plain_settings(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
     """A run's settings with what its summary says was found: clients, samples, device, precision.
 
-    A config has only what was asked for, and that of a folder of images does not name its domains.
+    A config has only what was asked for, and one for a folder of images does not name its domains.
     """
     found = {name: summary[name] for name in ("device", "precision") if name in summary}
     named = {"method": summary["method"]} if "method" in summary else {}

@@ -49,7 +49,7 @@ RECEIVED = "received."
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a model's file says of the model."""
+    """What a model's file says about the model."""
 
     hash: str
     """The run's."""
@@ -195,7 +195,7 @@ def read_model(path: Path) -> StoredModel:
     settings = {n: metadata[n] for n in known if n in metadata}
     check_settings({**settings, "model": metadata["models"]})
     if metadata["precision"] not in DTYPES:
-        raise Damaged(path, "it does not say in which precision the model is")
+        raise Damaged(path, "it does not say what precision the model has")
     if not all(0 < t < math.inf for t in metadata.get("temperature", {}).values()):
         raise Damaged(path, "a temperature is not a number above 0")
     for name in ("classes", "mean", "std"):

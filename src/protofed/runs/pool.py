@@ -1,8 +1,8 @@
 """The pool of runs: a folder of run folders, or the one file in which a study's runs are packed.
 
 Comparisons, sweeps and studies plan configs and look for the runs that answer them. A run answers
-a config if it was asked for with the same config: then their hashes are equal, which ``facts.json``
-holds. Device and precision are facts of the run; they have to match where the config asks for them.
+a config if it was asked for with the same config: then it has the same hash, in ``facts.json``.
+Device and precision are facts of the run; they have to match where the config asks for them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StoredRun:
 
     @property
     def hash(self) -> str:
-        """Stands for the run: its config and the facts that can change its numbers."""
+        """A hash of the run: its config and the facts that can change its numbers."""
         return str(self.facts.get("run"))
 
     @property
@@ -105,7 +105,7 @@ class StoredRun:
 
     @property
     def analysis(self) -> Mapping[str, Any] | None:
-        """What a report shows of the run's model, where that was looked at before packing."""
+        """What a report shows of the run's model, if that was analyzed before packing."""
         return self._line.get("analysis") if self.folder is None else self.folder.analysis()
 
     def result(self) -> Result:
@@ -118,11 +118,11 @@ class StoredRun:
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
         parts = {
             "name": self.name,
-            # without where files lay
+            # without the paths of files
             "config": {k: without_paths(k, v) for k, v in self.config.items() if k != "data"},
             "facts": self.facts,
             "summary": self.summary,
-            # what each client did makes three quarters of a run, and no table
+            # what each client did is three quarters of a run, and no table needs it
             "rounds": [{k: v for k, v in r.items() if k != BY_CLIENT} for r in self.records],
             "analysis": analysis or self.analysis,
         }
@@ -160,7 +160,7 @@ class Pool:
         return found
 
     def candidates(self, config: Config, digests: Collection[str] = ()) -> list[StoredRun]:
-        """The runs that were asked for with this config; on these images, if ``digests`` says."""
+        """The runs asked for with this config; if there are ``digests``, only on those images."""
         asked = {n: getattr(config, n) for n in ("device", "precision")}
         return [
             run
@@ -172,7 +172,7 @@ class Pool:
     def select(self, asked: Sequence[tuple[Config, Collection[str]]]) -> list[StoredRun | None]:
         """A finished run for each config and its images (see ``candidates``), or None.
 
-        Where several answer a config, they differ in their facts: then the runs are taken whose
+        If several answer a config, they differ in their facts; then those runs are taken whose
         facts most of the others share.
         """
         found = [[r for r in self.candidates(*one) if r.finished] for one in asked]
@@ -183,7 +183,7 @@ class Pool:
 
 
 def shorter_run(pool: Path, config: Config, facts: Facts) -> RunFolder | None:
-    """The longest finished run of the pool that is the config's, but for fewer rounds."""
+    """The longest finished run in the pool that is the config's except for having fewer rounds."""
     kind = facts.run_name(config).removesuffix(facts.run_hash(config))
     found: dict[int, RunFolder] = {}
     for path in pool.glob(f"{escape(kind)}*"):
@@ -219,9 +219,9 @@ class Unpacked:
 
     taken: int
     known: int
-    """The pool had them."""
+    """The pool already had them."""
     other: int
-    """They are of another numerics: a table should not mix them with runs of this version."""
+    """They have other numerics: a table should not mix them with runs of this version."""
 
 
 def unpack(source: Path, pool: Path) -> Unpacked:
@@ -229,7 +229,7 @@ def unpack(source: Path, pool: Path) -> Unpacked:
     taken = known = other = 0
     for run in read_packed(source / PACKED):
         if Path(run.name).name != run.name or run.name in ("", ".", ".."):
-            raise Damaged(source / PACKED, f"'{run.name:.100}' is no name of a run's folder")
+            raise Damaged(source / PACKED, f"'{run.name:.100}' is not the name of a run's folder")
         folder = RunFolder(pool / run.name)
         if run.facts.get("numerics") != NUMERICS:
             other += 1

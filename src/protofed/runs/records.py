@@ -1,4 +1,4 @@
-"""The records of a run's rounds: how they are stored, and the accuracies made of them."""
+"""The records of a run's rounds: how they are stored, and the accuracies made from them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SELECTION = f"mean of the last {LAST} rounds (of all, if there are fewer)"
 
 
 def selection(last: int = LAST) -> str:
-    """What a number is of: the mean of so many last rounds, or the last one."""
+    """What a number is taken from: the mean of that many last rounds, or the last one."""
     if last == 1:
         return "last round"
     return SELECTION.replace(str(LAST), str(last))
 
 
 SEEN = "seen average"
-"""Of a run that leaves a domain out: the average of the other domains."""
+"""For a run that leaves a domain out: the average of the other domains."""
 
 VALIDATION = "validation average"
-"""Of a run with ``validate``: the average over the domains of the accuracy to choose by."""
+"""For a run with ``validate``: the average over the domains of the accuracy to choose by."""
 
 BESIDE = {"own": "own domain", "validation": VALIDATION}
 """Display names of what a round records under ``beside``: accuracies next to the main one.
@@ -205,7 +205,7 @@ def read_records(path: Path, count: int | None = None) -> Records:
 
 
 def require_records(path: Path, records: Any) -> None:
-    """An error where these are not the records of one run, line by line.
+    """Raise an error if these are not the records of one run, line by line.
 
     Earlier versions counted rounds from 0: such records are renumbered.
     """
@@ -218,7 +218,7 @@ def require_records(path: Path, records: Any) -> None:
         record["round"] = number
         for name in ("accuracy", "beside"):
             if record.get(name, {}).keys() != records[0].get(name, {}).keys():
-                raise Damaged(path, f"line {number} does not have the {name} of the first")
+                raise Damaged(path, f"line {number} does not have the same {name} as the first")
 
 
 def without_times(records: Iterable[Record]) -> list[Record]:
@@ -227,7 +227,7 @@ def without_times(records: Iterable[Record]) -> list[Record]:
 
 
 def digest(records: Iterable[Record]) -> str:
-    """Stands for the numbers of a run's rounds in the files that go with them."""
+    """A hash that stands for the numbers of a run's rounds in the files that go with them."""
     # rounds from 0, as in earlier versions: the digests that these stored stay valid
     numbers = [{**r, "round": r["round"] - 1} for r in without_times(records)]
     return checksum(json.dumps(numbers))

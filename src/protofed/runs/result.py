@@ -35,11 +35,11 @@ class Notebook(Protocol):
 
 @dataclass(frozen=True)
 class ClientHistory:
-    """What a run recorded of one client. Rounds count from 1.
+    """What a run recorded about one client. Rounds count from 1.
 
     ``loss`` has the mean of each loss term in the rounds in which the client trained. ``accuracy``
     is that of the model it would use, on the test images of its domain: the global model, or its
-    own where clients keep their own (then only of the rounds in which it was tested).
+    own if clients keep their own (then only in the rounds in which it was tested).
     """
 
     domain: str
@@ -62,7 +62,7 @@ class Result:
     """The model; None if it was not asked for, or is not in a folder that was packed."""
     folder: Path | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What was found when the run started; empty for runs that did not write it down."""
+    """What was found when the run started; empty for runs that did not record it."""
     analysis: Mapping[str, Any] | None = None
     """What a report shows of the model, if that was stored when the run's study was packed."""
 
@@ -88,7 +88,7 @@ class Result:
         return self.stored is None
 
     def need_model(self) -> StoredModel:
-        """The model and what it says of itself; an error if the run was read without it."""
+        """The model and what it says about itself; an error if the run was read without it."""
         if self.stored is None:
             where = f"'{self.folder}'" if self.folder is not None else "this run"
             raise ProtofedError(
@@ -129,7 +129,7 @@ class Result:
         """The run's task, with its images: those of the run, or an error."""
         if self.config.task not in TASKS and not self.config.task.startswith(FOLDER):
             raise ProtofedError(
-                f"task '{self.config.task}' was made by a program: the run has not kept its images",
+                f"task '{self.config.task}' was made by a program: the run did not keep its images",
                 "pass the same Task again: task=...",
             )
         task = load_task(self.config.task, **task_settings(self.config))
@@ -172,8 +172,8 @@ class Result:
 def load_run(folder: str | Path, model: bool = True) -> Result:
     """A finished run, read back from its folder; without its model if there is none.
 
-    This needs neither the task's images nor the device that the run used, and executes no code:
-    a method of one's own is there by name, unless its file has been loaded (``known_class``).
+    This needs neither the task's images nor the device that the run used, and executes no code: of
+    a method of your own there is only the name, unless its file was loaded (``known_class``).
     """
     found = RunFolder(folder)
     if not found.is_finished():

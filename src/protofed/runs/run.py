@@ -46,9 +46,9 @@ def run(
 
     ``run(task="glyphs", method=protofed.methods.FPL(tau=0.05), rounds=20)``. ``settings`` are the
     fields of ``protofed.Config`` (rounds, seed, lr, clients, ...); what is not given comes from
-    the task's protocol. ``config`` is a ready ``Config``, or a TOML file over which everything
-    that is given here wins. With ``out`` the run keeps a folder, from which ``resume`` continues
-    after a crash, or with more ``rounds`` than before.
+    the task's protocol. ``config`` is a ready ``Config``, or a TOML file; everything given here
+    overrides the file. With ``out`` the run keeps a folder, from which ``resume`` continues after
+    a crash, or with more ``rounds`` than before.
     """
     if isinstance(config, Config):
         if settings or options or method is not None or isinstance(task, str):
@@ -63,7 +63,7 @@ def run(
         for observer in observers:
             observer.prepare(asked, loaded)
     with one_thread(), tf32(facts.precision == "tf32"), memory_errors_in_words():
-        # the federation first: a split that cannot be made neither makes a folder nor clears one
+        # the federation first: if the split is impossible, no folder is made or cleared
         states = folder.client_states if folder is not None else None
         federation = Federation(config, loaded, states, facts)
         if folder is None:
@@ -173,12 +173,12 @@ def _checkpoint(folder: RunFolder, federation: Federation, done: tuple[int, Tree
 
 @contextmanager
 def memory_errors_in_words() -> Iterator[None]:
-    """Memory that is too small, or that others use, is something a user can fix."""
+    """Say what to do when memory runs out: it is something a user can fix."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
         text = str(error).partition(" Including")[0].partition("\n")[0].rstrip(".")
-        hint = "use a smaller --batch or --model, --device cpu, or a GPU that has more of it free"
+        hint = "use a smaller --batch or --model, --device cpu, or a GPU with more free memory"
         raise ProtofedError(f"out of GPU memory: {text}", hint) from error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):

@@ -28,7 +28,7 @@ SUMMARY_SHAPE = {
     "pretrained?": {"digest": str | None, "train": str},
     "versions?": {str: str},
 }
-"""What tables and reports count on in ``summary.json``."""
+"""What tables and reports rely on in ``summary.json``."""
 
 
 def summarize(

@@ -1,1 +1,1 @@
-"""Many runs, and the tables made of them."""
+"""Many runs, and the tables made from them."""

@@ -1,4 +1,4 @@
-"""Studies written on the spot: what ``compare``, ``sweep`` and ``tune`` ask for."""
+"""Studies defined on the spot: what ``compare``, ``sweep`` and ``tune`` ask for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELD_OUT = (VAL_FOLDERS, UNUSED, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Asked:
-    """A study, the name of its folder, and what a person should know before it starts."""
+    """A study, the name of its folder, and what the user should know before it starts."""
 
     study: Study
     name: str
@@ -109,10 +109,10 @@ def tuning(
 
 
 def held_out(config: Config) -> tuple[str | float, str]:
-    """What of the config's images can be chosen by, as the setting ``validate`` and in words."""
+    """Which of the config's images to choose by, as the setting ``validate`` and in words."""
     task = loaded_task(config)
     asked, errors = config.for_task(task.info), dict[str | float, ProtofedError]()
-    make_shares(asked, task)  # an error of the split itself is said as it is
+    make_shares(asked, task)  # an error of the split itself is passed on as it is
     for part in HELD_OUT:
         tried = replace(asked, validate=part)
         try:
@@ -143,7 +143,7 @@ def method_rows(methods: Iterable[str | Method] | Mapping[str, str | Method]) ->
         if own in rows and (labeled or rows[own] != (name, options)):
             raise ProtofedError(
                 f"{rows[own][0]} and {name} are both named {own}",
-                "label them ({'A': ..., 'B': ...}), or give a class another name: ClassVar[str]",
+                "label them ({'A': ..., 'B': ...}), or give one class another name: ClassVar[str]",
             )
         rows[own] = (str(name), options)
     return rows
@@ -169,7 +169,7 @@ def _named(method: Method) -> str:
 
 
 def _seeded(count: int, settings: Mapping[str, Any]) -> tuple[range, dict[str, Any]]:
-    """As many seeds from that in the settings on, and the other settings."""
+    """That many seeds, starting with the one in the settings, and the other settings."""
     _require_count("seeds", count)
     first = settings.get("seed") or 0
     others = {k: v for k, v in settings.items() if k != "seed" and v is not None}
@@ -213,7 +213,7 @@ def adhoc(
 
 
 def protocol_note(study: Study) -> str:
-    """A warning if papers of the study's methods used another protocol than all of them here."""
+    """A warning if papers of the study's methods used a protocol other than the one used here."""
     found: dict[str, str] = {}
     for run in plan(study):
         changed = paper_differences(run.config).items()
@@ -223,7 +223,7 @@ def protocol_note(study: Study) -> str:
     if not found:
         return ""
     return (
-        f"Some methods' papers train otherwise: {'; '.join(found.values())}. All methods share one "
-        "protocol here, so that a difference between them comes from the method, not from its "
+        f"Some methods' papers train differently: {'; '.join(found.values())}. All methods share "
+        "one protocol here, so that a difference between them comes from the method, not from its "
         "model or batch; --protocol chooses it. Hyper-parameters may be tuned for the paper's own."
     )

@@ -1,7 +1,7 @@
 """What a study is: rows (methods) × tasks × seeds, and the numbers a paper printed for them.
 
-A study is a small TOML file (docs/studies.md). The package's own lie in ``studies/``; a user's own
-work the same way, and ``compare``, ``sweep`` and ``tune`` write one. Unknown keys are errors.
+A study is a small TOML file (docs/studies.md). The built-in ones are in ``studies/papers/``; your
+own work the same way, and ``compare``, ``sweep`` and ``tune`` write one. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from protofed.toml import parse_toml, toml_text
 from protofed.user_code import is_file
 
 MOST_LINES = 10**4
-"""Of a sweep: a table with more of them would help nobody."""
+"""The most lines of a sweep: a table with more of them would help nobody."""
 
 MOST_LAST = 100
-"""Of the last rounds that a table averages over."""
+"""The most last rounds that a table averages over."""
 
 TUNE = "tune"
 """The kind of a study that chooses by validation accuracy."""
 DIFFERENCES = "differences"
 """The kind of a study whose figure is every row's difference to the baseline, on all tasks."""
 TUNED = ", tuned"
-"""How the label of a row ends that is another row with what validation chose for it."""
+"""The end of the label of a row that is another row with what validation chose for it."""
 KINDS = ("table", "curves", "bars", DIFFERENCES, "sweep", "tsne", TUNE)
 
 SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
@@ -60,7 +60,7 @@ _NOT_HASHED = {
 
 @dataclass(frozen=True)
 class MethodFile:
-    """What a study that ran with a method of a file knows of it: tables are made without its code.
+    """What a study knows about a method from a file that it ran: tables are made without its code.
 
     ``source`` is the ``fingerprint`` of its code, ``defaults`` its hyper-parameters by task.
     """
@@ -118,7 +118,7 @@ class Row:
         return replace(self, settings={**self.settings, name: value})
 
     def check(self) -> None:
-        """An error if the method of this version does not take its hyper-parameters."""
+        """Raise an error if the method of this version does not take its hyper-parameters."""
         if not self.missing:
             self.make()
 
@@ -139,7 +139,7 @@ class StudyTask:
 
 @dataclass(frozen=True)
 class FolderImages:
-    """What a folder of images of one's own held when the study ran.
+    """What a folder of your own images held when the study ran.
 
     A config names only the folder. This tells its runs from those of another folder of that name,
     and tables can be made where the images are not.
@@ -221,7 +221,7 @@ class Study:
     target: float | None
     """An accuracy in %: what it takes to reach it is part of the costs."""
     last_rounds: int
-    """The rounds that the accuracies of its tables are means of."""
+    """How many last rounds the accuracies of its tables are means of."""
     tsne: Mapping[str, Any]
     override: Mapping[str, Any]
     images: Mapping[str, FolderImages]
@@ -229,7 +229,7 @@ class Study:
     methods: Mapping[str, MethodFile]
     """By reference, for those that are in files and have been run."""
     diverged: Mapping[str, Sequence[str]]
-    """Of a packed study: by task, the lines with runs that diverged."""
+    """For a packed study: by task, the lines with runs that diverged."""
     raw: Mapping[str, Any]
 
     @cached_property
@@ -254,7 +254,7 @@ class Study:
         return task.seeds or self.seeds
 
     def digests(self, task: str) -> tuple[str, ...]:
-        """Which images the runs of a task are of; empty if the task's name says it."""
+        """Which images the runs of a task used; empty if the task's name says it."""
         return self.images[task].digests if task in self.images else ()
 
     @property
@@ -278,7 +278,7 @@ class Study:
         settings: Mapping[str, Any] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Study:
-        """The study on another task, with settings that win over all others, or with
+        """The study on another task, with settings that override all others, or with
         hyper-parameters of its methods (method → name → value)."""
         execute_models(settings or {})
         old = self.override
@@ -313,7 +313,7 @@ class Study:
         return parse(raw, self.name)
 
     def first_seeds(self, count: int, task: StudyTask) -> tuple[int, ...]:
-        """So many seeds of a task: its first ones, then the next numbers."""
+        """That many seeds of a task: its own first, then the numbers after them."""
         own = self.seeds_on(task)
         return (*own, *range(max(own) + 1, max(own) + 1 + count))[:count]
 
@@ -321,7 +321,7 @@ class Study:
         return parse({**self.raw, "target": target}, self.name)
 
     def with_note(self, note: str) -> Study:
-        """The study with a further note, if there is one."""
+        """The study with another note, if there is one."""
         notes = (*self.notes, *filter(None, [note]))
         return replace(self, notes=notes, raw={**self.raw, "notes": list(notes)})
 
@@ -335,7 +335,7 @@ class Study:
         return replace(self, images=images, raw={**self.raw, "images": plain})
 
     def with_methods(self, tasks: Collection[str]) -> Study:
-        """The study with what its tables need of the methods that are in files."""
+        """The study with what its tables need to know about methods that are in files."""
         found = dict(self.methods)
         for row in self.rows.values():
             cls = known_class(row.method)
@@ -354,7 +354,7 @@ class Study:
 
     @property
     def hash(self) -> str:
-        """Stands for what the study asks for, its seeds aside: they may become more."""
+        """A hash of what the study asks for, apart from its seeds: more of them may follow."""
         asked = {k: v for k, v in self.raw.items() if k not in _ASIDE}
         asked["settings"] = _hashed(asked.get("settings", {}))
         asked["tasks"] = {
@@ -391,7 +391,7 @@ _ASIDE = (
     "seeds", "title", "notes", "paper", "target", "name", "pool", "images", "methods", "diverged",
     "last_rounds",
 )  # fmt: skip
-"""What does not change which runs the study is made of, its seeds aside."""
+"""What does not change which runs the study is made of, apart from its seeds."""
 
 
 def builtin() -> tuple[str, ...]:
@@ -441,7 +441,7 @@ def _completed(raw: dict[str, Any], name: str) -> dict[str, Any]:
         raise unknown(f"built-in study in like of study '{name}':", like, builtin())
     base = load(like).raw
     whole = {**base, **raw}
-    # Rows and tasks may be others here: of what speaks of them, only what still fits is taken over.
+    # Rows and tasks may differ here: of what refers to them, only what still fits is taken over.
     rows, tasks = (_table(whole, key) for key in ("rows", "tasks"))
     if "tasks" not in raw:
         whole["tasks"] = {
@@ -518,7 +518,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     kept = tsne.get("rounds", [])
     if not isinstance(kept, list) or not all(type(r) is int and r > 0 for r in kept):
         raise ProtofedError(
-            f"rounds in [tsne] must be a list of rounds from 1 on, got {kept!r:.100}"
+            f"rounds in [tsne] must be a list of rounds, counted from 1, got {kept!r:.100}"
         )
     study = Study(
         name=name,
@@ -549,7 +549,7 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
         if count > 1:  # they would be one line of the table
             raise ProtofedError(
                 f"{count} lines are called '{label}'",
-                "name a value once, all values of a row in one [[sweep]], and rows otherwise",
+                "name each value once and all values of a row in one [[sweep]], or rename a row",
             )
     found = _table(raw, "printed")
     require_known("task in [printed]", found, tasks)
@@ -574,7 +574,7 @@ def _check_kind(study: Study) -> None:
             )
         if settings.get("leave_out") == EACH:
             raise ProtofedError(
-                "kind = 'tune' leaves out one domain at most",
+                "kind = 'tune' leaves out at most one domain",
                 "an unseen domain must not choose: name one, leave_out = 'DOMAIN'",
             )
 
@@ -647,7 +647,7 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
         for name, values in over.items():
             if not isinstance(values, list) or not values:
                 raise ProtofedError(f"the values of {name} must be a list", f"{name} = [1, 2]")
-            for value in values:  # said now, not after an hour of runs
+            for value in values:  # report it now, not after an hour of runs
                 rows[label].with_value(name, value).check()
     points = len(listed) or math.prod(len(values) for values in over.values())
     if points > MOST_LINES:
@@ -660,7 +660,7 @@ def _sweep(raw: Mapping[str, Any], rows: Mapping[str, Row]) -> Sweep:
 def _generators(raw: Mapping[str, Any], sweep: Sweep) -> dict[str, tuple[str, ...]]:
     if raw and not sweep.is_factorial:
         raise ProtofedError(
-            "generators need a sweep over three parameters or more, two values each"
+            "generators need a sweep over three parameters or more, with two values each"
         )
     basic = [name for name in sweep.over if name not in raw]
     require_known("parameter in generators", raw, sweep.over)
@@ -674,7 +674,7 @@ def _generators(raw: Mapping[str, Any], sweep: Sweep) -> dict[str, tuple[str, ..
                 f'{name} = ["{basic[0]}", "{basic[-1]}"]',
             )
     if len({frozenset(given) for given in raw.values()}) < len(raw):
-        raise ProtofedError("two generators name the same parameters: their effects would be one")
+        raise ProtofedError("two generators name the same parameters: their effects would coincide")
     return {name: tuple(given) for name, given in raw.items()}
 
 
@@ -746,7 +746,7 @@ def _list(raw: Mapping[str, Any], key: str, kind: type) -> list[Any]:
 def _text(raw: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = raw.get(key, default)
     if not isinstance(value, str):
-        raise ProtofedError(f"{key} must be a text, got {value!r:.100}")
+        raise ProtofedError(f"{key} must be text, got {value!r:.100}")
     return value
 
 

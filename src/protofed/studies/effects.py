@@ -1,8 +1,8 @@
-"""Effects of switches: what a sweep over parameters of two values each says of every one of them.
+"""Effects of switches: what a sweep over parameters with two values each says about each of them.
 
-The effect of a parameter is the accuracy with its second value minus that with its first, in the
-mean over the settings of the others. It is computed for each seed, by least squares over the
-settings that have all seeds, so that its interval is that of a difference paired by seed.
+The effect of a parameter is the accuracy with its second value minus that with its first, averaged
+over the settings of the others. It is computed for each seed, by least squares over the settings
+that have all seeds, so that its interval is that of a difference paired by seed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Effects:
     label: str
     method: str
     of: Mapping[str, Spread]
-    """By parameter with its two values; without one that lacks the settings of a value."""
+    """By parameter with its two values, unless the settings of one value are missing."""
     scope: str
-    """How many settings they are from, and of what resolution."""
+    """How many settings they come from, and with what resolution."""
     baseline: str = ""
     """The row whose effects were subtracted, if so."""
 
 
 def effects(study: Study, rows: Sequence[TableRow]) -> list[Effects]:
-    """Of every row that is swept over three parameters or more with two values each.
+    """The effects for every row that is swept over three or more parameters with two values each.
 
     Effects on the difference to the baseline follow for the parameters that it shares.
     """

@@ -1,4 +1,4 @@
-"""Many runs, each a ``protofed run`` in a process of its own, and what a person sees of them.
+"""Many runs, each a ``protofed run`` in a process of its own, and what the user sees of them.
 
 What passes between the processes is the run's folder. Several studies may use one pool at the same
 time: a folder that another process has locked is waited for. A *runner* says where the processes
@@ -40,7 +40,7 @@ from protofed.studies.render import natural_width
 
 POLL_SECONDS = 0.3
 RETRY_SECONDS = 2.0
-"""How often a run that another process has is looked at."""
+"""How often to look at a run that another process has."""
 SHOWN = 16
 """More jobs than this are not shown one by one, only those that are running."""
 
@@ -71,7 +71,7 @@ class Job:
     at_once: int = 1
     """How many runs share the cores with it, itself included."""
     memory: Memory | None = None
-    """What it takes with one worker, if it is to be done."""
+    """The memory it takes with one worker, if it is to be done."""
 
     def is_complete(self) -> bool:
         """Whether the run is finished and has kept the models of all rounds asked for."""
@@ -184,7 +184,7 @@ def raise_failures(failed: Sequence[Job]) -> None:
 
 
 def _settle(job: Job) -> None:
-    """Whether the run is done, or has diverged before: the same numbers would diverge again."""
+    """Note whether the run is done, or diverged before: the same numbers would diverge again."""
     finished = job.folder.is_finished(job.hash)  # once: it may finish meanwhile
     if finished and job.is_complete():
         job.state = "done"
@@ -216,7 +216,7 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], runner: Runner, console: Cons
 
 @contextlib.contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """As by Ctrl-C: batch systems and ``timeout`` send it, and the runs must not be left alone."""
+    """As with Ctrl-C: batch systems and ``timeout`` send it, and no run must be left behind."""
     if threading.current_thread() is not threading.main_thread():  # where handlers may be set
         yield
         return
@@ -266,8 +266,8 @@ def _start_some(
 def expected_seconds(jobs: Sequence[Job]) -> dict[int, float]:
     """What each job that has not ended still takes, by its ``id``; empty if nothing is known.
 
-    A round takes what rounds of the same configuration took so far, with whatever seed; or, where
-    there are none yet, those of the task, or all.
+    A round takes as long as rounds of the same configuration did so far, with whatever seed; or, if
+    there are none yet, as those of the task, or as all.
     """
     took: dict[str, list[float]] = {}
     for job in jobs:
@@ -290,9 +290,10 @@ def expected_seconds(jobs: Sequence[Job]) -> dict[int, float]:
 def starting_order(left: Sequence[Job], jobs: Sequence[Job], at_once: int) -> list[Job]:
     """The jobs in their order, except that those that would end last come first.
 
-    Such a job takes as long by itself as everything that is left takes in all places. In its turn,
-    it would run on when there is nothing else to do. Sorting all jobs by length would end no
-    sooner, and a study that is stopped would have all seeds of some rows and none of others.
+    Such a job takes as long by itself as everything that is left takes in all places. If it waited
+    for its turn, it would still run when nothing else is left to do. Sorting all jobs by length
+    would not end sooner, and a study that is stopped would have all seeds of some rows and none of
+    others.
     """
     seconds = expected_seconds(jobs)
     share = sum(seconds.values()) / at_once
@@ -377,7 +378,7 @@ class LocalRunner:
 def display(jobs: Sequence[Job], began: float, at_once: int, console: Console) -> Table:
     """The runs (all, or those under way if they are many), and how long all will take.
 
-    In a narrow terminal the accuracies are first the average's alone, then none at all.
+    In a narrow terminal only the average accuracy is shown, or none at all.
     """
     full, average, none = (_display(jobs, began, at_once, kind) for kind in ("full", "average", ""))
     fits = (t for t in (full, average) if natural_width(t) <= console.width)

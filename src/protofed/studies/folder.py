@@ -1,4 +1,4 @@
-"""A study's folder: its definition, and the tables and figures made of the runs in its pool.
+"""A study's folder: its definition, and the tables and figures made from the runs in its pool.
 
     study.toml               the study as it was run, with what the command line changed
     table.md .csv .tex       its tables
@@ -57,7 +57,7 @@ class TaskTable:
     """All the rest that a reader of the numbers may ask, in one paragraph."""
     notes: tuple[str, ...]
     effects: Sequence[Effects] = ()
-    """Of a sweep over parameters with two values each."""
+    """Those of a sweep over parameters with two values each."""
 
     def grid(self) -> tuple[list[str], list[TableLine]]:
         return tables.grid(self.rows, self.columns, self.baseline)
@@ -66,7 +66,7 @@ class TaskTable:
         return tables.cost_grid(self.rows, self.baseline)
 
     def beside_paper(self) -> dict[str, tuple[Spread, float]]:
-        """By row: our difference to the baseline on average, and the paper's, if there are both."""
+        """By row: our difference to the baseline on average, and the paper's, if both are known."""
         base = next((r for r in self.rows if r.label == self.baseline), None)
         both = (
             (r, r.differences.get(AVERAGE), tables.printed_difference(r, base)) for r in self.rows
@@ -315,7 +315,7 @@ class StudyFolder:
         return [s for run, s in self.runs.items() if task in ("", run.task) and s is not None]
 
     def _mixed(self, task: str) -> list[str]:
-        """What of the runs' facts differs, though they stand in one table."""
+        """Which of the runs' facts differ although the runs share one table."""
         stored = self._stored(task)
         notes = []
         for name, words in FACTS_IN_WORDS.items():

@@ -1,6 +1,6 @@
-"""Runs that share this machine's GPUs: how many at a time, and which of them where.
+"""Runs that share this machine's GPUs: how many at a time, and which of them on which GPU.
 
-A run alone leaves a large GPU idle most of the time, and idle altogether while it reads images and
+A single run leaves a large GPU idle most of the time, and all of the time while it reads images and
 writes files. How many runs fill it depends on the model, the batch, the GPU and the host, so it is
 measured: a study starts with one or two runs per GPU, and adds more while that gives more
 client-steps per second and memory allows. No run is stopped for it.
@@ -30,7 +30,7 @@ from protofed.studies.execution import Job, LocalRunner
 from protofed.studies.mps import mps_daemon
 
 START_CORES, START_BYTES = 4, 16 << 30
-"""Where each of two runs on every GPU has these, a study starts with two."""
+"""If each of two runs on every GPU has these, a study starts with two."""
 MORE = 2
 """How many runs are added to a GPU at a time."""
 ROUNDS = 3
@@ -38,14 +38,14 @@ ROUNDS = 3
 WORTHWHILE = 1.05
 """What more runs must gain; less than that is noise."""
 RESERVE = 2
-"""More runs are added only where there is so many times the memory that runs took so far."""
+"""More runs are added only if there is this many times the memory that runs took so far."""
 LARGER = 1.5
-"""A run that takes so many times the memory of those before makes a study start from few again."""
+"""A run that takes this many times the memory of earlier ones makes a study start from few."""
 
 
 @dataclass
 class Measured:
-    """What was seen of runs while ``count`` of them shared each GPU."""
+    """What was measured of runs while ``count`` of them shared each GPU."""
 
     count: int
     starts: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Measured:
     """Seconds per client-step in each of them, by the run's configuration without its seed."""
 
     def gain(self, before: Measured, rounds: float) -> float:
-        """How many times the client-steps per second of ``before``, in runs of so many rounds.
+        """How many times the client-steps per second of ``before``, in runs of that many rounds.
 
         Configurations that were seen both times are compared, if there are any: a step of one
         method may take twice as long as that of another.
@@ -82,7 +82,7 @@ class Underway:
 
 
 class RunsPerGpu:
-    """How many runs share each of ``gpus`` GPUs, found by measuring: ``first``, and up to ``most``.
+    """How many runs share each of ``gpus`` GPUs, measured: from ``first`` up to ``most``.
 
     ``rounds`` is how many rounds a run has.
     """
@@ -122,7 +122,7 @@ class RunsPerGpu:
         self._starting.discard(job.folder.path)
 
     def observe(self, job: Job) -> None:
-        """Take note of the rounds that a run has completed."""
+        """Note the rounds that a run has completed."""
         run = self._running[job.folder.path]
         new = job.records[run.seen :]
         if new and run.seen == job.before:
@@ -140,7 +140,7 @@ class RunsPerGpu:
     def judge(self, fit: Callable[[int], bool]) -> str:
         """Once enough is measured, try more runs or go back; returns what to say about it.
 
-        ``fit`` says whether there is memory for so many more runs on each GPU.
+        ``fit`` says whether there is memory for that many more runs on each GPU.
         """
         now, before = self._now, self._before
         if self._settled or not now.starts or len(now.rounds) < ROUNDS * self.at_once:
@@ -165,8 +165,8 @@ class RunsPerGpu:
 class GpuRunner(LocalRunner):
     """Runs as processes of this machine, evenly distributed over its GPUs.
 
-    ``most`` runs are under way at a time; None finds the number out. ``mps`` is whether they share
-    GPUs through MPS; None: if it works and there are several runs at a time.
+    ``most`` runs are under way at a time; None: as many as measurements suggest. ``mps`` is whether
+    they share GPUs through MPS; None: if it works and there are several runs at a time.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class GpuRunner(LocalRunner):
         self.at_once = max(1, min(count.at_once, len(self._processes) + room))
 
     def _room(self) -> int:
-        """For how many more runs there is memory, if they take as much as any did before."""
+        """How many more runs fit into memory, if they take as much as any did before."""
         busy, gpus = [*self._gpu_of.values()], range(len(self._gpus))
         runs = [len(busy), *(busy.count(gpu) for gpu in gpus)]
         rooms = []

@@ -45,8 +45,8 @@ def prepare(
     """The study with what its folders of images hold, and the runs that fill its tables.
 
     Nothing is written, and every config is known to be good. ``shard`` (i, n) is part i of n of
-    the planned runs. Of runs that are done ``elsewhere`` neither images nor GPU need be here, and
-    what is wrong with them is found there.
+    the planned runs. Runs that are done ``elsewhere`` need neither images nor a GPU here, and what
+    is wrong with them is found there.
     """
     if tensorboard:
         require_tensorboard()
@@ -57,7 +57,7 @@ def prepare(
     planned = plan(study, selection)
     check_domains(study, selection)
     if not planned:
-        raise ProtofedError(f"study '{study.name}' has no run for this choice")
+        raise ProtofedError(f"study '{study.name}' has no run for this selection")
     work: dict[str, Job] = {}  # one run may answer several lines of a table
     one = len(study_tasks(study)) == 1
     for run in shard_of(planned, *shard) if shard is not None else planned:
@@ -70,7 +70,7 @@ def prepare(
 
 
 def folder_preview(work: Sequence[Job]) -> list[str]:
-    """What is chosen for the folders of images in which something is left to run, and why."""
+    """What is chosen for the folders of images on which something is left to run, and why."""
     lines, seen = list[str](), set[tuple[str, int]]()
     for job in work:
         if job.memory is None:  # it is complete
@@ -94,7 +94,7 @@ def _job(run: PlannedRun, pool: Pool, digests: Collection[str], name: str) -> Jo
     try:
         task = loaded_task(config)
     except DataMissing:
-        # where the images are not, a complete run is taken as it is
+        # if the images are not here, a complete run is taken as it is
         if found := _complete(name, config, pool.candidates(config, digests)):
             return found
         raise
@@ -140,7 +140,7 @@ def _job_elsewhere(run: PlannedRun, pool: Pool, digests: Collection[str], name: 
     for unfinished in stored:
         if unfinished.folder is not None:
             return Job(name, config, unfinished.folder, unfinished.hash)
-    # until the machine that does it has seen its images and its GPU: then the folder has its name
+    # the folder's name until the machine that does the run has seen its images and its GPU
     short = f"{short_task(config.task)}-{config.method.name}-{config.seed}-{config.hash}"
     return Job(name, config, RunFolder(pool.path / short), "")
 

@@ -24,7 +24,7 @@ CONTROL = "nvidia-cuda-mps-control"
 ANSWER_SECONDS = 30.0
 """How long the daemon may take to start, to answer and to stop."""
 
-# `read` ends when the input is closed, also by a SIGKILL of the process that started the keeper,
+# `read` ends when the input is closed, even by a SIGKILL of the process that started the keeper,
 # and nobody may be there any more to hear how the start went
 _KEEPER = f"""\
 {CONTROL} -d </dev/null >start.log 2>&1

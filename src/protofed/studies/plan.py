@@ -1,8 +1,8 @@
 """From a study to its runs: which configs fill which cells of its tables.
 
 No image is read: a plan can be made, and its runs found in a pool, anywhere. Only the domains of a
-folder of one's own have to be looked up, where each of them is left out in turn and the study has
-not been run yet.
+folder of your own have to be looked up, if each of them is left out in turn and the study has not
+been run yet.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ def plan(study: Study, selection: Selection = Selection()) -> list[PlannedRun]: 
 
 
 def require_methods(study: Study, selection: Selection) -> None:
-    """An error if a chosen row's method is not in this version."""
+    """Raise an error if a chosen row's method is not in this version."""
     for row in (line.row for line in _chosen_lines(study, selection)):
         if known_class(row.method) is not None:
             continue
-        if is_file(row.method):  # its runs may be found all the same
+        if is_file(row.method):  # its runs may still be found
             raise ProtofedError(
                 f"study '{study.name}': row {row.label} names code as its method: {row.method}",
                 "if you trust it: --trust-code",
             )
         # a table of what is there shows such a row as missing
         error = unknown(f"method of row {row.label}:", row.method, METHODS)
-        hint = f"{error.hint} --methods runs other rows alone"
+        hint = f"{error.hint} --methods runs only the other rows"
         raise ProtofedError(f"study '{study.name}': {error.message}", hint)
 
 
 def study_tasks(study: Study) -> list[StudyTask]:
-    """The tasks, or the one that ``[override] on`` puts in their place."""
+    """The tasks, or the one that ``[override] on`` replaces them with."""
     on = study.override.get("on")
     if on is None:
         return list(study.tasks.values())
@@ -108,14 +108,14 @@ def study_tasks(study: Study) -> list[StudyTask]:
 
 
 def columns(study: Study, task: StudyTask) -> tuple[str, ...]:
-    """The columns of a task's table: its domains, where they are known, and their average."""
+    """The columns of a task's table: its domains, if they are known, and their average."""
     images = study.images.get(task.task)
     domains = images.domains if images is not None else describe(task.task).domains or ()
     return study.columns.get(task.name) or (*domains, AVERAGE)
 
 
 def check_domains(study: Study, selection: Selection) -> None:
-    """Domains that [printed] and [tsne] name are the tasks' own; otherwise nothing would show."""
+    """Raise an error if [printed] or [tsne] name other domains than the tasks': none would show."""
     if "on" in study.override:  # they name those of the study's own tasks
         return
     tasks = _chosen_tasks(study, selection)
@@ -135,7 +135,7 @@ def check_domains(study: Study, selection: Selection) -> None:
 
 
 def _domains(study: Study, task: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """A task's domains; those of a folder of one's own are looked up before its first run."""
+    """A task's domains; those of a folder of your own are looked up before its first run."""
     known = describe(task).domains
     if known is not None:
         return known
@@ -218,9 +218,9 @@ def _chosen_lines(study: Study, selection: Selection) -> list[Line]:
 
 
 def _chosen(found: Sequence[Any], wanted: Iterable[str], what: str, names: Any) -> list[Any]:
-    """Those that a name means: the one called so before those of that row, task or method.
+    """Those that a name means: the one with that name, or else those of that row, task or method.
 
-    Case is ignored where nothing is spelled exactly so. No name: all.
+    Case is ignored if nothing is spelled exactly like that. No name: all.
     """
     chosen: list[Any] = []
     for name in wanted:

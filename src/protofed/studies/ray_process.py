@@ -1,4 +1,4 @@
-"""A run on a node of a Ray cluster: the process that does it, and the news of its folder.
+"""A run on a node of a Ray cluster: the process that does it, and the news from its folder.
 
 Ray carries this module to the nodes by value, and it imports the standard library alone: the actor
 starts at once, and only the run's own process loads torch.
@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class RunProcess:
-    """The actor: it starts a run in a scratch folder, and tells what is new there when asked.
+    """The actor: it starts a run in a scratch folder, and reports what is new there when asked.
 
     ``files`` are what there is of the run so far, in the folder ``name``; ``code`` are the files of
     methods and models, by their paths where the study was started.
@@ -98,7 +98,7 @@ class RunProcess:
         return news
 
     def stop(self) -> dict[str, Any]:
-        """Let the run write a checkpoint and end; the last news."""
+        """Let the run write a checkpoint and end; returns the last news."""
         self._process.terminate()
         self._process.wait()
         return self.news()
@@ -106,7 +106,7 @@ class RunProcess:
     def _look(self) -> tuple[str, dict[str, tuple[int, int, int]]]:
         """The run's folder, and what tells one version of each of its files from another.
 
-        The process names the folder by what it finds on this machine, which may not be the one
+        The process names the folder after what it finds on this machine, so it may not be the one
         that was sent.
         """
         for folder in self._pool.glob("*/facts.json"):
@@ -128,7 +128,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _make_scratch() -> tuple[Path, int]:
-    """A new folder, and a lock in it that ends with this process, however that ends."""
+    """A new folder, and a lock in it that ends with this process, however the process ends."""
     scratch = Path(tempfile.mkdtemp(prefix=PREFIX))
     handle = os.open(scratch / f"{ALIVE}.new", os.O_CREAT | os.O_RDWR)
     fcntl.flock(handle, fcntl.LOCK_EX)

@@ -2,7 +2,7 @@
 
 No file system is shared. A run works in a scratch folder of its node; this process, the driver,
 asks its actor for news, and is the only one that writes the run's folder. An actor that dies or
-does not answer is given up, and a new one resumes from the last checkpoint that came home. What
+does not answer is given up, and a new one resumes from the last checkpoint that arrived here. What
 the old one still has to say is never read, so it cannot change anything.
 """
 
@@ -29,9 +29,9 @@ from protofed.user_code import is_file
 from protofed.version import __version__
 
 SILENCE_SECONDS = 120.0
-"""A started actor that does not answer for so long is given up: its node is frozen or cut off."""
+"""A started actor that does not answer for this long is given up: its node is frozen or cut off."""
 STOP_SECONDS = 60.0
-"""How long stopped runs may take to write their checkpoints and to send them."""
+"""How long stopped runs may take to write and send their checkpoints."""
 TRIES = 3
 """Actors that a run may lose in a row without completing a round."""
 
@@ -49,7 +49,7 @@ class RemoteRun:
     host: str = ""
     lost: int = 0
     rounds: int = 0
-    """The rounds there were when an actor was lost the last time."""
+    """How many rounds there were when an actor was last lost."""
     lock: ExitStack = field(default_factory=ExitStack)
     locked: Path | None = None
 
@@ -72,14 +72,15 @@ class RayRunner:
     ) -> None:
         if gpus is not None and not (0 <= gpus <= 1 or (gpus > 1 and gpus % 1 == 0)):
             raise ProtofedError(
-                f"a run cannot have {gpus:g} GPUs", "--gpus-per-run is 0.25, say, or a whole number"
+                f"a run cannot have {gpus:g} GPUs",
+                "--gpus-per-run takes a fraction such as 0.25, or a whole number",
             )
         self.address, self.pool, self.most = address, pool, most
         self._console = console
         self.cpus, self.gpus, self.silence = cpus, gpus, silence
         self._remote: dict[int, RemoteRun] = {}
         self._suspects: set[str] = set()
-        """Nodes that fell silent: no further run is sent there."""
+        """Nodes that fell silent: no more runs are sent there."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -97,14 +98,14 @@ class RayRunner:
             if not self._places():
                 raise ProtofedError(
                     f"no machine of the cluster has {self.cpus} cores and {self.gpus:g} GPUs, "
-                    "which a run is to have",
+                    "which a run needs",
                     "--gpus-per-run 0 runs on CPUs; --workers is the number of cores",
                 )
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Bring checkpoints home, and leave nothing running."""
+        """Collect the checkpoints, and leave nothing running."""
         with self._open:
             try:
                 started = [remote for remote in self._remote.values() if remote.node]
@@ -224,16 +225,16 @@ class RayRunner:
             remote.locked = folder.path
 
     def _again(self, remote: RemoteRun, why: str, console: Console) -> None:
-        """Give up the run's actor, and the run to a new one, unless that does not help."""
+        """Give up the run's actor, and give the run to a new one, unless that does not help."""
         job = remote.job
         self._ray.kill(remote.actor)
         job.refresh()
         remote.lost = remote.lost + 1 if len(job.records) == remote.rounds else 1
         remote.rounds = len(job.records)
         if remote.lost == TRIES:
-            self._leave(remote, "failed", f"{why} (given up after {TRIES} times)")
+            self._leave(remote, "failed", f"{why} (given up after {TRIES} attempts)")
             return
-        print_plain(console, f"{job.name}: {why}; another actor takes it")
+        print_plain(console, f"{job.name}: {why}; another actor takes over")
         self._send(remote)
 
     def _leave(self, remote: RemoteRun, state: str = "", message: str = "") -> None:

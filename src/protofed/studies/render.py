@@ -83,7 +83,7 @@ def to_latex(
 ) -> str:
     r"""A ``table*`` for a paper, as wide as the page; needs ``\usepackage{booktabs}``.
 
-    The ``note`` stands below the table in small print: a caption should stay short.
+    The ``note`` is below the table in small print: a caption should stay short.
     """
 
     def cell(c: TableCell) -> str:

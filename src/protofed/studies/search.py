@@ -1,4 +1,4 @@
-"""Which points of a search are tried: all of a small grid, else keyed random ones."""
+"""Which points of a search are tried: all of a small grid, otherwise keyed random ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Values = Sequence[Any] | str
 """A parameter's values: a list of them, or a range such as ``0.1..1`` or ``log:0.001..0.1``."""
 
 DRAWS_PER_POINT = 100
-"""So many draws give no new point: there are none left."""
+"""If this many draws give no new point, there are none left."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Range:
             value = math.exp(rng.uniform(math.log(self.low), math.log(self.high)))
         else:
             value = rng.uniform(self.low, self.high)
-        # three digits: a name for a person to repeat, and within the range
+        # three digits: easy for a person to repeat, and within the range
         return round(value) if self.whole else min(self.high, max(self.low, float(f"{value:.3g}")))
 
 
@@ -44,9 +44,9 @@ def search_points(
 ) -> list[dict[str, Any]]:
     """At most ``budget`` points, each parameter at one of its values.
 
-    All points of a grid if they are so few. Otherwise they are drawn, each from its number and the
-    seed: with a larger budget the first ones stay the same. ``whole`` names parameters that are
-    whole numbers.
+    All points of a grid if there are no more than that. Otherwise they are drawn, each from its
+    number and the seed: with a larger budget, the first ones stay the same. ``whole`` names
+    parameters that are whole numbers.
     """
     if not over:
         raise ProtofedError("there is nothing to search over", "write --over tau=0.02,0.05")

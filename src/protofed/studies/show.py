@@ -51,7 +51,7 @@ def lines(folder: Path) -> list[str]:
     done, asked = len(records), config["rounds"]
     state = "" if done == asked else " [yellow](not finished: protofed run --resume)[/yellow]"
     if not records:
-        return [*text, f"no round of {asked} is complete"]
+        return [*text, f"none of the {asked} rounds is complete"]
     up, down = (sum(r.get(k, 0) for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))
     seconds = sum(sum(r.get("seconds", {}).values()) for r in records)
     text.append(

@@ -39,7 +39,7 @@ Rounds = Sequence[Mapping[str, Any]]
 BASELINE = "fedavg"
 AVERAGE = "average"
 WORST, SPREAD = "worst", "spread"
-"""Columns beside the average: the lowest domain, and the standard deviation over the domains."""
+"""Columns next to the average: the lowest domain, and the standard deviation over the domains."""
 CONFIDENCE = 0.95
 FEW_SEEDS = 5
 """With fewer seeds than this, a table warns."""
@@ -92,7 +92,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a table needs of a run, or of several that give one column each (``leave_out``)."""
+    """What a table needs from a run, or from several that give one column each (``leave_out``)."""
 
     seed: int
     accuracy: Mapping[str, float]
@@ -155,9 +155,9 @@ class Measure:
 
     @property
     def values(self) -> dict[str, float]:
-        """Accuracy per column, and what is made of those that belong together.
+        """Accuracy per column, and what is derived from those that belong together.
 
-        That is the worst domain and the spread of them; with an unseen domain, the average of the
+        That is their worst domain and their spread; with an unseen domain, the average of the
         others.
         """
         if self.main == AVERAGE:
@@ -172,7 +172,7 @@ class Measure:
         return next(((r, sent) for r, (a, sent) in rounds if a >= target - 1e-9), None)
 
     def on_validation(self) -> Measure:
-        """The run with its validation accuracy in place of all accuracies on test images."""
+        """The run with its validation accuracy instead of all accuracies on test images."""
         accuracy = self.summary["beside"]["validation"]
         summary = {**self.summary, "beside": {}}
         return replace(self, accuracy=accuracy, summary=summary, progress=())
@@ -224,14 +224,14 @@ class TableRow:
     state: str = ""
     unseen: str | None = None
     derived: Mapping[str, Spread] = field(default_factory=dict)
-    """What is made of the domains' accuracies: worst, spread, the average of the seen ones."""
+    """What is derived from the domains' accuracies: worst, spread, the average of the seen ones."""
     beside: Mapping[str, Spread] = field(default_factory=dict)
     method: str = ""
     """The name of the method; empty if unknown."""
     variant: bool = False
     """Whether its hyper-parameters differ from the method's defaults."""
     target: float | None = None
-    """The accuracy whose price is asked for, as a mean over seeds; None if there is none."""
+    """The accuracy whose cost is asked for, as a mean over seeds; None if there is none."""
     reached: tuple[Spread, Spread] | None = None
     """Rounds and MB until the target, over the seeds that reach it; None if none does."""
     seed_list: tuple[int, ...] = ()
@@ -273,7 +273,7 @@ class TableCell:
 class TableLine:
     """A line of a table: ours, or what the paper prints for the line above.
 
-    Where the row has no runs, there is no line above: the ``label`` says whose the line is.
+    If the row has no runs, there is no line above: the ``label`` says whose line it is.
     """
 
     cells: tuple[TableCell, ...]
@@ -311,7 +311,7 @@ def row(
 ) -> TableRow:
     """The row of a label's runs, by seed; ``base``: the runs it is compared with.
 
-    ``targets``: by seed, the accuracy whose price in rounds and bytes is asked for.
+    ``targets``: by seed, the accuracy whose cost in rounds and bytes is asked for.
     ``method`` and ``variant`` are for a label without runs; otherwise the runs know them.
     """
     if not runs:
@@ -430,7 +430,7 @@ def grid(
 def printed_grid(
     table: Sequence[TableRow], columns: Sequence[str], baseline: str
 ) -> tuple[list[str], list[TableLine]]:
-    """A grid of what the paper prints, of rows without runs."""
+    """A grid of what the paper prints, for rows without runs."""
     header, lines = grid(table, columns, baseline)
     return header, [TableLine((TableCell(p.label), *p.cells[1:])) for p in lines]
 
@@ -438,7 +438,7 @@ def printed_grid(
 def cost_grid(
     table: Sequence[TableRow], baseline: str = BASELINE
 ) -> tuple[list[str], list[TableLine]]:
-    """Header and lines of the costs: traffic, time, and what the target accuracy takes of both."""
+    """Header and lines of the costs: traffic, time, and how much of each the target takes."""
     there = [r for r in table if r.accuracy]
     aimed = [r for r in there if r.target is not None]
     header = ["method", "MB", "s"]
@@ -467,7 +467,7 @@ def _price(r: TableRow) -> tuple[str, str]:
 
 
 def _with_derived(table: Sequence[TableRow], columns: Sequence[str]) -> list[str]:
-    """The columns with the worst domain and the spread beside the average."""
+    """The columns, with the worst domain and the spread next to the average."""
     found = [c for c in (WORST, SPREAD) if any(c in r.derived or _paper(r, c) for r in table)]
     at = list(columns).index(AVERAGE) + 1 if AVERAGE in columns else len(columns)
     return [*columns[:at], *found, *columns[at:]]
@@ -598,7 +598,7 @@ def describe(
 
 
 def _aim(labels: Collection[str], baseline: str, target: float | None, last: int) -> str:
-    """What the accuracy is whose price the costs give, and when it counts as reached."""
+    """Which accuracy the costs are for, and when it counts as reached."""
     aim = f"the accuracy of {baseline_name(baseline)} on the same seed"
     if target is not None:
         aim = f"{target:g} %"

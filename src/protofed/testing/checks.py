@@ -163,7 +163,7 @@ def run_checks(
 ) -> list[CheckResult]:
     """Run all checks, or those named, and return their results.
 
-    Each is reported as it comes, unless it has failed for the same fault as one before.
+    Each is reported as it comes, unless it failed because of the same fault as an earlier one.
     """
     results: list[CheckResult] = []
     faults: dict[tuple[str, str], str] = {}
@@ -478,7 +478,7 @@ def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) ->
 def _run(
     method: Method, classes_of: dict[str, Sequence[int]] | None = None, **settings: Any
 ) -> Result:
-    """A short run of the tiny task in which all that is sent and kept must be finite."""
+    """A short run on the tiny task in which everything that is sent and kept must be finite."""
     settings = {**SHORT, **settings}
     return run(_task(method, classes_of), method, observers=[_AllFinite()], **settings)
 

@@ -79,7 +79,7 @@ def _sort_files(
 ) -> tuple[dict[tuple[str, str], list[Path]], list[tuple[str, File]]]:
     """Files of arrays by domain and role (train, test, or a pool of both), and SYN's images.
 
-    Of several copies the first by name counts.
+    Of several copies, the first by name is used.
     """
     arrays: dict[tuple[str, str], list[Path]] = {}
     labels: dict[str, Path] = {}

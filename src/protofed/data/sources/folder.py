@@ -1,4 +1,4 @@
-"""Images of one's own: a task as a tree of folders, the images of one site, public images.
+"""Your own images: a task as a tree of folders, the images of one site, public images.
 
 A domain whose folders do not name its splits is divided class by class: the last fifth of a class,
 by name, is for testing. Neighbors by name are often neighbors in time (frames of a video, scans of
@@ -23,7 +23,7 @@ from protofed.data.task import SPLITS, DataMissing, Domain, Parts, Plan
 from protofed.errors import ProtofedError
 
 FOLDER = "folder:"
-"""The prefix of a task whose images are in a folder of one's own."""
+"""The prefix of a task whose images are in a folder of your own."""
 
 TEST_SPLITS = ("auto",)
 
@@ -169,10 +169,11 @@ def _split_names(folders: set[FileParts]) -> dict[str, set[str]]:
 def _splits_second(
     paths: Sequence[FileParts], path: Path, one_domain: bool
 ) -> tuple[Callable[[FileParts], FileParts], dict[str, str]]:
-    """What moves a split from above the domain, or below the class, between the two.
+    """A function that moves a split from above the domain, or below the class, to between the two.
 
-    Of a folder that has no place then, it makes nothing. Also the domains of which it does this,
-    and how their tree is read. Split folders stand above all domains, or below all classes of one.
+    It makes nothing of a folder that then has no place. Also returns the domains for which it does
+    this, and how their trees are read. Split folders are above all domains, or below all classes of
+    a domain.
     """
 
     def are_splits(names: Iterable[str]) -> bool:
@@ -206,7 +207,7 @@ def _splits_second(
 
 
 def _by_folder(domain: str, images: Sequence[TreeImage], names: set[str]) -> Parts:
-    """The split that a domain's folders give. Without a test folder, that of validation is it."""
+    """The split that a domain's folders give. Without a test folder, that of validation is used."""
     test = next((some for some in (_TESTING, _VALIDATION) if names & {*some}), None)
     if not names & {*_TRAINING} or test is None:
         raise ProtofedError(

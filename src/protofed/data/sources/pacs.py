@@ -26,7 +26,7 @@ def plan(paths: Sequence[Path], test_split: str) -> Plan:
         return tree.plan(mod10)
 
     def kfold_leaky(domain: str, images: Sequence[TreeImage]) -> Parts:
-        """Training images from the list; test images are all that there are."""
+        """The training images come from the list; the test images are all of the domain's."""
         train, test = (tree.lists.get((domain, f"{split}_kfold")) for split in ("train", "test"))
         chosen = read_list(train, images) if train else []
         if not chosen:
@@ -80,7 +80,7 @@ TASK = PublishedTask(
             what="PACS (Li et al. 2017), 9991 images; the authors' page links to their drive",
             pages=("https://dali-dl.github.io/project_iccv2017.html",),
             layout="<domain>/<class>/*.jpg with the domains photo, art_painting, cartoon and "
-            "sketch (the archive's folder kfold), or the archive itself as pacs.zip beside that "
+            "sketch (the archive's folder kfold), or the archive itself as pacs.zip next to that "
             "folder",
         ),
     ),

@@ -56,7 +56,7 @@ class PublishedTask:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Other names of its domains and classes, as copies of the data differ; also ``plain``."""
     distributions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Clients of each domain in single papers, beside the main distribution in ``info``."""
+    """Clients of each domain in single papers, besides the main distribution in ``info``."""
     random_covers_domains: bool = True
     """Whether the distribution ``random`` gives every domain at least one client."""
     whole_unseen: bool = True

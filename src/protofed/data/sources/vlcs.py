@@ -92,7 +92,7 @@ TASK = PublishedTask(
             pages=("https://drive.google.com/uc?id=1skwblH1_okBwxWxmRsp9_qi15hyPpxg8",),
             layout="<domain>/<class>/*.jpg with the domains caltech, labelme, pascal and sun (in "
             "the archive: Caltech101, LabelMe, VOC2007 and SUN09), or the archive itself as "
-            "vlcs.tar.gz beside that folder",
+            "vlcs.tar.gz next to that folder",
         ),
     ),
 )

@@ -1,10 +1,10 @@
 """Batch normalization in training, with the addition and ReLU that follow it.
 
-PyTorch takes about nine kernels for it, forward and backward, and reads the activations as often.
-Here each pass goes over them twice: a kernel of partial sums, and, when a small one has joined
-these, a kernel that normalizes, adds the shortcut and applies ReLU, or has the gradient (see
-``kernels``). ReLU's mask is recomputed from the input, or read from the output if a shortcut was
-added.
+PyTorch takes about nine kernels for it, forward and backward, and reads the activations as many
+times. Here each pass goes over them twice: a kernel of partial sums, and, when a small one has
+joined these, a kernel that normalizes, adds the shortcut and applies ReLU, or computes the gradient
+(see ``kernels``). ReLU's mask is recomputed from the input, or read from the output if a shortcut
+was added.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def trains_with_kernels(norm: nn.BatchNorm2d, rows: int) -> bool:
 
 
 def join_statistics(norm: nn.BatchNorm2d, sums_P2C: Tensor, rows: int, x: Tensor) -> Normed:
-    """The statistics of x from those of its parts of so many rows; the layer's running ones."""
+    """The statistics of x from those of its parts of that many rows; updates the running ones."""
     tracked = norm.track_running_stats and norm.running_mean is not None
     if tracked and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

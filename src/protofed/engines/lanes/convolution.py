@@ -1,10 +1,10 @@
 """Convolutions in bfloat16 on Hopper GPUs, which have a tensor memory accelerator.
 
 cuDNN has few kernels for the small maps and few channels here. These can also do what would be
-passes of their own over the maps: a convolution writes the sums that BatchNorm needs of its output,
-and a gradient is added or masked while it is still in registers.
+passes of their own over the maps: a convolution writes the sums that BatchNorm needs from its
+output, and a gradient is added or masked while it is still in registers.
 
-All tensors are channels last. Tiles are chosen by what was measured with several streams at once
+All tensors are channels last. Tiles were chosen by measurements with several streams at once
 (benchmarks/records/lanes-numerics4-h200.txt).
 """
 
@@ -24,7 +24,7 @@ from protofed.engines.lanes import convolution_kernels as kernels
 FEW = 32  # with fewer programs a product is computed in larger steps
 BLOCK = 1024  # entries of a weight's gradient that a program adds up
 MOST = 64  # rows and columns of the output, a power of two
-CHANNELS = 64  # of which numbers of channels are multiples
+CHANNELS = 64  # numbers of channels are multiples of this
 
 
 class Tile(NamedTuple):
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
 
 def _tile(outputs: int, inputs: int, pixels: int) -> Tile:
-    """The tile for so many output and input channels and pixels.
+    """The tile for that many output and input channels and pixels.
 
     Two programs fit on a multiprocessor, by shared memory (227 KB; a stage is (rows + columns) ×
     depth numbers of 2 bytes) and registers: while one stores its result, the other computes. Where
@@ -95,7 +95,7 @@ def _is_hopper(device: torch.device) -> bool:
 def convolve(x: Tensor, weight: Tensor, stride: int) -> tuple[Tensor, Tensor, int]:
     """The convolution, and mean and squared deviations of its channels: [P, 2, C].
 
-    They are of P parts; how many rows each has comes third. The last may have fewer.
+    They are those of P parts; the third result is how many rows each has. The last may have fewer.
     """
     co, ci, kernel, _ = weight.shape
     n, _, h, w = x.shape
@@ -151,7 +151,7 @@ def _input_gradient(
     kernels.input_gradient[(tiles, ci // tile.columns)](
         _maps(g, (images, rows, w, tile.depth)),
         _matrix(weight, co, (tile.depth, tile.columns)),
-        # dx in place of what is not there
+        # dx stands in for what is not there
         *(_matrix(dx if t is None else t, n * h * w, block) for t in (dx, add, y, x)),
         dx if mean is None else mean, dx if scale is None else scale,
         part_P2C,
@@ -212,7 +212,7 @@ def weight_gradient(x: Tensor, g: Tensor, weight: Tensor, stride: int) -> Tensor
 
 
 def _box(pixels: int, height: int, width: int) -> tuple[int, int]:
-    """Images and rows of an image that have so many pixels together."""
+    """Images and rows of an image that have that many pixels together."""
     return max(1, pixels // (height * width)), min(height, pixels // width)
 
 

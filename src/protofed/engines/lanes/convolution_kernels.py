@@ -1,14 +1,14 @@
 """The Triton kernels of ``convolution``: 3×3 with padding 1 or 1×1, stride 1 or 2, channels last.
 
 A convolution is a matrix product that is never laid out: rows are output pixels, columns output
-channels, and what is summed over are taps × input channels. A tile of rows is NB images × BH rows
-of WO pixels. The tensor memory accelerator (TMA) fetches it for one tap as a box of the input,
-moved by a pixel, and fills in zeros outside of the image: that is the padding.
+channels, and the sum is over taps × input channels. A tile of rows is NB images × BH rows of WO
+pixels. The tensor memory accelerator (TMA) fetches it for one tap as a box of the input, moved by a
+pixel, and fills in zeros outside of the image: that is the padding.
 
 Products are computed transposed, [columns, rows], so that a box is the second operand. Tensor cores
-read that one from shared memory. A box as first operand, which has to be reshaped, Triton 3.6 loads
-into registers: more work, and a race, since it loads the next one while the last is still read.
-``test_convolution_code.py`` looks at what is compiled.
+read that one from shared memory. A box that is the first operand has to be reshaped, and Triton 3.6
+loads it into registers: more work, and a race, since it loads the next one while the last is still
+being read. ``test_convolution_code.py`` checks what is compiled.
 
 With stride 2, the input [N, H, W, C] is read as [N, H/2, 2, W/2, 2·C], where the pixels that a tap
 reads are a box again: tap 0 is the odd pixel before, tap 1 the even one, tap 2 the odd one. ``_d``
@@ -41,7 +41,7 @@ def convolve(
         acc = tl.dot(w, x.reshape(ROWS, DEPTH).T, acc)
     y = acc.to(y_d.dtype)
     y_d.store([tile * ROWS, co], y.T)
-    # BatchNorm is to have the statistics of what it reads: of rounded values.
+    # BatchNorm needs the statistics of what it reads: of rounded values.
     y = y.to(tl.float32)
     inside = (tile * ROWS + tl.arange(0, ROWS) < R)[None, :]
     count = tl.minimum(ROWS, R - tile * ROWS).to(tl.float32)

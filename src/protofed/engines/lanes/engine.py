@@ -34,8 +34,8 @@ from protofed.federation.setup import ClientData, Setup
 from protofed.tree import Tree
 
 LANES = range(8, 13)
-"""How many there may be; more than the fewest only where clients are distributed more evenly."""
-UNEVEN = 1.1  # the longest lane may be so many times as long as with the best number of lanes
+"""How many there may be; more than the fewest only if that distributes clients more evenly."""
+UNEVEN = 1.1  # the longest lane may be this many times as long as with the best number of lanes
 LARGEST_EVALUATION_BATCH = 2048
 SMALL_EVALUATION_BATCH = 128  # rather than go below it, evaluation takes the lanes' memory
 RECORDING_COST = 1.5  # a lane that must first record a graph counts as this much slower
@@ -189,7 +189,7 @@ class Lanes(Engine):
 
 
 def _longest_lane(sizes: Sequence[int], count: int) -> int:
-    """Samples in the fullest of so many lanes, where each client goes to the emptiest."""
+    """Samples in the fullest of that many lanes, if each client goes to the emptiest."""
     lanes = [0] * count
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(lanes, lanes[0] + size)

@@ -84,7 +84,7 @@ def _block_forward(block: ResidualBlock, x: Tensor) -> Tensor:
 
 
 def _layers(block: ResidualBlock) -> list[Layer] | None:
-    """The two layers of a basic block and its shortcut's, if it has one; None of other blocks."""
+    """The two layers of a basic block and its shortcut's, if it has one; None for other blocks."""
     body, shortcut = list(block.body), block.shortcut
     if len(body) != 5 or type(body[2]) is not nn.ReLU:
         return None
@@ -119,7 +119,7 @@ def _can_fuse(layers: list[Layer], x: Tensor) -> bool:
 class _FusedBlock(torch.autograd.Function):
     """ReLU(norm2(conv2(a)) + shortcut), a = ReLU(norm1(conv1(x))); the shortcut is x or a layer.
 
-    What this gains over its parts: convolutions sum up for BatchNorm, both norms of the last
+    What this gains over its parts: convolutions compute BatchNorm's sums, both norms of the last
     addition are one pass, and the gradients of x are added where they are computed.
     """
 
@@ -212,8 +212,8 @@ def _can_fuse_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Tensor) -> bool:
 class _FusedStem(torch.autograd.Function):
     """ReLU(norm(conv(x))) for images x, which have no gradient.
 
-    What this gains over its parts: images are read as they are, the convolution sums up for
-    BatchNorm, and its output's gradient is used where it is computed and never written.
+    What this gains over its parts: images are read as they are, the convolution computes
+    BatchNorm's sums, and its output's gradient is used where it is computed and never written.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """The Triton kernels of images [N, 3, H, W] in float32, pixels in [0, 1]: color jitter and AugMix.
 
-As tensor expressions every operation is computed for all images and kept for those that drew it,
+As tensor expressions, every operation is computed for all images and kept for those that drew it,
 since a recorded graph cannot select rows. A kernel's program has one image, or a part of one, and
 computes only what that image drew.
 """
@@ -17,8 +17,8 @@ def jitter(
 ):  # fmt: skip
     """What comes at place TURN of an image's order of changes, of BLOCK pixels.
 
-    ``mean_`` has the mean of the gray image. To be launched without fused multiply-adds: it then
-    has the bits of ``data.augment.jittered``.
+    ``mean_`` has the mean of the gray image. Launch it without fused multiply-adds: it then has
+    the bits of ``data.augment.jittered``.
     """
     n = tl.program_id(0).to(tl.int64)
     p = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -174,7 +174,7 @@ def _fuse(network: Network) -> None:
     try:
         from protofed.engines.lanes.fusion import fuse
     except ImportError:  # Triton comes with PyTorch for CUDA on Linux, not elsewhere
-        text = "Triton is not installed: lanes run in PyTorch's own kernels, which are slower"
+        text = "Triton is not installed: lanes run with PyTorch's own kernels, which are slower"
         warnings.warn(text, stacklevel=2)
     else:
         fuse(network)

@@ -118,7 +118,7 @@ class Program:
         except NoSecondDerivative:
             _unfuse(self.network)
             self.kernels = {}
-            self._warn("has a gradient in its loss: it runs in PyTorch's own kernels")
+            self._warn("has a gradient in its loss: it runs with PyTorch's own kernels")
             self._warm_up()
         if isinstance(self.optimizer, Adam):
             self.optimizer.count_in(self.setup.dtype)

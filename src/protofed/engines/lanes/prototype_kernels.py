@@ -2,7 +2,7 @@
 
 Shapes: B batch, d features (D, padded), K classes, J prototypes of a class, N = K · J. Program b of
 a loss works on sample b: it writes the sample's loss and, with GRADIENT, the feature's gradient of
-the batch mean. All is computed in float32, and all sums have a fixed order: runs repeat to the bit.
+the batch mean. All is computed in float32, and sums have a fixed order: runs repeat bit for bit.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ it eight times, a loss of prototypes is some 50 kernels, color jitter some 250 a
 a draw is one kernel; a style is one that reads the map, and restyling one that reads and writes it.
 If styles have no gradient, restyling's backward pass is the same. A loss is one kernel for each
 sample's loss and gradient, one for the mean, and one that scales the gradient. Jitter is four
-times one kernel and the mean that it needs, AugMix one kernel.
+times a kernel and the mean that it needs; AugMix is one kernel.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def consistency(
 
 
 class _BatchMean(torch.autograd.Function):
-    """The mean of the samples' losses, by a kernel that writes the gradient beside them."""
+    """The mean of the samples' losses, by a kernel that also writes the gradient."""
 
     @staticmethod
     def forward(

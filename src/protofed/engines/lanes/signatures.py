@@ -23,7 +23,7 @@ def tree_signature(content: Tree) -> Hashable:
 def loss_signature(loss: Any) -> Hashable:
     """Equal for two losses that compute the same: their code and the values bound to it.
 
-    The object itself does not serve, since a method may make a new one each round. A loss with
+    The object itself will not do, since a method may make a new one each round. A loss with
     values that cannot be compared is like no other.
     """
     code, values = _code_and_values(loss)

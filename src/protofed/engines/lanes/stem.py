@@ -4,7 +4,7 @@ For so few channels cuDNN has no kernel for bfloat16 tensor cores; images must b
 padded to eight channels. There is little to compute, so what counts is how often
 memory is read and written. Here each pixel's neighborhood is gathered from the images as they are,
 27 numbers of three channels, which makes the convolution one product of small matrices. It writes
-the sums that BatchNorm needs of its output; and the weight's gradient computes the gradient of
+the sums that BatchNorm needs from its output; and the weight's gradient computes the gradient of
 BatchNorm and ReLU on the way, which nothing else needs.
 """
 
@@ -60,7 +60,7 @@ def _has_bfloat16(device: torch.device) -> bool:
 def convolve(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The convolution, and mean and squared deviations of its channels: [P, 2, C].
 
-    They are of P tiles of ROWS rows each; the last may have fewer.
+    They are those of P tiles of ROWS rows each; the last may have fewer.
     """
     n, _, h, w = x.shape
     co = len(weight)

@@ -1,10 +1,10 @@
 """The Triton kernels of ``stem``: a 3×3 convolution of images with few channels, before BatchNorm.
 
-Rows are the R pixels of the images (N × H × W), columns the CO output channels, and what is summed
-over are the K = 9 · CI weights of an output channel in the order they have in memory: by tap, then
-by input channel if LAST (channels last), else the other way around. A pixel's patch is what the
-taps read around it. It is gathered from the images, filled up with zeros to DEPTH and rounded to
-the weights' type. ``sn``, ``sc``, ``sh`` and ``sw`` are the images' strides.
+Rows are the R pixels of the images (N × H × W), columns the CO output channels, and the sum is over
+the K = 9 · CI weights of an output channel in the order they have in memory: by tap, then by input
+channel if LAST (channels last), otherwise the other way around. A pixel's patch is what the taps
+read around it. It is gathered from the images, filled up with zeros to DEPTH and rounded to the
+weights' type. ``sn``, ``sc``, ``sh`` and ``sw`` are the images' strides.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def convolve(
     # Channels × pixels: a channel's sum over the pixels is then almost all within a thread.
     y = tl.dot(w, x.T).to(y_.dtype.element_ty)
     tl.store(y_ + r[:, None] * CO + c[None, :], y.T, mask=(r < R)[:, None])
-    # BatchNorm is to have the statistics of what it reads: of rounded values.
+    # BatchNorm needs the statistics of what it reads: of rounded values.
     y = y.to(tl.float32)
     count = tl.minimum(ROWS, R - tile * ROWS).to(tl.float32)
     mean = tl.sum(y, 1) / count  # outside, y is 0
