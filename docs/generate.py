@@ -70,6 +70,10 @@ def _settings() -> str:
         "protocol, then from the task. A method's hyper-parameters are not settings: use",
         "`--set tau=0.05`.",
         "",
+        "The hash in the name of a run's folder stands for these settings and for what the run",
+        "found ([studies.md](studies.md#one-pool-of-runs)). Settings marked *not hashed* change no",
+        "result, or what they change is in `facts.json`: images, device, precision, engine.",
+        "",
     ]
     for panel in PANELS:
         lines += [
@@ -82,7 +86,7 @@ def _settings() -> str:
             if setting.panel == panel:
                 default = "" if setting.default is None else f"`{str(setting.default).lower()}`"
                 values = setting.range.replace("|", "\\|")
-                aside = "" if setting.numbers else " (Does not change any result.)"
+                aside = "" if setting.hashed else " *Not hashed.*"
                 lines.append(f"| `{name}` | {values} | {default} | {setting.help}{aside} |")
         lines.append("")
     lines += ["## Protocols", "", "A protocol belongs to a comparison, never to a method: all of",

@@ -68,9 +68,9 @@ class Setting:
 
     ``kind`` is int, float, bool, str, table (a value, or one for each domain or client), rounds or
     part (``unused``, ``folder`` or a fraction). ``default`` is None if the protocol or the task
-    decides, or if None means "off". ``numbers``: whether the setting can change a run's results. A
-    setting that was added ``later`` is part of a run's hash only if it is not the default, so that
-    older runs keep their hashes.
+    decides, or if None means "off". ``hashed``: whether the setting is part of ``Config.hash``. A
+    setting that was added ``later`` is part of it only if it is not the default, so that older runs
+    keep their hashes.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Setting:
     below: float | None = None
     choices: tuple[str, ...] = ()
     metavar: str = ""
-    numbers: bool = True
+    hashed: bool = True
     later: bool = False
 
     @property
@@ -372,7 +372,7 @@ class Config:
         CLIENTS,
         "Folder of the downloaded images; default: $PROTOFED_DATA, else the cache folder.",
         metavar="DIR",
-        numbers=False,
+        hashed=False,
     )
     image_size: int = setting(
         "int",
@@ -431,7 +431,7 @@ class Config:
         CLIENTS,
         "Skip files that cannot be read as images instead of stopping.",
         False,
-        numbers=False,
+        hashed=False,
     )
     max_image_pixels: int = setting(
         "int",
@@ -441,7 +441,7 @@ class Config:
         MAX_IMAGE_PIXELS,
         least=1,
         most=10**10,
-        numbers=False,
+        hashed=False,
     )
     max_unpacked_gb: float = setting(
         "float",
@@ -450,7 +450,7 @@ class Config:
         MAX_UNPACKED_GB,
         above=0,
         most=10**4,
-        numbers=False,
+        hashed=False,
     )
     bounds: str = setting(
         "str",
@@ -543,15 +543,16 @@ class Config:
         later=True,
     )
     device: str = setting(
-        "str", ENGINE, "Device to run on.", AUTO, choices=(AUTO, *DEVICES), numbers=False
+        "str", ENGINE, "Device to run on.", AUTO, choices=(AUTO, *DEVICES), hashed=False
     )
     precision: str = setting(
         "str",
         ENGINE,
-        "auto: bf16 on a GPU that supports it, else fp32.",
+        "What convolutions and matrix products compute in; auto: bf16 on a GPU that supports it, "
+        "else fp32. Weights are float32, with fp64 float64.",
         AUTO,
         choices=(AUTO, *PRECISIONS),
-        numbers=False,
+        hashed=False,
     )
     engine: str = setting(
         "str",
@@ -560,7 +561,7 @@ class Config:
         "of a cluster).",
         AUTO,
         choices=(AUTO, *ENGINES),
-        numbers=False,
+        hashed=False,
     )
     workers: int | None = setting(
         "int",
@@ -569,7 +570,7 @@ class Config:
         "(or GPU).",
         least=1,
         most=10**3,
-        numbers=False,
+        hashed=False,
     )
     max_memory_gb: float | None = setting(
         "float",
@@ -578,10 +579,10 @@ class Config:
         "estimated to need more does not start. Default: all that is free.",
         above=0,
         most=10**6,
-        numbers=False,
+        hashed=False,
     )
     checkpoint_every: int = setting(
-        "int", OUTPUT, "Rounds between checkpoints.", 5, least=1, most=10**6, numbers=False
+        "int", OUTPUT, "Rounds between checkpoints.", 5, least=1, most=10**6, hashed=False
     )
     keep_rounds: tuple[int | str, ...] | None = setting(
         "rounds",
@@ -589,7 +590,7 @@ class Config:
         "Rounds whose prototypes and global model are kept for analyses and the report; default: "
         "the prototypes of the first round and of ten spread over the run, and no models.",
         metavar="1,10,last | all | none",
-        numbers=False,
+        hashed=False,
     )
 
     @property
@@ -597,12 +598,13 @@ class Config:
         """Ten hexadecimal digits that stand for all settings that can change a result.
 
         Left out: device and precision, which are facts of a run (``Facts.run_hash``), and the
-        paths of images, weights and code, since the digests of these are facts too.
+        paths of images, weights and code and how images are read, since digests of what was read
+        are facts too.
         """
         parts = {
             name: without_paths(name, value)
             for name, s in SETTINGS.items()
-            if s.numbers and not ((value := getattr(self, name)) == s.default and s.later)
+            if s.hashed and not ((value := getattr(self, name)) == s.default and s.later)
         }
         options = {
             name: FOLDER if isinstance(value, str) and value.startswith(FOLDER) else value
@@ -734,9 +736,9 @@ def without_paths(name: str, value: Any) -> Any:
     return without_folders(value) if name == "model" and value is not None else value
 
 
-def changes_numbers(name: str) -> bool:
-    """Whether the config's entry of this name can change the run's results."""
-    return name not in SETTINGS or SETTINGS[name].numbers
+def is_hashed(name: str) -> bool:
+    """Whether the config's entry of this name is part of its hash."""
+    return name not in SETTINGS or SETTINGS[name].hashed
 
 
 # ---- protocols ----------------------------------------------------------------------------------

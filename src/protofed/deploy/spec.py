@@ -220,7 +220,7 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
 def asked_settings(spec: RunSpec) -> dict[str, Any]:
     """What a run asks for, as people read it: its method and what can change its numbers."""
     config = spec.config
-    settings = {name: getattr(config, name) for name, s in SETTINGS.items() if s.numbers}
+    settings = {name: getattr(config, name) for name, s in SETTINGS.items() if s.hashed}
     return {
         "task": config.task,
         "method": config.method.name,

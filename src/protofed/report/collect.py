@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.config import changes_numbers
+from protofed.config import is_hashed
 from protofed.errors import ProtofedError
 from protofed.report.palette import Look, looks_of
 from protofed.runs import Result, RunFolder, load_run
@@ -185,7 +185,7 @@ def _groups_by_settings(results: list[Result]) -> list[Group]:
 
 def _values(result: Result) -> dict[str, Any]:
     """The settings and facts that must be the same for runs to be compared."""
-    names = [f.name for f in fields(result.config) if changes_numbers(f.name)]
+    names = [f.name for f in fields(result.config) if is_hashed(f.name)]
     settings = {n: getattr(result.config, n) for n in names if n not in _MAY_DIFFER}
     facts = {n: result.facts.get(n) for n in ("precision", "numerics")}
     digest = result.facts.get("digest")

@@ -38,7 +38,7 @@ from protofed import tree
 from protofed.config import (
     CHOSEN,
     Config,
-    changes_numbers,
+    is_hashed,
     make_config,
     read_config,
     short_task,
@@ -774,7 +774,7 @@ def _numeric_settings(toml: str) -> dict[str, Any]:
     for name, value in ((n, without_paths(n, v)) for n, v in found.items()):
         if isinstance(value, dict):
             flat |= {f"{name}.{k}": v for k, v in value.items()}
-        elif changes_numbers(name):
+        elif is_hashed(name):
             flat[name] = value
     return flat
 

@@ -53,7 +53,7 @@ SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
 _NOT_HASHED = {
     name
     for name, s in RUN_SETTINGS.items()
-    if not s.numbers and name not in ("device", "precision")
+    if not s.hashed and name not in ("device", "precision")
 }
 """Settings that change neither a number nor which runs are taken."""
 
