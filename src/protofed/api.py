@@ -19,9 +19,10 @@ from protofed.methods import METHODS
 from protofed.observers.progress import RunProgress, print_plain, protocol_line
 from protofed.runs.result import Result
 from protofed.runs.run import run as run_federation
-from protofed.studies.adhoc import Asked, comparison, parameter_sweep, tuning
+from protofed.studies.adhoc import comparison, parameter_sweep, tuning
 from protofed.studies.definition import TUNE, Study
 from protofed.studies.execution import (
+    Execution,
     Job,
     LocalRunner,
     Runner,
@@ -31,8 +32,7 @@ from protofed.studies.execution import (
 )
 from protofed.studies.folder import StudyFolder
 from protofed.studies.gpu_runner import GpuRunner
-from protofed.studies.launch import folder_preview, prepare
-from protofed.studies.plan import Selection
+from protofed.studies.launch import Asked, folder_preview, prepare_all
 from protofed.studies.ray_runner import RayRunner
 from protofed.studies.search import Values
 
@@ -101,7 +101,8 @@ def compare(
     >>> print(table)
     """
     asked = comparison(task, methods, seeds, options or {}, settings)
-    return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
+    execution = Execution(Path(runs), jobs, mps, ray=ray, gpus_per_run=gpus_per_run)
+    return _run_asked(asked, execution, out, progress)
 
 
 def sweep(
@@ -127,7 +128,8 @@ def sweep(
     is another method, which is not swept.
     """
     asked = parameter_sweep(task, method, over, seeds, options or {}, settings, against)
-    return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
+    execution = Execution(Path(runs), jobs, mps, ray=ray, gpus_per_run=gpus_per_run)
+    return _run_asked(asked, execution, out, progress)
 
 
 def tune(
@@ -158,7 +160,8 @@ def tune(
     {'tau': 0.05}
     """
     asked = tuning(task, method, over, budget, seeds, options or {}, settings)
-    return _run_asked(asked, runs, out, jobs, mps, ray, gpus_per_run, progress)
+    execution = Execution(Path(runs), jobs, mps, ray=ray, gpus_per_run=gpus_per_run)
+    return _run_asked(asked, execution, out, progress)
 
 
 @dataclass(frozen=True)
@@ -170,95 +173,67 @@ class Finished:
     failed: list[Job]
 
 
-def run_study(
-    study: Study,
-    path: Path,
-    pool: Path,
-    console: Console,
-    *,
-    jobs: int | None = None,
-    mps: bool | None = None,
-    shard: tuple[int, int] | None = None,
-    ray: str | None = None,
-    gpus_per_run: float | None = None,
-    tensorboard: bool = False,
-    selection: Selection = Selection(),  # noqa: B008 (frozen)
-    says: Sequence[str] = (),
-) -> Finished:
-    """Run what the pool lacks, then write tables and figures; with ``shard``, only run one part.
+def run_studies(
+    asked: Sequence[Asked], execution: Execution, console: Console, out: Path | None = None
+) -> list[Finished]:
+    """Run what the pool lacks of all studies at once, then write their tables and figures.
 
-    The study's folder is made before its runs: `protofed study table` can show what is there so
-    far, and a folder that holds another study is an error now, not after hours. A point of a search
-    that diverged has not failed: its row says so. With ``ray``, the runs are done on that cluster.
+    With a shard, only run that part. The studies' folders (``out``, if there is one study) are made
+    before the runs: `protofed study table` can show what is there so far, and a folder that holds
+    another study is an error now, not after hours.
     """
-    from protofed.report.study_figures import write_figures  # it imports matplotlib
-
-    if ray is None and gpus_per_run is not None:
-        raise ProtofedError("GPUs per run were given without a cluster", "add --ray auto")
-    if ray is not None and mps:
-        raise ProtofedError(
-            "--mps is for runs on this machine",
-            "start MPS on every machine of the cluster, before Ray",
-        )
+    ray, pool = execution.ray, execution.pool
     if ray is not None:
         require_ray()
-    study, work = prepare(
-        study,
-        pool,
-        selection=selection,
-        shard=shard,
-        tensorboard=tensorboard,
-        elsewhere=ray is not None,
-    )
+    prepared = prepare_all(asked, execution)
+    work = list({id(job): job for _, own in prepared for job in own}.values())
     if ray is not None and any(job.config.engine == "ray" for job in work):
         raise ProtofedError("--ray and --engine ray exclude each other", "give only one of them")
     todo = [job for job in work if job.memory is not None]
     on_gpu = any(job.gpu for job in todo)
-    if mps and todo and not on_gpu:
+    if execution.mps and todo and not on_gpu:
         raise ProtofedError("--mps is for runs on a GPU, and these are on the CPU")
-    folder = StudyFolder.create(path, study, pool) if shard is None else None
+    folders: list[StudyFolder | None] = [
+        StudyFolder.create(out or pool / each.name, study, pool)
+        if execution.shard is None
+        else None
+        for each, (study, _) in zip(asked, prepared, strict=True)
+    ]
     protocols = dict.fromkeys(f"{job.config.task}, {protocol_line(job.config)}" for job in work)
+    says = [text for each in asked for text in each.says]
     for line in (*protocols, *folder_preview(work), *says):
         print_plain(console, line)
     runner: Runner
     if ray is None:
-        on_cpu = LocalRunner(jobs or default_jobs(work))
-        runner = GpuRunner(todo, console, jobs, mps) if on_gpu else on_cpu
+        on_cpu = LocalRunner(execution.jobs or default_jobs(work))
+        runner = GpuRunner(todo, console, execution.jobs, execution.mps) if on_gpu else on_cpu
     else:
         cpus = max(job.config.workers or 1 for job in work)
-        runner = RayRunner(ray, pool, console, most=jobs, cpus=cpus, gpus=gpus_per_run)
-    failed = run_all(work, runner, console)
+        gpus = execution.gpus_per_run
+        runner = RayRunner(ray, pool, console, most=execution.jobs, cpus=cpus, gpus=gpus)
+    run_all(work, runner, console)
+    both = zip(prepared, folders, strict=True)
+    return [_finished(study, own, folder) for (study, own), folder in both]
+
+
+def _finished(study: Study, work: Sequence[Job], folder: StudyFolder | None) -> Finished:
+    """Write the tables and figures; a point of a search that diverged has not failed."""
+    from protofed.report.study_figures import write_figures  # it imports matplotlib
+
     files, made = list[str](), folder.tables() if folder is not None else []
     if folder is not None and any(table.runs for table in made):
         files = folder.write_tables() + write_figures(folder, made)
-    if study.kind == TUNE:
+    failed = [job for job in work if job.state == "failed"]
+    if study.kind == TUNE:  # its row says so
         failed = [job for job in failed if not job.folder.diverged()]
     return Finished(folder, files, failed)
 
 
 def _run_asked(
-    asked: Asked,
-    runs: str | Path,
-    out: str | Path | None,
-    jobs: int | None,
-    mps: bool | None,
-    ray: str | None,
-    gpus_per_run: float | None,
-    progress: bool | None,
+    asked: Asked, execution: Execution, out: str | Path | None, progress: bool | None
 ) -> StudyFolder:
-    pool, console = Path(runs), _console(progress)
-    path = Path(out) if out is not None else pool / asked.name
-    done = run_study(
-        asked.study,
-        path,
-        pool,
-        console,
-        jobs=jobs,
-        mps=mps,
-        ray=ray,
-        gpus_per_run=gpus_per_run,
-        says=asked.says,
-    )
+    path = None if out is None else Path(out)
+    (done,) = run_studies([asked], execution, _console(progress), path)
     raise_failures(done.failed)
     assert done.folder is not None
     return done.folder

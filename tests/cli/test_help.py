@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,15 @@ def plain(text: str) -> str:
 
 def panels(page: str) -> list[str]:
     return re.findall(r"^╭─ (.*?) ─", page, re.M)
+
+
+def test_a_narrow_terminal_breaks_lines_only_at_its_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in WHOLE:
+        described = call(*command, "--help").out.partition("╭")[0].splitlines()
+        for line, after in itertools.pairwise(line.strip() for line in described[3:]):
+            fits = len(line) + 1 + len(after.partition(" ")[0]) <= 77
+            assert not (line and after and fits), f"{' '.join(command)}: {line}"
 
 
 @pytest.mark.parametrize("command", list(WHOLE), ids=" ".join)

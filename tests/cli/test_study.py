@@ -99,6 +99,66 @@ def test_more_seeds_and_other_tasks_leave_what_is_there(
     assert Path("runs/mine/table.md").read_text().count("40.5 ± 0.7") == 12
 
 
+def write_two_studies() -> None:
+    """Both have FPL: its runs are the same."""
+    Path("mine.toml").write_text(study().toml())
+    other = study(rows={"Ours": "fpl", "FedProto": "fedproto"})
+    Path("other.toml").write_text(replace(other, name="other").toml())
+
+
+def test_several_studies_are_run_as_one(protofed: Protofed, asked: list[Job]) -> None:
+    write_two_studies()
+    assert protofed("study", "run", "mine.toml", "other.toml", "mine.toml").code == 0
+    assert [job.name for job in asked] == [
+        "mine: FedAvg seed 0", "mine: FPL seed 0", "mine: FedAvg seed 1", "mine: FPL seed 1",
+        "other: FedProto seed 0", "other: FedProto seed 1",
+    ]  # fmt: skip
+    assert {p.name for p in Path("runs").iterdir()} == {"mine", "other"}
+
+
+def test_several_studies_have_tables_of_their_own(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_two_studies()
+    start_nothing(monkeypatch)
+    make_runs(study(), Path("runs"))
+    make_runs(study(rows={"FedProto": "fedproto"}), Path("runs"))
+    code, out, err = protofed("study", "run", "mine.toml", "other.toml", "--methods", "fpl")
+    assert (code, err) == (0, "")
+    assert "2 of 2 runs are already complete" in out
+    for name, row in (("mine", "FPL"), ("other", "Ours")):
+        assert f"{row} " in Path("runs", name, "table.md").read_text()
+        assert f"are in runs/{name}," in " ".join(out.split())
+
+
+def test_one_failed_run_of_several_studies_is_named_once(
+    protofed: Protofed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_two_studies()
+    runs = make_runs(study(), Path("runs"))
+    make_runs(study(rows={"FedProto": "fedproto"}), Path("runs"))
+    (runs["FPL", 1] / "summary.json").unlink()
+    (runs["FPL", 1] / "diverged.txt").write_text("the loss is nan\n")
+    code, _, err = protofed("study", "run", "mine.toml", "other.toml")
+    assert code == 2
+    assert err.count("mine: FPL seed 1 failed: the loss is nan") == err.count("FPL") == 1
+    assert Path("runs/mine/table.md").is_file() and Path("runs/other/table.md").is_file()
+
+
+def test_what_is_wrong_with_one_of_several_studies_is_said_before_anything_runs(
+    protofed: Protofed, asked: list[Job]
+) -> None:
+    write_two_studies()
+    for wrong, words in {
+        ("mine.toml", "fpl-table9"): "fpl-table9",
+        ("mine.toml", "other.toml", "--methods", "fedavg"): "of this study 'fedavg'",
+        ("mine.toml", "other.toml", "--out", "here"): "--out is the folder of one study",
+    }.items():
+        code, _, err = protofed("study", "run", *wrong)
+        assert (code, err.count("\n")) == (2, 1) and words in err
+    assert not asked and not Path("runs").exists() and not Path("here").exists()
+
+
 def test_settings_and_hyper_parameters_reach_the_runs(protofed: Protofed, asked: list[Job]) -> None:
     args = ["study", "run", "fpl-table2", "--on", "glyphs", "--rounds", 3, "--seeds", 2]
     given = ["--device", "cpu", "--precision", "fp64", "--clients", "scan=2,photo=1"]

@@ -15,9 +15,9 @@ from protofed.runs.pool import PACKED
 from protofed.runs.run import run
 from protofed.studies.adhoc import adhoc, protocol_note
 from protofed.studies.definition import FolderImages, load, parse
-from protofed.studies.execution import Job
+from protofed.studies.execution import Execution, Job
 from protofed.studies.folder import StudyFolder
-from protofed.studies.launch import prepare, shard_of
+from protofed.studies.launch import Asked, prepare, prepare_all, shard_of
 from protofed.studies.plan import Selection, plan
 
 
@@ -41,6 +41,34 @@ def test_what_the_pool_has_is_not_done_again(tmp_path: Path) -> None:
 def test_one_run_may_answer_several_lines(tmp_path: Path) -> None:
     rows = {"FedAvg": "fedavg", "The same": "fedavg", "FPL": "fpl"}
     assert len(prepare(study(rows=rows, seeds=1), tmp_path)[1]) == 2
+
+
+def test_a_run_of_several_studies_keeps_what_all_of_them_need(tmp_path: Path) -> None:
+    plain = Asked(study(seeds=1, rows={"FPL": "fpl"}), "plain")
+    drawn = [
+        Asked(study(seeds=1, rows={"FPL": "fpl"}, settings={**TINY, "keep_rounds": kept}), "drawn")
+        for kept in ([1], ["last"], [])
+    ]
+    execution = Execution(tmp_path)
+    make_runs(plain.study, tmp_path)  # no models are in the folders that it makes
+    for asked, kept in (([plain, *drawn], (1, "last")), ([drawn[1], plain], ("last",))):
+        found = [own for _, own in prepare_all(asked, execution)]
+        assert all(own == found[0] and own[0] is found[0][0] for own in found)
+        (job,) = found[0]
+        assert job.config.keep_rounds == kept
+        assert job.memory is not None and not job.is_complete()
+    ((_, (job,)),) = prepare_all([plain], execution)
+    assert job.config.keep_rounds is None and job.is_complete()
+
+
+def test_a_run_to_choose_from_never_shows_its_test_accuracy(tmp_path: Path) -> None:
+    settings = {**TINY, "validate": "unused", "samples": 0.1}
+    shown = study(seeds=1, rows={"FPL": "fpl"}, settings=settings)
+    swept = [{"points": [{"tau": 0.02}, {"tau": 0.1}], "rows": ["FPL"]}]
+    tuned = study(seeds=1, rows={"FPL": "fpl"}, settings=settings, sweep=swept, kind="tune")
+    both = [Asked(shown, "shown"), Asked(tuned, "tuned")]
+    (_, (first,)), (_, points) = prepare_all(both, Execution(tmp_path))
+    assert points[0] is first and first.validated
 
 
 def test_a_run_of_another_device_serves_unless_one_is_asked_for(tmp_path: Path) -> None:

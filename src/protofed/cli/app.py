@@ -10,14 +10,13 @@ import typer
 from click import Context
 from rich.console import Console
 from rich.markup import escape
-from typer.core import TyperGroup
 
 from protofed.cli.compare import compare, sweep, tune
 from protofed.cli.data import data_app
 from protofed.cli.deploy import deploy_app
 from protofed.cli.methods import methods
 from protofed.cli.model import evaluate, export, predict
-from protofed.cli.options import HELP
+from protofed.cli.options import HELP, CommandGroup
 from protofed.cli.output import console
 from protofed.cli.report import report
 from protofed.cli.run import run, show
@@ -33,7 +32,7 @@ ORDER = (
 )  # fmt: skip
 
 
-class InOrder(TyperGroup):
+class InOrder(CommandGroup):
     """Lists the commands in ``ORDER``; typer would list groups of commands last."""
 
     def list_commands(self, ctx: Context) -> list[str]:

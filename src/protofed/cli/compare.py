@@ -10,31 +10,25 @@ import typer
 from rich.markup import escape
 
 from protofed.cli.options import (
-    GpusOption,
-    JobsOption,
+    Execution,
     MethodOption,
-    MpsOption,
-    PoolOption,
-    RayOption,
     SeedsOption,
     SetOfMethodOption,
     SetOption,
-    ShardOption,
     TaskOption,
-    TensorBoardOption,
     output_option,
+    with_execution,
     with_settings,
 )
 from protofed.cli.output import console, print_tables
-from protofed.cli.parse import assignments, by_method, parse_jobs, parse_over, parse_shard, words
+from protofed.cli.parse import assignments, by_method, parse_over, words
 
 if TYPE_CHECKING:
-    from protofed.studies.adhoc import Asked
-    from protofed.studies.definition import Study
-    from protofed.studies.plan import Selection
+    from protofed.studies.launch import Asked
 
 
 @with_settings()
+@with_execution
 def compare(
     *,
     task: TaskOption = None,
@@ -43,19 +37,13 @@ def compare(
     ] = "all",
     seeds: SeedsOption = 1,
     set_: SetOfMethodOption = None,
-    pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
         output_option(
             help="Folder for the tables and figures; default: runs/compare-<task>-<hash>."
         ),
     ] = None,
-    jobs: JobsOption = "auto",
-    mps: MpsOption = None,
-    shard: ShardOption = None,
-    ray: RayOption = None,
-    gpus_per_run: GpusOption = None,
-    tensorboard: TensorBoardOption = False,
+    execution: Execution,
     settings: dict[str, Any],
 ) -> None:
     """Run several methods on the same clients and show them in one table and one figure.
@@ -72,10 +60,11 @@ def compare(
     rows = method_rows(names)
     options = by_method(assignments(set_), {label: label for label in rows})
     asked = comparison(task or "glyphs", names, seeds, options, settings)
-    run_asked(asked, out, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard)
+    run_and_print([asked], execution, out)
 
 
 @with_settings()
+@with_execution
 def sweep(
     *,
     over: Annotated[
@@ -96,7 +85,6 @@ def sweep(
     ] = None,
     seeds: SeedsOption = 1,
     set_: SetOption = None,
-    pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
         output_option(
@@ -104,12 +92,7 @@ def sweep(
             "runs/sweep-<task>-<method>-<names>-<hash>.",
         ),
     ] = None,
-    jobs: JobsOption = "auto",
-    mps: MpsOption = None,
-    shard: ShardOption = None,
-    ray: RayOption = None,
-    gpus_per_run: GpusOption = None,
-    tensorboard: TensorBoardOption = False,
+    execution: Execution,
     settings: dict[str, Any],
 ) -> None:
     """Run a method over values of one parameter (a curve) or two (a heat map), with a table.
@@ -122,10 +105,11 @@ def sweep(
 
     grid, options = parse_over(over), assignments(set_)
     asked = parameter_sweep(task or "glyphs", method, grid, seeds, options, settings, against)
-    run_asked(asked, out, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard)
+    run_and_print([asked], execution, out)
 
 
 @with_settings()
+@with_execution
 def tune(
     *,
     over: Annotated[
@@ -143,7 +127,6 @@ def tune(
     budget: Annotated[int, typer.Option(help="How many points to try at most.")] = 20,
     seeds: SeedsOption = 1,
     set_: SetOption = None,
-    pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
         output_option(
@@ -151,12 +134,7 @@ def tune(
             "runs/tune-<task>-<method>-<names>-<hash>.",
         ),
     ] = None,
-    jobs: JobsOption = "auto",
-    mps: MpsOption = None,
-    shard: ShardOption = None,
-    ray: RayOption = None,
-    gpus_per_run: GpusOption = None,
-    tensorboard: TensorBoardOption = False,
+    execution: Execution,
     settings: dict[str, Any],
 ) -> None:
     """Choose hyper-parameters by validation accuracy, and report the test accuracy of the choice.
@@ -172,68 +150,29 @@ def tune(
 
     spaces, options = parse_over(over), assignments(set_)
     asked = tuning(task or "glyphs", method or "fedavg", spaces, budget, seeds, options, settings)
-    run_asked(asked, out, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard)
+    run_and_print([asked], execution, out)
 
 
-def run_asked(
-    asked: Asked,
-    out: Path | None,
-    pool: Path,
-    jobs: str,
-    mps: bool | None,
-    shard: str | None,
-    ray: str | None,
-    gpus_per_run: float | None,
-    tensorboard: bool,
-) -> None:
-    where = (out or pool / asked.name, pool, jobs, mps, shard, ray, gpus_per_run)
-    run_study(asked.study, *where, tensorboard, says=asked.says)
-
-
-def run_study(
-    study: Study,
-    path: Path,
-    pool: Path,
-    jobs: str,
-    mps: bool | None,
-    shard: str | None,
-    ray: str | None,
-    gpus_per_run: float | None,
-    tensorboard: bool,
-    selection: Selection | None = None,
-    says: Sequence[str] = (),
-) -> None:
-    """Run what the pool lacks and print the tables; with ``shard``, only run one part."""
+def run_and_print(asked: Sequence[Asked], execution: Execution, out: Path | None) -> None:
+    """Run what the pool lacks and print the tables; with a shard, only run that part."""
     from protofed import api
     from protofed.studies.execution import raise_failures
-    from protofed.studies.plan import Selection
 
-    part, chosen = parse_shard(shard), selection or Selection()
-    done = api.run_study(
-        study,
-        path,
-        pool,
-        console,
-        jobs=parse_jobs(jobs),
-        mps=mps,
-        shard=part,
-        ray=ray,
-        gpus_per_run=gpus_per_run,
-        tensorboard=tensorboard,
-        selection=chosen,
-        says=says,
-    )
-    if part is not None:
+    finished = api.run_studies(asked, execution, console, out)
+    pool = f"[bold]{escape(str(execution.pool))}[/bold]"
+    if execution.shard is not None:
+        part, parts = execution.shard
         console.print(
-            f"part {part[0]} of {part[1]}: its runs are in [bold]{escape(str(pool))}[/bold]. When "
-            "the runs of all parts are there, the same command without --shard writes the tables."
+            f"part {part} of {parts}: its runs are in {pool}. When the runs of all parts are "
+            "there, the same command without --shard writes the tables."
         )
-    elif done.folder is not None and done.files:
-        print_tables([t for t in done.folder.tables(chosen.tasks) if t.runs])
-        console.print(
-            f"{', '.join(done.files)} are in [bold]{escape(str(path))}[/bold], the runs in "
-            f"[bold]{escape(str(pool))}[/bold]"
-        )
-        for path in done.folder.chosen_runs():
-            console.print(f"the chosen run, with its model: [bold]{escape(str(path))}[/bold]")
-    raise_failures(done.failed)
+    for each, done in zip(asked, finished, strict=True):
+        if done.folder is None or not done.files:
+            continue
+        print_tables([t for t in done.folder.tables(each.selection.tasks) if t.runs])
+        path = escape(str(done.folder.path))
+        console.print(f"{', '.join(done.files)} are in [bold]{path}[/bold], the runs in {pool}")
+        for run in done.folder.chosen_runs():
+            console.print(f"the chosen run, with its model: [bold]{escape(str(run))}[/bold]")
+    failed = {id(job): job for done in finished for job in done.failed}
+    raise_failures(list(failed.values()))

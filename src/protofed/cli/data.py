@@ -13,13 +13,14 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli.options import with_settings
+from protofed.cli.options import CommandGroup, with_settings
 from protofed.cli.output import console, say
 from protofed.config import SETTINGS
 from protofed.errors import unknown
 
 data_app = typer.Typer(
     name="data",
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

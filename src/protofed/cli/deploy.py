@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from protofed.cli.options import HELP, MethodOption, SetOption, with_settings
+from protofed.cli.options import HELP, CommandGroup, MethodOption, SetOption, with_settings
 from protofed.cli.output import say
 from protofed.cli.parse import assignments, words
 from protofed.errors import ProtofedError, unknown
@@ -27,6 +27,7 @@ DEPLOYED = (
 
 deploy_app = typer.Typer(
     name="deploy",
+    cls=CommandGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
+from click import Command, Context
+from typer.core import TyperGroup
 
-from protofed.cli.parse import parse_setting
+from protofed.cli.parse import parse_jobs, parse_setting, parse_shard
 from protofed.config import (
     CLIENTS,
     ENGINE,
@@ -22,8 +25,24 @@ from protofed.config import (
     Setting,
 )
 
+if TYPE_CHECKING:
+    from protofed.studies.execution import Execution as Execution
+else:
+    Execution = object  # the real one imports PyTorch, which --help can do without
+
 HELP = {"help_option_names": ["-h", "--help"]}
 """Settings of every command: ``-h`` works too."""
+
+
+class CommandGroup(TyperGroup):
+    """Shows a command's docstring in the width of the terminal, not with its own line breaks."""
+
+    def get_command(self, ctx: Context, name: str) -> Command | None:
+        found = super().get_command(ctx, name)
+        if found is not None and found.help:
+            found.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(found.help))
+        return found
+
 
 METHOD = "Method"
 PANELS = ("", TRAINING, CLIENTS, METHOD, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
@@ -53,23 +72,6 @@ SetOfMethodOption = Annotated[
     ),
 ]
 SeedsOption = Annotated[int, typer.Option("--seeds", help="Number of seeds, starting at --seed.")]
-JobsOption = Annotated[
-    str,
-    output_option(
-        "--jobs",
-        metavar="auto|N",
-        help="How many runs at a time. auto: one per core; on GPUs, more as long as memory allows "
-        "and the measured throughput grows.",
-    ),
-]
-MpsOption = Annotated[
-    bool | None,
-    output_option(
-        "--mps/--no-mps",
-        help="Let runs share GPUs through NVIDIA's MPS, with a daemon of their own; default: on if "
-        "it works and there are several runs at a time.",
-    ),
-]
 PoolOption = Annotated[
     Path,
     output_option(
@@ -78,33 +80,7 @@ PoolOption = Annotated[
         help="The pool of runs, where existing ones are found and new ones are kept.",
     ),
 ]
-RayOption = Annotated[
-    str | None,
-    output_option(
-        "--ray",
-        metavar="local|auto|HOST:PORT",
-        help="Do the runs on a Ray cluster: local starts one on this machine, auto uses a running "
-        "one if there is any, HOST:PORT is the address of one (docs/cluster.md).",
-    ),
-]
-GpusOption = Annotated[
-    float | None,
-    output_option(
-        "--gpus-per-run",
-        metavar="GPUS",
-        help="With --ray: how much of a GPU each run gets, e.g. 0.25; default: 1 if the cluster "
-        "has GPUs, otherwise 0.",
-    ),
-]
-ShardOption = Annotated[
-    str | None,
-    output_option(
-        "--shard",
-        metavar="I/N",
-        help="Run only part I of N of the planned runs, and write no tables. For batch systems: "
-        "to merge pools, copy their folders into one.",
-    ),
-]
+
 TensorBoardOption = Annotated[
     bool,
     output_option(
@@ -139,6 +115,72 @@ ImagesOption = Annotated[
 _TYPES: dict[str, Any] = {"int": int, "float": float, "bool": bool}
 
 
+def _execution(
+    *,
+    pool: PoolOption = Path("runs"),
+    jobs: Annotated[
+        str,
+        output_option(
+            metavar="auto|N",
+            help="How many runs at a time. auto: one per core; on GPUs, more as long as memory "
+            "allows and the measured throughput grows.",
+        ),
+    ] = "auto",
+    mps: Annotated[
+        bool | None,
+        output_option(
+            "--mps/--no-mps",
+            help="Let runs share GPUs through NVIDIA's MPS, with a daemon of their own; default: "
+            "on if it works and there are several runs at a time.",
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        output_option(
+            metavar="I/N",
+            help="Run only part I of N of the planned runs, and write no tables. For batch "
+            "systems: to merge pools, copy their folders into one.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        output_option(
+            metavar="local|auto|HOST:PORT",
+            help="Do the runs on a Ray cluster: local starts one on this machine, auto uses a "
+            "running one if there is any, HOST:PORT is the address of one (docs/cluster.md).",
+        ),
+    ] = None,
+    gpus_per_run: Annotated[
+        float | None,
+        output_option(
+            metavar="GPUS",
+            help="With --ray: how much of a GPU each run gets, e.g. 0.25; default: 1 if the "
+            "cluster has GPUs, otherwise 0.",
+        ),
+    ] = None,
+    tensorboard: TensorBoardOption = False,
+) -> Execution:
+    """What the options of ``with_execution`` say."""
+    from protofed.studies.execution import Execution
+
+    return Execution(
+        pool, parse_jobs(jobs), mps, parse_shard(shard), ray, gpus_per_run, tensorboard
+    )
+
+
+def with_execution(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options on where its runs are done; it gets them as ``execution``."""
+    made = inspect.signature(_execution, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def wrapped(**arguments: Any) -> None:
+        command(execution=_execution(**{n: arguments.pop(n) for n in made}), **arguments)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    parameters = [*(p for p in own.values() if p.name != "execution"), *made.values()]
+    return _with_parameters(wrapped, parameters)
+
+
 def with_settings(
     exclude: Iterable[str] = (), only: Iterable[str] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -156,13 +198,20 @@ def with_settings(
             settings = {n: parse_setting(n, v) for n, v in typed.items() if v is not None}
             command(**arguments, settings=settings)
 
-        every = sorted((*kept, *made), key=lambda p: PANELS.index(_panel(p)))
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in every]
-        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
-        return wrapped
+        return _with_parameters(
+            wrapped, sorted((*kept, *made), key=lambda p: PANELS.index(_panel(p)))
+        )
 
     return decorate
+
+
+def _with_parameters(
+    command: Callable[..., None], parameters: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
+    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    command.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in keyword}
+    return command
 
 
 def _panel(parameter: inspect.Parameter) -> str:

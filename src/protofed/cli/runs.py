@@ -9,12 +9,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli.options import HELP
+from protofed.cli.options import HELP, CommandGroup
 from protofed.cli.output import say, status, wide_console
 from protofed.errors import ProtofedError
 
 runs_app = typer.Typer(
-    name="runs", no_args_is_help=True, context_settings=HELP, help="Check runs for damaged files."
+    name="runs",
+    cls=CommandGroup,
+    no_args_is_help=True,
+    context_settings=HELP,
+    help="Check runs for damaged files.",
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +15,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli.compare import run_study
+from protofed.cli.compare import run_and_print
 from protofed.cli.options import (
     HELP,
-    GpusOption,
+    CommandGroup,
+    Execution,
     ImagesOption,
-    JobsOption,
-    MpsOption,
     PoolOption,
-    RayOption,
     SetOfMethodOption,
-    ShardOption,
-    TensorBoardOption,
     TrustOption,
     output_option,
+    with_execution,
     with_settings,
 )
 from protofed.cli.output import console, print_table, print_tables, status
@@ -38,9 +35,11 @@ from protofed.errors import ProtofedError
 if TYPE_CHECKING:
     from protofed.studies.definition import Study
     from protofed.studies.folder import StudyFolder
+    from protofed.studies.launch import Asked
 
 study_app = typer.Typer(
     name="study",
+    cls=CommandGroup,
     no_args_is_help=True,
     context_settings=HELP,
     help="Reproduce the papers' tables and figures, or run studies of your own.",
@@ -122,9 +121,13 @@ def show_study(name: NameArgument, trust_code: TrustOption = False) -> None:
 
 @study_app.command("run", context_settings=HELP)
 @with_settings(exclude=("seed",))
+@with_execution
 def run_(
     *,
-    name: NameArgument,
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Built-in studies, or TOML files of your own."),
+    ],
     tasks: TasksOption = None,
     methods: Annotated[
         str | None,
@@ -142,37 +145,56 @@ def run_(
     ] = None,
     trust_code: TrustOption = False,
     set_: SetOfMethodOption = None,
-    pool: PoolOption = Path("runs"),
     out: Annotated[
         Path | None,
         output_option(
-            help="Folder for the tables and figures; default: runs/NAME, with a hash if options "
-            "change the study.",
+            help="Folder for the tables and figures of one study; default: runs/NAME, with a hash "
+            "if options change the study.",
         ),
     ] = None,
-    jobs: JobsOption = "auto",
-    mps: MpsOption = None,
-    shard: ShardOption = None,
-    ray: RayOption = None,
-    gpus_per_run: GpusOption = None,
-    tensorboard: TensorBoardOption = False,
+    execution: Execution,
     settings: dict[str, Any],
 ) -> None:
-    """Run a study, or what is left of it, and write its tables and figures.
+    """Run studies, or what is left of them, and write their tables and figures.
 
     Runs that are already in the pool, whichever command made them, are not repeated; interrupted
-    ones resume. Settings given here apply to all runs of the study.
+    ones resume. Several studies are run as one: the runs of the next start while the last ones of
+    the first are under way. Settings given here apply to all runs.
     """
+    at_least_one(seeds=seeds)
+    if out is not None and len(names) > 1:
+        raise ProtofedError("--out is the folder of one study", "leave it out, or run one study")
+    asked = [
+        _asked(name, tasks, methods, seeds, on, settings, assignments(set_))
+        for name in dict.fromkeys(names)
+    ]
+    run_and_print(asked, execution, out)
+    for each in asked:
+        if each.study.kind == "tsne" and execution.shard is None:
+            path = out or execution.pool / each.name
+            console.print(f"the t-SNE figures: protofed report {path} -o report.html")
+
+
+def _asked(
+    name: str,
+    tasks: str | None,
+    methods: str | None,
+    seeds: int | None,
+    on: str | None,
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Asked:
+    """A study as the command line changes it, and the part of it that is meant."""
     from protofed.studies.definition import load
+    from protofed.studies.launch import Asked
     from protofed.studies.plan import Selection, plan
 
-    at_least_one(seeds=seeds)
     study = load(name)
     known = {row.method: row.method for row in study.rows.values() if not row.missing}
     known |= {row.make().name: row.method for row in study.rows.values() if not row.missing}
-    study = study.overridden(on, settings, by_method(assignments(set_), known))
+    study = study.overridden(on, settings, by_method(options, known))
     chosen = Selection(words(tasks), words(methods, [line.label for line in study.lines]))
-    path = out or pool / _folder_name(study)
+    folder = _folder_name(study)
     if seeds is not None:
         own = {run.task for run in plan(study, chosen)}
         study = study.with_seeds(
@@ -182,9 +204,7 @@ def run_(
                 if on or name in own
             }
         )
-    run_study(study, path, pool, jobs, mps, shard, ray, gpus_per_run, tensorboard, chosen)
-    if study.kind == "tsne" and shard is None:
-        console.print(f"the t-SNE figures: protofed report {path} -o report.html")
+    return Asked(study, folder, selection=chosen)
 
 
 def _folder_name(study: Study) -> str:

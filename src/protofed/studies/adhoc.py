@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from protofed.federation.simulation import make_shares, rows_to_validate
 from protofed.method import Method
 from protofed.methods import METHODS, method_class, reference
 from protofed.studies.definition import TUNE, Study, parse
-from protofed.studies.launch import loaded_task
+from protofed.studies.launch import Asked, loaded_task
 from protofed.studies.plan import plan
 from protofed.studies.search import Values, search_points
 
@@ -31,15 +31,6 @@ Rows = Mapping[str, tuple[str, Mapping[str, Any]]]
 
 HELD_OUT = (VAL_FOLDERS, UNUSED, 0.1, 0.2)
 """The images that ``tune`` chooses by: the first of these that gives every domain enough."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A study, the name of its folder, and what the user should know before it starts."""
-
-    study: Study
-    name: str
-    says: tuple[str, ...] = ()
 
 
 def comparison(

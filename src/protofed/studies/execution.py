@@ -73,6 +73,14 @@ class Job:
     memory: Memory | None = None
     """The memory it takes with one worker, if it is to be done."""
 
+    def serve_also(self, other: Job) -> None:
+        """Do what another study needs of the same run, too: the models of more rounds."""
+        kept = (*(self.config.keep_rounds or ()), *(other.config.keep_rounds or ()))
+        if kept:
+            self.config = replace(self.config, keep_rounds=tuple(dict.fromkeys(kept)))
+        self.memory = self.memory or other.memory
+        self.validated |= other.validated
+
     def is_complete(self) -> bool:
         """Whether the run is finished and has kept the models of all rounds asked for."""
         if not self.folder.is_finished(self.hash):
@@ -126,6 +134,33 @@ class Job:
             return None
         spent = time.perf_counter() - self.started
         return spent / done * (self.config.rounds - len(self.records))
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Where a study's runs are kept, which part of them is done, and on what.
+
+    ``jobs`` runs are done at a time; None: as many as cores, or GPUs and memory, suggest.
+    ``shard`` (i, n) is part i of n of the planned runs. ``mps``: whether they share GPUs through
+    MPS. With ``ray`` they are done on that cluster, with ``gpus_per_run`` of a GPU each.
+    """
+
+    pool: Path = Path("runs")
+    jobs: int | None = None
+    mps: bool | None = None
+    shard: tuple[int, int] | None = None
+    ray: str | None = None
+    gpus_per_run: float | None = None
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ray is None and self.gpus_per_run is not None:
+            raise ProtofedError("GPUs per run were given without a cluster", "add --ray auto")
+        if self.ray is not None and self.mps:
+            raise ProtofedError(
+                "--mps is for runs on this machine",
+                "start MPS on every machine of the cluster, before Ray",
+            )
 
 
 class Runner(Protocol):

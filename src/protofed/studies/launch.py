@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from protofed.observers.tensorboard import require_tensorboard
 from protofed.runs.folder import RunFolder
 from protofed.runs.pool import Pool, StoredRun
 from protofed.studies.definition import TUNE, FolderImages, Study
-from protofed.studies.execution import Job
+from protofed.studies.execution import Execution, Job
 from protofed.studies.plan import (
     PlannedRun,
     Selection,
@@ -31,6 +31,39 @@ from protofed.studies.plan import (
     require_methods,
     study_tasks,
 )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A study that is to be run, or a part of it; ``says`` is what to print before it starts."""
+
+    study: Study
+    name: str
+    """That of its folder."""
+    says: tuple[str, ...] = ()
+    selection: Selection = Selection()
+
+
+def prepare_all(asked: Sequence[Asked], execution: Execution) -> list[tuple[Study, list[Job]]]:
+    """``prepare`` for each; a run that several studies have is one job in all of them."""
+    found: dict[str, Job] = {}
+    prepared = []
+    for each in asked:
+        study, work = prepare(
+            each.study,
+            execution.pool,
+            selection=each.selection,
+            shard=execution.shard,
+            tensorboard=execution.tensorboard,
+            elsewhere=execution.ray is not None,
+        )
+        for job in work:
+            if len(asked) > 1:
+                job.name = f"{each.name}: {job.name}"
+            if (known := found.setdefault(job.folder.path.name, job)) is not job:
+                known.serve_also(job)
+        prepared.append((study, [found[job.folder.path.name] for job in work]))
+    return prepared
 
 
 def prepare(
