@@ -83,7 +83,8 @@ def small(argv: list[str]) -> list[str]:
     if argv[0] not in ("run", "compare", "sweep", "tune") and argv[:2] != ["study", "run"]:
         return argv
     if argv[0] == "study" and "--on" not in argv and not argv[2].endswith(".toml"):
-        argv += ["--on", "glyphs", "--out", f"runs/{argv[2]}"]
+        several = len(argv) > 3 and not argv[3].startswith("-")
+        argv += ["--on", "glyphs", *([] if several else ["--out", f"runs/{argv[2]}"])]
     for name, divisor in FEWER.items():
         if (option := f"--{name.replace('_', '-')}") in argv:
             at = argv.index(option) + 1

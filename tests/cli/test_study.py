@@ -102,7 +102,7 @@ def test_more_seeds_and_other_tasks_leave_what_is_there(
 def write_two_studies() -> None:
     """Both have FPL: its runs are the same."""
     Path("mine.toml").write_text(study().toml())
-    other = study(rows={"Ours": "fpl", "FedProto": "fedproto"})
+    other = study(rows={"Ours": "fpl", "FedProto": "fedproto"}, title="Two others")
     Path("other.toml").write_text(replace(other, name="other").toml())
 
 
@@ -126,6 +126,7 @@ def test_several_studies_have_tables_of_their_own(
     code, out, err = protofed("study", "run", "mine.toml", "other.toml", "--methods", "fpl")
     assert (code, err) == (0, "")
     assert "2 of 2 runs are already complete" in out
+    assert out.index("Two methods") < out.index("runs/mine") < out.index("Two others")
     for name, row in (("mine", "FPL"), ("other", "Ours")):
         assert f"{row} " in Path("runs", name, "table.md").read_text()
         assert f"are in runs/{name}," in " ".join(out.split())

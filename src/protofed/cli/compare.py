@@ -169,6 +169,8 @@ def run_and_print(asked: Sequence[Asked], execution: Execution, out: Path | None
     for each, done in zip(asked, finished, strict=True):
         if done.folder is None or not done.files:
             continue
+        if len(asked) > 1:
+            console.print(f"\n[bold]{escape(each.study.title)}[/bold]", highlight=False)
         print_tables([t for t in done.folder.tables(each.selection.tasks) if t.runs])
         path = escape(str(done.folder.path))
         console.print(f"{', '.join(done.files)} are in [bold]{path}[/bold], the runs in {pool}")

@@ -417,7 +417,9 @@ def load(name: str) -> Study:
     elif path.suffix == ".toml" or path.is_file():
         try:
             text = path.read_text("utf-8-sig")  # some editors begin a file with a mark
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ProtofedError(f"cannot read study '{path}': {error.strerror}") from None
+        except UnicodeDecodeError as error:
             raise ProtofedError(f"cannot read study '{path}': {error}") from None
         where = path.resolve().parent.name if path.name == "study.toml" else path.stem
     else:
