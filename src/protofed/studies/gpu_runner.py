@@ -31,8 +31,6 @@ from protofed.studies.mps import mps_daemon
 
 START_CORES, START_BYTES = 4, 16 << 30
 """If each of two runs on every GPU has these, a study starts with two."""
-MORE = 2
-"""How many runs are added to a GPU at a time."""
 ROUNDS = 3
 """How many rounds of each run are measured before a number of runs is judged."""
 WORTHWHILE = 1.05
@@ -50,10 +48,11 @@ class Measured:
     count: int
     starts: list[float] = field(default_factory=list)
     """Seconds from a run's start to the end of its first round."""
-    rounds: list[float] = field(default_factory=list)
-    """Seconds of the other rounds."""
     steps: dict[str, list[float]] = field(default_factory=dict)
-    """Seconds per client-step in each of them, by the run's configuration without its seed."""
+    """Client-steps per second of all runs on a GPU, measured in each of the other rounds; by the
+    run's configuration without its seed."""
+    sizes: list[int] = field(default_factory=list)
+    """Client-steps of these rounds."""
 
     def gain(self, before: Measured, rounds: float) -> float:
         """How many times the client-steps per second of ``before``, in runs of that many rounds.
@@ -63,14 +62,22 @@ class Measured:
         """
         both = self.steps.keys() & before.steps.keys()
         ratios = [median(self.steps[name]) / median(before.steps[name]) for name in both]
-        slower = fmean(ratios) if both else median(_flat(self)) / median(_flat(before))
-        trained = (rounds - 1) * median(before.rounds)
-        took = fmean(before.starts) + trained, fmean(self.starts) + slower * trained
+        faster = fmean(ratios) if both else median(_flat(self)) / median(_flat(before))
+        alone = rounds * median(before.sizes) / median(_flat(before))  # if it had all of the GPU
+        took = before.cycle(alone), self.cycle(alone / faster)
         return self.count / before.count * took[0] / took[1]
+
+    def cycle(self, alone: float) -> float:
+        """Seconds from a run's start to that of the run that follows it in its place.
+
+        While some start, others have the GPU to themselves. So either the GPU always has work, and
+        this is what it takes for all; or it is idle at times, and this is what each waits for.
+        """
+        return max(self.count * alone, fmean(self.starts) + alone)
 
 
 def _flat(measured: Measured) -> list[float]:
-    return [seconds for each in measured.steps.values() for seconds in each]
+    return [rate for each in measured.steps.values() for rate in each]
 
 
 @dataclass
@@ -79,6 +86,8 @@ class Underway:
 
     kind: str
     seen: int
+    starting: bool = True
+    """It has not completed a round yet."""
 
 
 class RunsPerGpu:
@@ -100,9 +109,7 @@ class RunsPerGpu:
 
     def _try(self, count: int, before: Measured | None = None) -> None:
         self._now, self._before = Measured(count), before
-        self._settled = self._full = False
-        self._starting: set[Path] = set()
-        """Runs that fill the GPUs up to this count and have not completed a round."""
+        self._settled = False
 
     def started(self, job: Job) -> None:
         size = job.memory.total if job.memory is not None else 0
@@ -113,29 +120,32 @@ class RunsPerGpu:
             self._try(self._now.count)  # more of them may fill a GPU
         self._tasks.add(job.config.task)
         self._running[job.folder.path] = Underway(replace(job.config, seed=0).hash, job.before)
-        if not self._full:
-            self._starting.add(job.folder.path)
-            self._full = len(self._running) >= self.at_once
 
     def ended(self, job: Job) -> None:
         del self._running[job.folder.path]
-        self._starting.discard(job.folder.path)
 
     def observe(self, job: Job) -> None:
-        """Note the rounds that a run has completed."""
+        """Note the rounds that a run has completed.
+
+        A run that has ended is replaced by one that starts, so there is hardly a moment at which
+        all train. It is enough if more than half do, and more than the number before had.
+        """
         run = self._running[job.folder.path]
         new = job.records[run.seen :]
-        if new and run.seen == job.before:
+        if new and run.starting:
             self._now.starts.append(perf_counter() - job.started)
-            self._starting.discard(job.folder.path)
+            run.starting = False
             new = new[1:]  # graphs are recorded in the first round
         run.seen = len(job.records)
-        if self._full and not self._starting and len(self._running) == self.at_once:
+        training = sum(not other.starting for other in self._running.values())
+        known = self.at_once // 2 if self._before is None else self._before.count * self._gpus
+        if len(self._running) == self.at_once and training > known:
             for record in new:
                 seconds = max(1e-3, sum(record["seconds"].values()))
-                self._now.rounds.append(seconds)
-                steps = self._now.steps.setdefault(run.kind, [])
-                steps.append(seconds / max(1, record["steps"]))
+                size = max(1, record["steps"])
+                self._now.sizes.append(size)
+                rates = self._now.steps.setdefault(run.kind, [])
+                rates.append(training / self._gpus * size / seconds)
 
     def judge(self, fit: Callable[[int], bool]) -> str:
         """Once enough is measured, try more runs or go back; returns what to say about it.
@@ -143,7 +153,7 @@ class RunsPerGpu:
         ``fit`` says whether there is memory for that many more runs on each GPU.
         """
         now, before = self._now, self._before
-        if self._settled or not now.starts or len(now.rounds) < ROUNDS * self.at_once:
+        if self._settled or not now.starts or len(now.sizes) < ROUNDS * self.at_once:
             return ""
         said = ""
         if before is not None:
@@ -153,7 +163,7 @@ class RunsPerGpu:
             if gain < WORTHWHILE:
                 self._now, self._settled = before, True
                 return f"{said}: back to {self.at_once}"
-        choices = range(min(MORE, now.count), 0, -1)
+        choices = range(now.count, 0, -1)  # twice as many, if that fits
         fitting = (n for n in choices if now.count + n <= self._most and fit(n))
         if more := next(fitting, 0):
             self._try(now.count + more, now)
