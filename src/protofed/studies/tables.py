@@ -78,11 +78,19 @@ class Spread:
     @property
     def half(self) -> float | None:
         """Half the width of the mean's 95 % interval, by Student's t."""
-        if self.error is None:
+        return None if self.std is None else self._quantile * self.std / math.sqrt(self.seeds)
+
+    def half_for(self, seeds: int) -> float | None:
+        """Half the width of the 95 % interval in which the mean of other ``seeds`` falls."""
+        if self.std is None:
             return None
+        return self._quantile * self.std * math.sqrt(1 / self.seeds + 1 / seeds)
+
+    @property
+    def _quantile(self) -> float:
         from scipy.stats import t  # slow to import
 
-        return float(t.ppf((1 + CONFIDENCE) / 2, self.seeds - 1)) * self.error
+        return float(t.ppf((1 + CONFIDENCE) / 2, self.seeds - 1))
 
     @property
     def noise(self) -> bool:
