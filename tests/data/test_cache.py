@@ -81,6 +81,7 @@ def test_any_change_is_seen(name: str, tmp_path: Path, pictures: Any) -> None:
 
 @pytest.mark.parametrize("damage", [
     "flip", "cut", "zeros", "empty", "labels", "no json", "no npy", "junk", "nested json",
+    "stamps",
 ])  # fmt: skip
 def test_a_damaged_cache_is_rebuilt(name: str, own_cache: Path, damage: str) -> None:
     first = load_task(name)
@@ -106,6 +107,9 @@ def test_a_damaged_cache_is_rebuilt(name: str, own_cache: Path, damage: str) -> 
         about.write_text("{}")
     elif damage == "nested json":
         about.write_text("[" * 100_000)
+    elif damage == "stamps":
+        for stamp in (own_cache / "decoded" / "stamps").iterdir():
+            stamp.write_bytes(b"\xff")
     again = load_task(name)
     assert again.digest == first.digest
     assert torch.equal(again.domains["b"].test.x, first.domains["b"].test.x)
@@ -211,5 +215,26 @@ def test_entries_can_be_listed_and_purged(name: str, own_cache: Path, tmp_path: 
     assert (found["folder-8-00"].images, found["folder-8-00"].size) == (0, 100)
     cache.purge([small, "folder-8-00"])
     assert [entry.name for entry in cache.entries()] == [kept]
-    assert len(list((own_cache / "decoded" / "stamps").iterdir())) == 1  # not that of a survey
+    stamps = own_cache / "decoded" / "stamps"
+    assert len(list(stamps.iterdir())) == 1  # not that of a survey
     assert load_task(name, image_size=16).digest
+    (stamps / "damaged").write_bytes(b"\xff")
+    cache.purge([kept])
+    assert not (stamps / "damaged").exists()
+
+
+def test_files_that_another_process_deletes_are_not_listed(
+    name: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_task(name)
+    about, pixels = files(own_cache)
+    left = pixels.stat().st_size
+    listed = cache._entry
+
+    def deleted(*entry: Any) -> cache.CacheEntry:
+        about.unlink()
+        return listed(*entry)
+
+    monkeypatch.setattr(cache, "_entry", deleted)
+    [entry] = cache.entries()
+    assert entry.size == left

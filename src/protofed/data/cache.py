@@ -132,9 +132,7 @@ def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
 
 def recall(*key: object) -> str:
     """The text that ``remember`` stored under this key of plain values; empty if none."""
-    with contextlib.suppress(OSError):
-        return _stamp(key).read_text("utf-8").strip()
-    return ""
+    return _text(_stamp(key))
 
 
 def remember(text: str, *key: object) -> None:
@@ -168,11 +166,18 @@ def purge(names: Collection[str]) -> None:
     """Delete these entries. A process that has one mapped can go on using it."""
     for path in entries_folder().glob("*"):
         if path.is_file() and _entry_of(path) in names:
-            path.unlink()
+            path.unlink(missing_ok=True)
     for stamp in _stamp(()).parent.glob("*"):
-        text = stamp.read_text("utf-8").strip()
+        text = _text(stamp)
         if text in names or not (entries_folder() / f"{text:.100}.json").is_file():
-            stamp.unlink()
+            stamp.unlink(missing_ok=True)
+
+
+def _text(stamp: Path) -> str:
+    """What a stamp says; empty if it is missing or damaged."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return stamp.read_text("utf-8").strip()
+    return ""
 
 
 def _entry_of(path: Path) -> str:
@@ -185,8 +190,11 @@ def _entry(name: str, files: list[Path]) -> CacheEntry:
     with contextlib.suppress(Exception):
         metadata = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
         source, images = ", ".join(metadata.get("source", ())), int(metadata["shape"][0])
-    stats = [path.stat() for path in files]
-    made = max(s.st_mtime for s in stats)
+    stats = []
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed or deleted it
+            stats.append(path.stat())
+    made = max((s.st_mtime for s in stats), default=0.0)
     return CacheEntry(name, source, images, sum(s.st_size for s in stats), made)
 
 
