@@ -44,6 +44,14 @@ class Damaged(ProtofedError):
         self.path, self.why = path, why
 
 
+def expand_user(path: str | Path) -> Path:
+    """The path with a ``~`` in front replaced by the user's home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ProtofedError(f"'{path}': the home folder is unknown", "write it out") from None
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an error of the file system into one that names ``path``."""

@@ -15,6 +15,7 @@ import torch
 
 from protofed.data import cache, decode, load, load_task
 from protofed.data.cache import cache_folder
+from protofed.errors import ProtofedError
 
 NAMES = [f"{d}/{c}/{i}.png" for d in "ab" for c in "cd" for i in range(10)]
 
@@ -164,6 +165,10 @@ def test_the_cache_folder_follows_the_environment(
     monkeypatch.delenv("PROTOFED_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
+    with monkeypatch.context() as nobody, pytest.raises(ProtofedError, match="home folder"):
+        nobody.delenv("HOME")
+        nobody.setattr("pwd.getpwuid", {}.__getitem__)
+        cache_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

@@ -148,10 +148,13 @@ def test_errors_of_a_user(tmp_path: Path, own_cache: Path) -> None:
         (("run", "--task", "digits", "--data", str(tmp_path / "no")), "looked for"),
         (("run", "--task", "folder"), "folder:PATH"),
         (("run", "--image-size", "64"), "32 pixels"),
+        (("data", "show", "folder:~nobody-here/x"), "the home folder is unknown"),
+        (("data", "show", "digits", "--data", "~nobody-here/x"), "the home folder is unknown"),
     ):
         result = invoke(*arguments)
         assert isinstance(result.exception, ProtofedError), arguments
         assert words in str(result.exception)
+    assert invoke("data", "show", "glyphs", "--images", "1000000").exit_code == 2
 
 
 def test_a_run_on_a_folder_and_its_results_without_it(name: str, tmp_path: Path) -> None:

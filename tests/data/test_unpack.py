@@ -182,6 +182,8 @@ def test_what_is_allowed_is_read(tmp_path: Path, pictures: Any) -> None:
     assert len(load_task(f"folder:{plain}", max_unpacked_gb=5e-5).domains["a"].train) == 8
     with pytest.raises(ProtofedError, match="max_unpacked_gb must be a number"):
         load_task(f"folder:{path}", max_unpacked_gb=float("nan"))
+    with pytest.raises(ProtofedError, match="max_unpacked_gb must be a number of gigabytes"):
+        load_task(f"folder:{path}", max_unpacked_gb=float("inf"))
 
 
 def nested_cells(depth: int) -> bytes:

@@ -46,7 +46,7 @@ def show(
         ),
     ] = None,
     images: Annotated[
-        int, typer.Option(min=1, help="Images per class and domain on the contact sheet.")
+        int, typer.Option(min=1, max=100, help="Images per class and domain on the contact sheet.")
     ] = 4,
     settings: dict[str, Any],
 ) -> None:

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from protofed.data.task import Domain, Images
-from protofed.files import write_atomic
+from protofed.files import expand_user, write_atomic
 
 FORMAT = 3
 """Raise this whenever pixels, splits or notes change: older entries are then ignored."""
@@ -49,10 +49,10 @@ class Decoded:
 def cache_folder() -> Path:
     """The cache folder: ``PROTOFED_CACHE``, else ``protofed`` in the user's cache folder."""
     if own := os.environ.get("PROTOFED_CACHE"):
-        return Path(own).expanduser()
+        return expand_user(own)
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is invalid and must be ignored.
-    root = Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache"
+    root = Path(shared) if Path(shared).is_absolute() else expand_user("~/.cache")
     return root / "protofed"
 
 

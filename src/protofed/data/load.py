@@ -46,11 +46,11 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "skip_bad": (bool, "true or false"),
     "augment": (str, "a name"),
     "max_image_pixels": (int, "a whole number of at least 1"),
-    "max_unpacked_gb": (int | float, "a number of gigabytes"),
+    "max_unpacked_gb": (int | float, "a number of gigabytes, above 0 and at most 10000"),
     "pixel_range": (str, "LOW:HIGH"),
 }
 """The type that an option of ``load_task`` must have, and how to say it."""
-_RANGES = {"image_size": (8, 1024), "max_image_pixels": (1, inf), "max_unpacked_gb": (0, inf)}
+_RANGES = {"image_size": (8, 1024), "max_image_pixels": (1, inf), "max_unpacked_gb": (1e-9, 1e4)}
 
 
 def load_task(
