@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,23 @@ def test_errors_of_a_user(tmp_path: Path, own_cache: Path) -> None:
         assert isinstance(result.exception, ProtofedError), arguments
         assert words in str(result.exception)
     assert invoke("data", "show", "glyphs", "--images", "1000000").exit_code == 2
+
+
+def test_names_in_an_archive_do_not_command_the_terminal(
+    tmp_path: Path, pictures: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, name in enumerate(("a/x/1", "a/x/2", "b/x/1", "b/x/2")):
+            archive.writestr(f"{name}\x1b[2J.png", pictures.one() if number else b"no image")
+            archive.writestr(f"{name}.png", pictures.one())
+    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)  # which main replaces
+    for more in ((), ("--skip-bad",)):
+        monkeypatch.setattr("sys.argv", ["protofed", "data", "show", f"folder:{path}", *more])
+        with pytest.raises(SystemExit):
+            cli.main()
+        said = "".join(capsys.readouterr())
+        assert "a/x/1\N{REPLACEMENT CHARACTER}[2J.png" in said and "\x1b" not in said
 
 
 def test_a_run_on_a_folder_and_its_results_without_it(name: str, tmp_path: Path) -> None:

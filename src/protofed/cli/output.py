@@ -19,7 +19,14 @@ console = Console()
 
 def say(line: str) -> None:
     """Print a line as it is: no markup, no wrapping."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Text in which names from elsewhere (of files in an archive) give a terminal no commands."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
 
 
 @contextmanager
