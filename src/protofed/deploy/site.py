@@ -84,7 +84,7 @@ def read_site_config(
     raw = read_toml(path, ("site", "data", "public", "device", "policy", *READ_SETTINGS))
     members = read_members(folder)
     name, device = raw.get("site", ""), raw.get("device", AUTO)
-    if name not in members.sites:
+    if not isinstance(name, str) or name not in members.sites:
         raise unknown(f"site in '{path}':", name, members.sites)
     if device not in (AUTO, *DEVICES):
         raise unknown(f"device in '{path}':", device, (AUTO, *DEVICES))
