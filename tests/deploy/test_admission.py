@@ -11,6 +11,12 @@ import pytest
 pytest.importorskip("flwr")
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from tests.deploy.loopback_world import TINY, Deployment
 from typer.testing import CliRunner
 
@@ -82,6 +88,13 @@ def test_sites_that_are_admitted_while_the_server_starts_are_registered(
     assert registered == ["north", "south"]
 
 
+def with_password(key: bytes) -> bytes:
+    found = load_pem_private_key(key, None)
+    return found.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+
+
 def certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
@@ -118,6 +131,7 @@ def test_requests_that_are_not_admitted(home: Path, tmp_path: Path) -> None:
     for change, words in (
         ({"site": "west"}, "unknown site"),
         ({"key": "ssh-rsa AAAA"}, "the key of site 'north' is invalid"),
+        ({"key": ""}, "the request of site 'north' has no key"),
         ({"certificate_request": ""}, "the certificate request of site 'north' is invalid"),
         (
             {"certificate_request": good["certificate_request"].replace("M", "N", 3)},
@@ -201,9 +215,24 @@ def test_the_server_renews_its_certificate(home: Path) -> None:
     (home / "ca" / "ca.key").write_bytes(key)
     with pytest.raises(ProtofedError, match=r"is not the key of ca\.crt"):
         deploy("renew", "--dir", home)
+    (home / "ca" / "ca.key").write_bytes(with_password(key))
+    with pytest.raises(ProtofedError, match=r"the authority in .* ca\.key: Password was not given"):
+        deploy("renew", "--dir", home)
     (home / "ca" / "ca.key").unlink()
     with pytest.raises(ProtofedError, match=r"the authority in .* cannot be read"):
         deploy("renew", "--dir", home)
+    (server / "server.crt").write_text("damaged")
+    with pytest.raises(ProtofedError, match=r"server\.crt in .* cannot be read"):
+        deploy("renew", "--dir", home)
+
+
+def test_a_clients_key_with_a_password(home: Path) -> None:
+    site = home / "sites" / "north"
+    deploy("join", "--dir", site)
+    path = site / "client.key"
+    path.write_bytes(with_password(path.read_bytes()))
+    with pytest.raises(ProtofedError, match=r"client\.key' cannot be read: .*Password was not"):
+        deploy("renew", "--dir", site)
 
 
 def test_folders_are_their_owners_alone(home: Path) -> None:

@@ -73,6 +73,8 @@ def admit(
     site, key = str(about["site"]), str(about["key"])
     if site not in members.sites:
         raise unknown("site", site, members.sites)
+    if not key:
+        raise ProtofedError(f"the request of site '{site}' has no key")
     if members.sites[site].key and not replace_key:
         raise ProtofedError(
             f"site '{site}' already has a key",
@@ -118,7 +120,10 @@ def _unregister(folder: Path, site: str) -> None:
 
 def renew_server(folder: Path, ca: Path, tell: Tell = print) -> None:
     """Make a new key and certificate for the server, for the same names as now."""
-    old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+    try:
+        old = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes())
+    except ValueError as error:
+        raise ProtofedError(f"server.crt in '{folder}' cannot be read: {error}") from None
     certificate, key = Authority.load(ca).server(host_names(old))
     write_atomic(folder / "server.key", key, private=True)
     write_atomic(folder / "server.crt", certificate)

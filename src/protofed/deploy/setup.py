@@ -81,6 +81,8 @@ def init(
         task=task,
         **rules,
     )
+    if members.classes:
+        members.skeleton()  # an error if it is no task
     authority = Authority(title)
     certificate, server_key = authority.server([host, *hosts])
     # all input has been checked by now, so a wrong argument leaves no half-written folder
