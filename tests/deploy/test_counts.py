@@ -42,6 +42,27 @@ def test_declared_and_confirmed(tmp_path: Path) -> None:
     assert counts.confirmed("north") is None
 
 
+def test_a_declaration_and_a_confirmation_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would otherwise write back the file as it was before the other."""
+    counts, operator = (Counts(tmp_path, {}, most=1000) for _ in range(2))
+    counts.declare("north", Count(120, 30))
+    declared = threading.Thread(target=counts.declare, args=("south", Count(50, 10)))
+    write = operator._write
+
+    def slow(said: Any) -> None:
+        declared.start()
+        declared.join(0.5)  # it waits
+        write(said)
+
+    monkeypatch.setattr(operator, "_write", slow)
+    assert operator.confirm(["north"]) == {"north": Count(120, 30)}
+    declared.join()
+    assert counts.confirmed("north") == Count(120, 30)
+    assert Counts(tmp_path, {}, most=1000).confirm(["south"]) == {"south": Count(50, 10)}
+
+
 def test_a_cap_on_what_can_be_declared() -> None:
     counts = Counts(None, {}, most=1000)
     assert not counts.check(Count(1000, 1))

@@ -8,7 +8,10 @@ confirm`` shows and confirms them, in ``counts.json`` in the server's folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import fcntl
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,19 +52,22 @@ class Counts:
 
     def declare(self, site: str, count: Count) -> bool:
         """Record what a site declares; returns whether it is confirmed."""
-        said = self._read()
-        if site not in said or said[site][0] != count:
-            self._write(said | {site: (count, self.path is None)})
+        with self._locked():
+            said = self._read()
+            if site not in said or said[site][0] != count:
+                self._write(said | {site: (count, self.path is None)})
         return self.confirmed(site) == count
 
     def confirm(self, sites: Iterable[str]) -> dict[str, Count]:
         """Confirm what these sites, or all if none is named, declared; returns the new counts."""
-        said, sites = self._read(), list(sites)
-        for site in sites:
-            if site not in said:
-                raise unknown("site that has declared its images:", site, said)
-        new = {s: c for s, (c, done) in said.items() if not done and (s in sites or not sites)}
-        self._write(said | {site: (count, True) for site, count in new.items()})
+        sites = list(sites)
+        with self._locked():
+            said = self._read()
+            for site in sites:
+                if site not in said:
+                    raise unknown("site that has declared its images:", site, said)
+            new = {s: c for s, (c, done) in said.items() if not done and (s in sites or not sites)}
+            self._write(said | {site: (count, True) for site, count in new.items()})
         return new
 
     def check(self, count: Count) -> str:
@@ -69,6 +75,23 @@ class Counts:
         if all(0 < n <= self.most for n in count):
             return ""
         return f"it declares {count}, and max_samples is {self.most}"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Change the file alone: a site may declare its images while the operator confirms others'.
+
+        The folder is locked, not a file in it, which might belong to root and not to the server.
+        """
+        if self.path is None:
+            yield
+            return
+        handle = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            with suppress(OSError):  # a file system that cannot lock folders
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
 
     def _read(self) -> dict[str, tuple[Count, bool]]:
         if self.path is not None and self.path.is_file():
