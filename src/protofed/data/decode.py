@@ -50,7 +50,8 @@ _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000", "AVI
 
 # What Pillow's plugins raise on bytes that are not an image, or a truncated one.
 _BAD = (OSError, ValueError, SyntaxError, EOFError, struct.error, IndexError, TypeError, KeyError,
-        OverflowError, ZeroDivisionError, MemoryError, Image.DecompressionBombError)  # fmt: skip
+        OverflowError, ZeroDivisionError, MemoryError, RuntimeError,
+        Image.DecompressionBombError)  # fmt: skip
 
 
 def decoders() -> tuple[str, ...]:
