@@ -132,6 +132,7 @@ def test_what_is_refused() -> None:
         (dicom(RAMP, DEFLATED), "deflated"),
         (dicom(RAMP, PixelData=b"short"), "its pixels cannot be read"),
         (dicom(RAMP)[:200], "not a DICOM image"),
+        (dicom(RAMP).replace(b"10008.1.2.1", b"10008\\1.2.1"), "not a DICOM image"),  # two values
         (bytes(128) + b"DICM" + bytes(range(256)), "not a DICOM image"),
     ):
         with pytest.raises(BadImage, match=words):
