@@ -1,4 +1,4 @@
-"""A site's audit log: what it was asked, what it sent, what it refused.
+"""A site's audit log: every request, reply, refusal and approval.
 
 ``audit.jsonl`` in the site's folder has one entry per line. Each names the SHA-256 of the line
 before, so a line that is changed, removed or inserted is found. A log that was cut off or rewritten
