@@ -199,6 +199,14 @@ def test_a_full_disk_is_noticed_before_decoding(
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     assert len(load_task(name).domains["a"].train) == 16
     assert list((own_cache / "decoded").glob("*.*")) == []
+    with cache.scratch("x", (2, 2)):  # what could be reserved is given back before decoding
+        assert not [p for p in (own_cache / "decoded").iterdir() if p.is_file()]
+    too_much = (10**7, 3, 1024, 1024)
+    with (
+        pytest.raises(ProtofedError, match=r"take 31457\.3 GB, more than the memory"),
+        cache.scratch("x", too_much),
+    ):
+        pass
 
 
 def test_skipped_images_depend_on_the_limit(name: str, tmp_path: Path, pictures: Any) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
 import zlib
@@ -25,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from protofed.data.task import Domain, Images
+from protofed.errors import ProtofedError
 from protofed.files import expand_user, write_atomic
 
 FORMAT = 3
@@ -113,21 +115,29 @@ def store(
 @contextlib.contextmanager
 def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
     """An array to fill: a temporary file in the cache folder, or memory if that cannot be made."""
-    path = None
-    try:
-        _make_private_folder()
-        handle, made = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
-        os.close(handle)
-        path = Path(made)
-        pixels: Pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-        _reserve(path)
-    except OSError:
-        pixels = np.empty(shape, np.uint8)
-    try:
+    with contextlib.ExitStack() as at_end:
+        try:
+            _make_private_folder()
+            handle, made = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
+            at_end.callback(Path(made).unlink, missing_ok=True)
+            os.close(handle)
+            pixels: Pixels = np.lib.format.open_memmap(made, "w+", np.uint8, shape)
+            _reserve(Path(made))
+        except OSError as error:
+            at_end.close()  # what was reserved of a full disk is free again
+            pixels = _in_memory(shape, error)
         yield pixels
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+
+
+def _in_memory(shape: tuple[int, ...], error: OSError) -> Pixels:
+    try:
+        return np.empty(shape, np.uint8)
+    except MemoryError:
+        raise ProtofedError(
+            f"the decoded images take {math.prod(shape) / 1e9:.1f} GB, more than the memory, and "
+            f"cannot be kept in '{cache_folder()}' ({error.strerror or error})",
+            "lower --image-size, or set PROTOFED_CACHE to a folder with more space",
+        ) from None
 
 
 def recall(*key: object) -> str:
