@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 from protofed.cli.app import app
 from protofed.deploy import admission, programs
 from protofed.deploy.certificates import host_names
-from protofed.deploy.members import Member, read_members
+from protofed.deploy.members import Member, Members, read_members
 from protofed.deploy.programs import NODES_FILE
 from protofed.errors import ProtofedError
 from protofed.files import read_json, write_json
@@ -179,6 +180,31 @@ def test_a_revoked_key_never_returns(home: Path, calls: list[tuple[str, str]]) -
         deploy("revoke", "north", "--dir", home)
     with pytest.raises(ProtofedError, match="unknown site"):
         deploy("revoke", "west", "--dir", home)
+
+
+def test_a_site_is_admitted_while_another_is_shut_out(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would otherwise write back the settings as they were before the other."""
+    for site in ("north", "south"):
+        deploy("join", "--dir", home, "--site", site)
+    requests = {s: home / "sites" / s / f"{s}.request" for s in ("north", "south")}
+    deploy("admit", requests["north"], "--dir", home)
+    server, write = home / "server", admission.write_members
+    shut_out = threading.Thread(target=admission.revoke, args=(server, "north", lambda _: None))
+
+    def slow(folder: Path, members: Members) -> None:
+        monkeypatch.setattr(admission, "write_members", write)
+        shut_out.start()
+        shut_out.join(0.5)  # it waits
+        write(folder, members)
+
+    monkeypatch.setattr(admission, "write_members", slow)
+    deploy("admit", requests["south"], "--dir", home)
+    shut_out.join()
+    members = read_members(server)
+    assert members.sites["south"].key and not members.sites["north"].key
+    assert len(members.revoked) == 1
 
 
 def test_a_site_renews_its_keys(home: Path, calls: list[tuple[str, str]]) -> None:

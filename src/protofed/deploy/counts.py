@@ -8,13 +8,12 @@ confirm`` shows and confirms them, in ``counts.json`` in the server's folder.
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from protofed.deploy.locking import locked
 from protofed.errors import unknown
 from protofed.federation.setup import Setup
 from protofed.files import read_json, write_json
@@ -76,22 +75,9 @@ class Counts:
             return ""
         return f"it declares {count}, and max_samples is {self.most}"
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Change the file alone: a site may declare its images while the operator confirms others'.
-
-        The folder is locked, not a file in it, which might belong to root and not to the server.
-        """
-        if self.path is None:
-            yield
-            return
-        handle = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # a file system that cannot lock folders
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
+    def _locked(self) -> AbstractContextManager[None]:
+        """A site may declare its images while the operator confirms others'."""
+        return nullcontext() if self.path is None else locked(self.path.parent)
 
     def _read(self) -> dict[str, tuple[Count, bool]]:
         if self.path is not None and self.path.is_file():
