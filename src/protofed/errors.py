@@ -47,6 +47,12 @@ def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
     return ProtofedError(f"unknown {what} '{given!s:.100}'", hint)
 
 
+def printable(text: str) -> str:
+    """Text in which names from elsewhere (of files in an archive) give a terminal no commands."""
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c.isprintable() or c in "\n\t" else unknown for c in text)
+
+
 def raised_at(error: BaseException, files: Container[str]) -> str:
     """Where in these files an error comes from, as ``file:line``; empty if from elsewhere."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]

@@ -218,8 +218,14 @@ def test_a_run_with_the_augmentation_of_large_images(name: str) -> None:
 
 def test_a_run_lists_what_it_skips(name: str, tmp_path: Path) -> None:
     (tmp_path / "pets" / "b" / "cat" / "3.png").write_bytes(b"")
+    (tmp_path / "pets" / "b" / "cat" / "\x1b[2J.png").write_bytes(b"")
     arguments = ("--protocol", "glyphs", "--rounds", "1", "--epochs", "1", "--device", "cpu")
     result = invoke("run", "--task", name, "--out", str(tmp_path / "o"), "--skip-bad", *arguments)
     assert result.exit_code == 0, result.output
     assert "skipped file: " in result.output and "b/cat/3.png: it is empty" in result.output
-    assert "3.png" in load_run(tmp_path / "o").summary["skipped"][0]
+    assert any("3.png" in line for line in load_run(tmp_path / "o").summary["skipped"])
+    again = invoke("predict", str(tmp_path / "o"), str(tmp_path / "pets"), "--skip-bad")
+    assert again.exit_code == 0, again.output
+    for said in (result.output, again.output):
+        assert "b/cat/\N{REPLACEMENT CHARACTER}[2J.png" in said
+    assert "\x1b" not in result.output + again.stderr  # the table of predictions is data

@@ -18,13 +18,13 @@ from protofed.cli.deploy import deploy_app
 from protofed.cli.methods import methods
 from protofed.cli.model import evaluate, export, predict
 from protofed.cli.options import HELP
-from protofed.cli.output import console, printable
+from protofed.cli.output import console
 from protofed.cli.report import report
 from protofed.cli.run import run, show
 from protofed.cli.runs import runs_app
 from protofed.cli.study import study_app
 from protofed.cli.tasks import tasks
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, printable
 from protofed.version import __version__
 
 ORDER = (

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
+from protofed.errors import printable
+
 if TYPE_CHECKING:
     from protofed.runs import Result
     from protofed.studies.folder import TaskTable
@@ -20,13 +22,6 @@ console = Console()
 def say(line: str) -> None:
     """Print a line as it is: no markup, no wrapping."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
-
-
-def printable(text: str) -> str:
-    """Text in which names from elsewhere (of files in an archive) give a terminal no commands."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
-    )
 
 
 @contextmanager
