@@ -135,6 +135,8 @@ def write_atomic(path: Path, content: bytes | str, private: bool = False) -> Non
     files follow the umask.
     """
     with writing(path):
+        if not path.name:  # "." or "/"
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         make_folder(path.parent, private)
         temporary = temporary_file(path)
         try:
