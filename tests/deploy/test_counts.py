@@ -31,6 +31,8 @@ BAD = "print-0"
 def test_declared_and_confirmed(tmp_path: Path) -> None:
     counts = Counts(tmp_path, {"scan-0": Count(30, 9)}, most=1000)
     assert counts.confirmed("scan-0") == Count(30, 9) and counts.confirmed("north") is None
+    with pytest.raises(ProtofedError, match=r"declared its images: 'north' \(there is none\)"):
+        counts.confirm(["north"])
     assert not counts.declare("north", Count(120, 30)) and counts.confirmed("north") is None
     again = Counts(tmp_path, {}, most=1000)  # the operator's command
     with pytest.raises(ProtofedError, match="unknown site that has declared its images: 'noth'"):

@@ -72,6 +72,7 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
         ({"sites": ["a"], "address": "münchen.example:8000"}, "'münchen.example' is not ASCII"),
         ({"sites": ["a"], "hosts": ["müller.example"]}, "'müller.example' is not ASCII"),
         ({"sites": ["a"], "classes": ["x"]}, "names only one class"),
+        ({"sites": ["a"], "domains": {"a": ""}}, "site 'a' has an empty domain"),
         (
             {"sites": ["a"], "classes": ["x", "y"], "domains": {"a": "average"}},
             "cannot be called 'average'",

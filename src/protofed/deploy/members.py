@@ -94,6 +94,8 @@ class Members:
                 raise ProtofedError(
                     f"'{site}' cannot be a site's name", "use letters, digits, dots and dashes"
                 )
+            if not self.sites[site].domain:
+                raise ProtofedError(f"site '{site}' has an empty domain")
         for name in ("gather_seconds", "wait_seconds", "round_seconds"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < 1e7:
