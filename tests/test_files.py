@@ -27,6 +27,12 @@ def test_writes_text_and_bytes_and_makes_folders(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_folder_is_no_file(path: str) -> None:
+    with pytest.raises(CannotWrite, match="Is a directory"):
+        write_atomic(Path(path), "text")
+
+
 @pytest.fixture
 def umask() -> Iterator[Callable[[int], int]]:
     before = os.umask(0)

@@ -43,8 +43,15 @@ def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
     """The error for a name that does not exist, with the nearest names that do."""
     names = sorted(valid)
     near = difflib.get_close_matches(str(given)[:100], names, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"valid: {', '.join(names)}"
+    all_of_them = f"valid: {', '.join(names)}" if names else "there is none"
+    hint = f"did you mean {' or '.join(near)}?" if near else all_of_them
     return ProtofedError(f"unknown {what} '{given!s:.100}'", hint)
+
+
+def printable(text: str) -> str:
+    """Text in which names from elsewhere (of files in an archive) give a terminal no commands."""
+    unknown = "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c.isprintable() or c in "\n\t" else unknown for c in text)
 
 
 def raised_at(error: BaseException, files: Container[str]) -> str:

@@ -44,6 +44,14 @@ class Damaged(ProtofedError):
         self.path, self.why = path, why
 
 
+def expand_user(path: str | Path) -> Path:
+    """The path with a ``~`` in front replaced by the user's home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ProtofedError(f"'{path}': the home folder is unknown", "write it out") from None
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an error of the file system into one that names ``path``."""
@@ -127,6 +135,8 @@ def write_atomic(path: Path, content: bytes | str, private: bool = False) -> Non
     files follow the umask.
     """
     with writing(path):
+        if not path.name:  # "." or "/"
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         make_folder(path.parent, private)
         temporary = temporary_file(path)
         try:

@@ -15,6 +15,7 @@ import torch
 
 from protofed.data import cache, decode, load, load_task
 from protofed.data.cache import cache_folder
+from protofed.errors import ProtofedError
 
 NAMES = [f"{d}/{c}/{i}.png" for d in "ab" for c in "cd" for i in range(10)]
 
@@ -81,6 +82,7 @@ def test_any_change_is_seen(name: str, tmp_path: Path, pictures: Any) -> None:
 
 @pytest.mark.parametrize("damage", [
     "flip", "cut", "zeros", "empty", "labels", "no json", "no npy", "junk", "nested json",
+    "stamps",
 ])  # fmt: skip
 def test_a_damaged_cache_is_rebuilt(name: str, own_cache: Path, damage: str) -> None:
     first = load_task(name)
@@ -106,6 +108,9 @@ def test_a_damaged_cache_is_rebuilt(name: str, own_cache: Path, damage: str) -> 
         about.write_text("{}")
     elif damage == "nested json":
         about.write_text("[" * 100_000)
+    elif damage == "stamps":
+        for stamp in (own_cache / "decoded" / "stamps").iterdir():
+            stamp.write_bytes(b"\xff")
     again = load_task(name)
     assert again.digest == first.digest
     assert torch.equal(again.domains["b"].test.x, first.domains["b"].test.x)
@@ -160,6 +165,10 @@ def test_the_cache_folder_follows_the_environment(
     monkeypatch.delenv("PROTOFED_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
+    with monkeypatch.context() as nobody, pytest.raises(ProtofedError, match="home folder"):
+        nobody.delenv("HOME")
+        nobody.setattr("pwd.getpwuid", {}.__getitem__)
+        cache_folder()
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache_folder() == tmp_path / "home" / ".cache" / "protofed"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
@@ -190,6 +199,14 @@ def test_a_full_disk_is_noticed_before_decoding(
     monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
     assert len(load_task(name).domains["a"].train) == 16
     assert list((own_cache / "decoded").glob("*.*")) == []
+    with cache.scratch("x", (2, 2)):  # what could be reserved is given back before decoding
+        assert not [p for p in (own_cache / "decoded").iterdir() if p.is_file()]
+    too_much = (10**7, 3, 1024, 1024)
+    with (
+        pytest.raises(ProtofedError, match=r"take 31457\.3 GB, more than the memory"),
+        cache.scratch("x", too_much),
+    ):
+        pass
 
 
 def test_skipped_images_depend_on_the_limit(name: str, tmp_path: Path, pictures: Any) -> None:
@@ -211,5 +228,26 @@ def test_entries_can_be_listed_and_purged(name: str, own_cache: Path, tmp_path: 
     assert (found["folder-8-00"].images, found["folder-8-00"].size) == (0, 100)
     cache.purge([small, "folder-8-00"])
     assert [entry.name for entry in cache.entries()] == [kept]
-    assert len(list((own_cache / "decoded" / "stamps").iterdir())) == 1  # not that of a survey
+    stamps = own_cache / "decoded" / "stamps"
+    assert len(list(stamps.iterdir())) == 1  # not that of a survey
     assert load_task(name, image_size=16).digest
+    (stamps / "damaged").write_bytes(b"\xff")
+    cache.purge([kept])
+    assert not (stamps / "damaged").exists()
+
+
+def test_files_that_another_process_deletes_are_not_listed(
+    name: str, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_task(name)
+    about, pixels = files(own_cache)
+    left = pixels.stat().st_size
+    listed = cache._entry
+
+    def deleted(*entry: Any) -> cache.CacheEntry:
+        about.unlink()
+        return listed(*entry)
+
+    monkeypatch.setattr(cache, "_entry", deleted)
+    [entry] = cache.entries()
+    assert entry.size == left

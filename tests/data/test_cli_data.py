@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +150,30 @@ def test_errors_of_a_user(tmp_path: Path, own_cache: Path) -> None:
         (("run", "--task", "digits", "--data", str(tmp_path / "no")), "looked for"),
         (("run", "--task", "folder"), "folder:PATH"),
         (("run", "--image-size", "64"), "32 pixels"),
+        (("data", "show", "folder:~nobody-here/x"), "the home folder is unknown"),
+        (("data", "show", "digits", "--data", "~nobody-here/x"), "the home folder is unknown"),
     ):
         result = invoke(*arguments)
         assert isinstance(result.exception, ProtofedError), arguments
         assert words in str(result.exception)
+    assert invoke("data", "show", "glyphs", "--images", "1000000").exit_code == 2
+
+
+def test_names_in_an_archive_do_not_command_the_terminal(
+    tmp_path: Path, pictures: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number, name in enumerate(("a/x/1", "a/x/2", "b/x/1", "b/x/2")):
+            archive.writestr(f"{name}\x1b[2J.png", pictures.one() if number else b"no image")
+            archive.writestr(f"{name}.png", pictures.one())
+    monkeypatch.setattr("warnings.showwarning", warnings.showwarning)  # which main replaces
+    for more in ((), ("--skip-bad",)):
+        monkeypatch.setattr("sys.argv", ["protofed", "data", "show", f"folder:{path}", *more])
+        with pytest.raises(SystemExit):
+            cli.main()
+        said = "".join(capsys.readouterr())
+        assert "a/x/1\N{REPLACEMENT CHARACTER}[2J.png" in said and "\x1b" not in said
 
 
 def test_a_run_on_a_folder_and_its_results_without_it(name: str, tmp_path: Path) -> None:
@@ -196,8 +218,14 @@ def test_a_run_with_the_augmentation_of_large_images(name: str) -> None:
 
 def test_a_run_lists_what_it_skips(name: str, tmp_path: Path) -> None:
     (tmp_path / "pets" / "b" / "cat" / "3.png").write_bytes(b"")
+    (tmp_path / "pets" / "b" / "cat" / "\x1b[2J.png").write_bytes(b"")
     arguments = ("--protocol", "glyphs", "--rounds", "1", "--epochs", "1", "--device", "cpu")
     result = invoke("run", "--task", name, "--out", str(tmp_path / "o"), "--skip-bad", *arguments)
     assert result.exit_code == 0, result.output
     assert "skipped file: " in result.output and "b/cat/3.png: it is empty" in result.output
-    assert "3.png" in load_run(tmp_path / "o").summary["skipped"][0]
+    assert any("3.png" in line for line in load_run(tmp_path / "o").summary["skipped"])
+    again = invoke("predict", str(tmp_path / "o"), str(tmp_path / "pets"), "--skip-bad")
+    assert again.exit_code == 0, again.output
+    for said in (result.output, again.output):
+        assert "b/cat/\N{REPLACEMENT CHARACTER}[2J.png" in said
+    assert "\x1b" not in result.output + again.stderr  # the table of predictions is data

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from protofed.data import decode as module
 from protofed.data.decode import BadImage, Budget, decode, decode_all, measure, parse_range
@@ -88,6 +88,15 @@ def test_bytes_that_are_not_an_image(pictures: Any) -> None:
     ):
         with pytest.raises(BadImage, match=words):
             decode(content, 8)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow reads no AVIF")
+def test_a_damaged_avif(pictures: Any) -> None:
+    """Pillow's decoder raises a RuntimeError, which no other does."""
+    content = pictures.one(kind="AVIF")
+    at = content.index(b"pixi") + 8
+    with pytest.raises(BadImage, match="Failed to decode image"):
+        decode(content[:at] + bytes(1) + content[at + 1 :], 8)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from protofed.data import load_task
 from protofed.data.decode import BadImage, Budget, decode, measure
+from protofed.errors import ProtofedError
 from tests.data.dicoms import dicom
 
 RAMP = np.arange(4096, dtype=np.uint16).reshape(64, 64)
@@ -22,6 +25,30 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "pydicom", None)
     with pytest.raises(BadImage, match=r"pip install 'protofed\[dicom\]'"):
         decode(bytes(128) + b"DICM", 8)
+
+
+@pytest.mark.parametrize("skip_bad", [False, True])
+def test_what_is_remembered_ends_when_pydicom_is_installed(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, skip_bad: bool
+) -> None:
+    """The images were not measured then, or were left out."""
+    for number, name in enumerate(("a/x", "a/y", "b/x", "b/y")):
+        for i in range(3):
+            path = tmp_path / "ct" / name / f"{i}.dcm"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(dicom(RAMP + np.uint16(3 * number + i)))
+            if skip_bad:
+                Image.new("L", (40, 40), 3 * number + i).save(path.with_name(f"{i}.png"))
+    task = f"folder:{tmp_path / 'ct'}"
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pydicom", None)
+        if skip_bad:
+            assert len(load_task(task, skip_bad=True).skipped) == 12
+        else:
+            with pytest.raises(ProtofedError, match=r"protofed\[dicom\]"):
+                load_task(task)
+    found = load_task(task, skip_bad=skip_bad)
+    assert not found.skipped and found.pixel_range == "0:4106"
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +132,7 @@ def test_what_is_refused() -> None:
         (dicom(RAMP, DEFLATED), "deflated"),
         (dicom(RAMP, PixelData=b"short"), "its pixels cannot be read"),
         (dicom(RAMP)[:200], "not a DICOM image"),
+        (dicom(RAMP).replace(b"10008.1.2.1", b"10008\\1.2.1"), "not a DICOM image"),  # two values
         (bytes(128) + b"DICM" + bytes(range(256)), "not a DICOM image"),
     ):
         with pytest.raises(BadImage, match=words):

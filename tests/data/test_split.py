@@ -457,6 +457,9 @@ def test_domains_with_too_few_images_to_validate_on_are_named() -> None:
     with pytest.raises(ProtofedError, match=r"0\.2 leaves too few.*: 8 of domain 'b' ") as error:
         validation_rows(task, held, 0.2)
     assert "raise --validate to 0.53, or" in error.value.hint
+    with pytest.raises(ProtofedError) as error:
+        validation_rows(task, hold_out(task, shares, 1e-9, seed=0), 1e-9)
+    assert "raise --validate to 0.50, or" in error.value.hint
     half = hold_out(task, shares, 0.5, seed=0)
     found = validation_rows(task, half, 0.5)
     assert {d: len(rows) for d, rows in found.items()} == {"a": 90, "b": 22}

@@ -60,6 +60,15 @@ def sparse_tar(size: int) -> bytes:
     return bytes(raw) + bytes(512 + 1024)
 
 
+def negative_tar(size: int, sparse: bool = False) -> bytes:
+    """Two members, of which the second claims to end before it starts."""
+    raw = bytearray(sparse_tar(1024)[:512] if sparse else FIRST)
+    raw[124:136] = b"\xff" + size.to_bytes(11, "big", signed=True)
+    raw[148:156] = b" " * 8
+    raw[148:156] = b"%06o\0 " % sum(raw)
+    return 2 * FIRST + bytes(raw) + bytes(1024)
+
+
 def zipped(method: int, content: bytes = ZEROS, declared: int | None = None) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as archive:
@@ -173,6 +182,8 @@ def test_what_is_allowed_is_read(tmp_path: Path, pictures: Any) -> None:
     assert len(load_task(f"folder:{plain}", max_unpacked_gb=5e-5).domains["a"].train) == 8
     with pytest.raises(ProtofedError, match="max_unpacked_gb must be a number"):
         load_task(f"folder:{path}", max_unpacked_gb=float("nan"))
+    with pytest.raises(ProtofedError, match="max_unpacked_gb must be a number of gigabytes"):
+        load_task(f"folder:{path}", max_unpacked_gb=float("inf"))
 
 
 def nested_cells(depth: int) -> bytes:
@@ -231,6 +242,18 @@ def test_archives_that_are_nonsense(tmp_path: Path) -> None:
     for content in (pax, gzip.compress(pax), b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"", b"x"):
         (tmp_path / "x").write_bytes(content)
         assert not is_archive(tmp_path / "x")
+
+
+@pytest.mark.parametrize(("size", "sparse"), [(-3, False), (-1024, False), (-1024, True)])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_members_of_negative_size(
+    tmp_path: Path, pack: Callable[[bytes], bytes], size: int, sparse: bool
+) -> None:
+    """The next header is then an earlier one: listing them would never end."""
+    path = tmp_path / "images.tar"
+    path.write_bytes(pack(negative_tar(size, sparse)))
+    with unpacking_at_most(0.001), pytest.raises(ProtofedError, match="damaged: the size of"):
+        list_files(path)
 
 
 def trapped(root: Path, pictures: Any) -> Path:

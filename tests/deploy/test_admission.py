@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,13 +12,19 @@ import pytest
 pytest.importorskip("flwr")
 
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 from tests.deploy.loopback_world import TINY, Deployment
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
 from protofed.deploy import admission, programs
 from protofed.deploy.certificates import host_names
-from protofed.deploy.members import Member, read_members
+from protofed.deploy.members import Member, Members, read_members
 from protofed.deploy.programs import NODES_FILE
 from protofed.errors import ProtofedError
 from protofed.files import read_json, write_json
@@ -82,6 +89,13 @@ def test_sites_that_are_admitted_while_the_server_starts_are_registered(
     assert registered == ["north", "south"]
 
 
+def with_password(key: bytes) -> bytes:
+    found = load_pem_private_key(key, None)
+    return found.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret")
+    )
+
+
 def certificate(path: Path) -> x509.Certificate:
     return x509.load_pem_x509_certificate(path.read_bytes())
 
@@ -118,6 +132,7 @@ def test_requests_that_are_not_admitted(home: Path, tmp_path: Path) -> None:
     for change, words in (
         ({"site": "west"}, "unknown site"),
         ({"key": "ssh-rsa AAAA"}, "the key of site 'north' is invalid"),
+        ({"key": ""}, "the request of site 'north' has no key"),
         ({"certificate_request": ""}, "the certificate request of site 'north' is invalid"),
         (
             {"certificate_request": good["certificate_request"].replace("M", "N", 3)},
@@ -167,6 +182,31 @@ def test_a_revoked_key_never_returns(home: Path, calls: list[tuple[str, str]]) -
         deploy("revoke", "west", "--dir", home)
 
 
+def test_a_site_is_admitted_while_another_is_shut_out(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would otherwise write back the settings as they were before the other."""
+    for site in ("north", "south"):
+        deploy("join", "--dir", home, "--site", site)
+    requests = {s: home / "sites" / s / f"{s}.request" for s in ("north", "south")}
+    deploy("admit", requests["north"], "--dir", home)
+    server, write = home / "server", admission.write_members
+    shut_out = threading.Thread(target=admission.revoke, args=(server, "north", lambda _: None))
+
+    def slow(folder: Path, members: Members) -> None:
+        monkeypatch.setattr(admission, "write_members", write)
+        shut_out.start()
+        shut_out.join(0.5)  # it waits
+        write(folder, members)
+
+    monkeypatch.setattr(admission, "write_members", slow)
+    deploy("admit", requests["south"], "--dir", home)
+    shut_out.join()
+    members = read_members(server)
+    assert members.sites["south"].key and not members.sites["north"].key
+    assert len(members.revoked) == 1
+
+
 def test_a_site_renews_its_keys(home: Path, calls: list[tuple[str, str]]) -> None:
     site = home / "sites" / "north"
     deploy("join", "--dir", site)
@@ -201,9 +241,24 @@ def test_the_server_renews_its_certificate(home: Path) -> None:
     (home / "ca" / "ca.key").write_bytes(key)
     with pytest.raises(ProtofedError, match=r"is not the key of ca\.crt"):
         deploy("renew", "--dir", home)
+    (home / "ca" / "ca.key").write_bytes(with_password(key))
+    with pytest.raises(ProtofedError, match=r"the authority in .* ca\.key: Password was not given"):
+        deploy("renew", "--dir", home)
     (home / "ca" / "ca.key").unlink()
     with pytest.raises(ProtofedError, match=r"the authority in .* cannot be read"):
         deploy("renew", "--dir", home)
+    (server / "server.crt").write_text("damaged")
+    with pytest.raises(ProtofedError, match=r"server\.crt in .* cannot be read"):
+        deploy("renew", "--dir", home)
+
+
+def test_a_clients_key_with_a_password(home: Path) -> None:
+    site = home / "sites" / "north"
+    deploy("join", "--dir", site)
+    path = site / "client.key"
+    path.write_bytes(with_password(path.read_bytes()))
+    with pytest.raises(ProtofedError, match=r"client\.key' cannot be read: .*Password was not"):
+        deploy("renew", "--dir", site)
 
 
 def test_folders_are_their_owners_alone(home: Path) -> None:

@@ -31,6 +31,8 @@ BAD = "print-0"
 def test_declared_and_confirmed(tmp_path: Path) -> None:
     counts = Counts(tmp_path, {"scan-0": Count(30, 9)}, most=1000)
     assert counts.confirmed("scan-0") == Count(30, 9) and counts.confirmed("north") is None
+    with pytest.raises(ProtofedError, match=r"declared its images: 'north' \(there is none\)"):
+        counts.confirm(["north"])
     assert not counts.declare("north", Count(120, 30)) and counts.confirmed("north") is None
     again = Counts(tmp_path, {}, most=1000)  # the operator's command
     with pytest.raises(ProtofedError, match="unknown site that has declared its images: 'noth'"):
@@ -40,6 +42,27 @@ def test_declared_and_confirmed(tmp_path: Path) -> None:
     assert counts.declare("north", Count(120, 30))
     assert not counts.declare("north", Count(10**9, 30))  # has to be confirmed anew
     assert counts.confirmed("north") is None
+
+
+def test_a_declaration_and_a_confirmation_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would otherwise write back the file as it was before the other."""
+    counts, operator = (Counts(tmp_path, {}, most=1000) for _ in range(2))
+    counts.declare("north", Count(120, 30))
+    declared = threading.Thread(target=counts.declare, args=("south", Count(50, 10)))
+    write = operator._write
+
+    def slow(said: Any) -> None:
+        declared.start()
+        declared.join(0.5)  # it waits
+        write(said)
+
+    monkeypatch.setattr(operator, "_write", slow)
+    assert operator.confirm(["north"]) == {"north": Count(120, 30)}
+    declared.join()
+    assert counts.confirmed("north") == Count(120, 30)
+    assert Counts(tmp_path, {}, most=1000).confirm(["south"]) == {"south": Count(50, 10)}
 
 
 def test_a_cap_on_what_can_be_declared() -> None:

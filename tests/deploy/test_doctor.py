@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+import httpx
 import uvicorn
 from flwr.superlink.main import create_app
 from tests.deploy.loopback_world import free_port
@@ -24,7 +25,8 @@ from typer.testing import CliRunner
 from protofed.cli.app import app
 from protofed.deploy import certificates, doctor
 from protofed.deploy.certificates import node_key
-from protofed.deploy.gate import Gate
+from protofed.deploy.doctor import _paths
+from protofed.deploy.gate import PATHS, Gate
 from protofed.deploy.setup import init
 
 
@@ -118,6 +120,32 @@ def test_a_site_finds_the_gate_shut_and_says_what_is_wrong(
         assert "PROBLEM node.key cannot be read" in look(site)[1]
     problems, said = look(site)
     assert f"PROBLEM 127.0.0.1:{port} does not respond" in said
+
+
+def test_what_cannot_be_read_is_a_problem(
+    federation: Callable[..., tuple[Path, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = federation(client_certificates=True)
+    site = folder / "sites" / "a"
+
+    def no_password(*_: Any) -> None:
+        raise TypeError("Password was not given but private key is encrypted")
+
+    for name in ("load_ssh_private_key", "load_pem_private_key"):
+        monkeypatch.setattr(f"protofed.deploy.doctor.{name}", no_password)
+    _, said = look(site)
+    assert "PROBLEM node.key cannot be read: node.key: Password was not given" in said
+    assert "PROBLEM client.crt: client.key: Password was not given" in said
+
+
+@pytest.mark.parametrize("date", ["yesterday", "Mon, 99 Jan 2026 00:00:00 GMT"])
+def test_a_server_that_does_not_know_the_date(date: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        known = request.url.path.encode() in PATHS
+        return httpx.Response(401 if known else 404, headers={"date": date})
+
+    with httpx.Client(base_url="https://x", transport=httpx.MockTransport(answer)) as client:
+        assert list(_paths(client, "x"))[-1] == (False, f"x says that it is {date!r}")
 
 
 def test_flower_without_the_gate_is_a_problem(

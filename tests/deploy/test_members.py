@@ -35,6 +35,12 @@ def test_a_federation_file_is_checked(tmp_path: Path) -> None:
         ('[sites."b"]', '[sites."../b"]', "cannot be a site's name"),
         ("format = 2", "format = 3", "newer version of protofed"),
         ("ecdsa-sha2-nistp384 ", "rot13 ", "is invalid"),
+        ('["x", "y"]', '"xy"', "classes must be a list"),
+        ("minimum = 2", 'minimum = 2\nrevoked = "ecdsa"', "revoked must be a list"),
+        ("minimum = 2", 'minimum = 2\nrevoked = ["ecdsa"]', "'ecdsa' in revoked is not a key"),
+        ("minimum = 2", "minimum = 2\nrevoked = [1]", "1 in revoked is not a key"),
+        ("minimum = 2", "minimum = 2\ntask = 5", "task must be text, got 5"),
+        ('address = "127.0.0.1:8000"', "address = 8000", "address must be text, got 8000"),
     ):
         path.write_text(good.replace(old, new))
         with pytest.raises(ProtofedError, match=words):

@@ -397,6 +397,8 @@ def test_tampering_is_found_and_named(tmp_path: Path) -> None:
         ([*lines[:1], lines[2], lines[1], *lines[3:]], 2),
         ([*lines[:4], lines[4][:-9]], 5),
         ([*lines[:3], b"\n", *lines[3:]], 4),
+        ([*lines[:3], b"[" * 100_000 + b"\n", *lines[3:]], 4),
+        ([*lines[:4], lines[4].replace(b'"event"', b'"what"')], 5),
         ([*lines[:3], b"[]\n", *lines[3:]], 4),
     ):
         log.path.write_bytes(b"".join(spoiled))

@@ -69,6 +69,14 @@ def test_init_writes_what_each_machine_needs(tmp_path: Path) -> None:
         ({"sites": ["a"], "address": "here"}, "not host:port"),
         ({"sites": ["a"], "minimum": 2}, "minimum"),
         ({"sites": ["a"], "domains": {"b": "x"}}, "unknown site"),
+        ({"sites": ["a"], "address": "münchen.example:8000"}, "'münchen.example' is not ASCII"),
+        ({"sites": ["a"], "hosts": ["müller.example"]}, "'müller.example' is not ASCII"),
+        ({"sites": ["a"], "classes": ["x"]}, "names only one class"),
+        ({"sites": ["a"], "domains": {"a": ""}}, "site 'a' has an empty domain"),
+        (
+            {"sites": ["a"], "classes": ["x", "y"], "domains": {"a": "average"}},
+            "cannot be called 'average'",
+        ),
     ],
 )
 def test_invalid_settings_are_errors(tmp_path: Path, more: dict[str, Any], words: str) -> None:
@@ -115,6 +123,13 @@ def test_names_with_special_characters_survive(tmp_path: Path) -> None:
     members = read_members(tmp_path / "f" / "server")
     assert (members.name, members.classes) == (name, tuple(classes))
     assert members.sites["a.b"].domain == domain and members.round_seconds == 1234567.5
+
+
+def test_a_long_name_is_cut_in_certificates(tmp_path: Path) -> None:
+    init(tmp_path / ("ü" * 60), ["a"], minimum=1)
+    [path] = tmp_path.glob("*/ca/ca.crt")
+    found = load_pem_x509_certificate(path.read_bytes()).subject
+    assert found.rfc4514_string() == f"CN={'ü' * 32}"
 
 
 def test_sites_of_a_task_are_in_the_simulators_order(tmp_path: Path) -> None:

@@ -146,6 +146,11 @@ def test_limits_are_the_sites_own(home: Path) -> None:
     settings.write_text(f"{text}max_image_pixels = 200\nmax_unpacked_gb = 1\n")
     site = read_site_config(home)
     assert site.reading == Reading(False, 200, 1.0)
+    with pytest.raises(ProtofedError, match="the home folder is unknown"):
+        folder_images(replace(site, data="~nobody-here/x"), CLASSES, 16)
+    settings.write_text(text.replace('site = "', 'site = ["x"]  # "'))
+    with pytest.raises(ProtofedError, match=r"unknown site in .*site\.toml"):
+        read_site_config(home)
     with pytest.raises(ProtofedError, match=r"max_image_pixels = 256 in site\.toml allows"):
         folder_images(site, CLASSES, 16)
     settings.write_text(f"{text}max_image_pixels = 0\n")

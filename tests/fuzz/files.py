@@ -150,6 +150,8 @@ def _images() -> tuple[bytes, ...]:
         (image, "BMP", {}), (image.convert("P"), "GIF", {}), (image, "TIFF", {}),
         (image, "TIFF", {"compression": "tiff_lzw"}), (image, "PPM", {}), (image, "WEBP", {}),
         (image.convert("F"), "TIFF", {}), (image, "ICO", {}), (image, "TGA", {}),
+        (image, "AVIF", {}), (image, "JPEG2000", {}), (image, "TIFF", {"compression": "jpeg"}),
+        (image.convert("RGBA"), "WEBP", {"lossless": True}),
     ]  # fmt: skip
     for source, kind, options in kinds:
         buffer = io.BytesIO()

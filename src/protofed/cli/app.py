@@ -23,7 +23,7 @@ from protofed.cli.run import run, show
 from protofed.cli.runs import runs_app
 from protofed.cli.study import study_app
 from protofed.cli.tasks import tasks
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, printable
 from protofed.version import __version__
 
 ORDER = (
@@ -67,7 +67,7 @@ def _root(
 
 
 def _print_warning(message: Warning | str, *_: object, **__: object) -> None:
-    text = f"[yellow]warning:[/yellow] {escape(str(message))}"
+    text = f"[yellow]warning:[/yellow] {escape(printable(str(message)))}"
     Console(stderr=True, emoji=False).print(text, soft_wrap=True, highlight=False)
 
 
@@ -78,12 +78,12 @@ def main() -> None:
         app()
     except ProtofedError as error:
         Console(stderr=True, emoji=False).print(
-            f"[red]error:[/red] {escape(str(error))}", soft_wrap=True
+            f"[red]error:[/red] {escape(printable(str(error)))}", soft_wrap=True
         )
         sys.exit(error.exit_code)
     except OSError as error:  # about a path that only the operating system knows to be bad
         where = f": '{str(error.filename)[:200]}'" if error.filename else ""
-        text = escape(f"{error.strerror or error}{where}")
+        text = escape(printable(f"{error.strerror or error}{where}"))
         Console(stderr=True, emoji=False).print(f"[red]error:[/red] {text}", soft_wrap=True)
         sys.exit(ProtofedError.exit_code)
     except SystemExit as end:

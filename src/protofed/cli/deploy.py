@@ -207,9 +207,10 @@ def site(
     from protofed.deploy.programs import join
     from protofed.deploy.setup import site_folder
     from protofed.deploy.site import check_public, folder_images, read_site_config
+    from protofed.files import expand_user
 
     found = site_folder(folder, name)
-    given = (str(path.expanduser().resolve()) if path else None for path in (data, public))
+    given = (str(expand_user(path).resolve()) if path else None for path in (data, public))
     home = read_site_config(found, *given)
     if name is not None and home.name != name:
         raise ProtofedError(f"'{found}' is the folder of site '{home.name}', not of '{name}'")

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from protofed.cli.options import TrustOption
 from protofed.cli.output import console, say
-from protofed.errors import ProtofedError, unknown
+from protofed.errors import ProtofedError, printable, unknown
 from protofed.files import write_atomic
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def predict(
     for chunk in track(chunks, "predicting", console=errors, transient=True):
         rows += _predictions(trained, chunk, bad if skip_bad else None)
     for line in bad:
-        errors.print(f"skipped: {line}", markup=False, highlight=False, soft_wrap=True)
+        said = printable(f"skipped: {line}")
+        errors.print(said, markup=False, highlight=False, soft_wrap=True)
     if not rows:
         raise ProtofedError("none of the files could be decoded")
     text = io.StringIO()

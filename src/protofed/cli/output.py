@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.markup import escape
 
+from protofed.errors import printable
+
 if TYPE_CHECKING:
     from protofed.runs import Result
     from protofed.studies.folder import TaskTable
@@ -19,7 +21,7 @@ console = Console()
 
 def say(line: str) -> None:
     """Print a line as it is: no markup, no wrapping."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

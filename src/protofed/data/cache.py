@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
 import zlib
@@ -25,7 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from protofed.data.task import Domain, Images
-from protofed.files import write_atomic
+from protofed.errors import ProtofedError
+from protofed.files import expand_user, write_atomic
 
 FORMAT = 3
 """Raise this whenever pixels, splits or notes change: older entries are then ignored."""
@@ -49,10 +51,10 @@ class Decoded:
 def cache_folder() -> Path:
     """The cache folder: ``PROTOFED_CACHE``, else ``protofed`` in the user's cache folder."""
     if own := os.environ.get("PROTOFED_CACHE"):
-        return Path(own).expanduser()
+        return expand_user(own)
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says that a relative path is invalid and must be ignored.
-    root = Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache"
+    root = Path(shared) if Path(shared).is_absolute() else expand_user("~/.cache")
     return root / "protofed"
 
 
@@ -113,28 +115,34 @@ def store(
 @contextlib.contextmanager
 def scratch(name: str, shape: tuple[int, ...]) -> Iterator[Pixels]:
     """An array to fill: a temporary file in the cache folder, or memory if that cannot be made."""
-    path = None
-    try:
-        _make_private_folder()
-        handle, made = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
-        os.close(handle)
-        path = Path(made)
-        pixels: Pixels = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
-        _reserve(path)
-    except OSError:
-        pixels = np.empty(shape, np.uint8)
-    try:
+    with contextlib.ExitStack() as at_end:
+        try:
+            _make_private_folder()
+            handle, made = tempfile.mkstemp(dir=entries_folder(), prefix=f".{name}.", suffix=".tmp")
+            at_end.callback(Path(made).unlink, missing_ok=True)
+            os.close(handle)
+            pixels: Pixels = np.lib.format.open_memmap(made, "w+", np.uint8, shape)
+            _reserve(Path(made))
+        except OSError as error:
+            at_end.close()  # what was reserved of a full disk is free again
+            pixels = _in_memory(shape, error)
         yield pixels
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
+
+
+def _in_memory(shape: tuple[int, ...], error: OSError) -> Pixels:
+    try:
+        return np.empty(shape, np.uint8)
+    except MemoryError:
+        raise ProtofedError(
+            f"the decoded images take {math.prod(shape) / 1e9:.1f} GB, more than the memory, and "
+            f"cannot be kept in '{cache_folder()}' ({error.strerror or error})",
+            "lower --image-size, or set PROTOFED_CACHE to a folder with more space",
+        ) from None
 
 
 def recall(*key: object) -> str:
     """The text that ``remember`` stored under this key of plain values; empty if none."""
-    with contextlib.suppress(OSError):
-        return _stamp(key).read_text("utf-8").strip()
-    return ""
+    return _text(_stamp(key))
 
 
 def remember(text: str, *key: object) -> None:
@@ -168,11 +176,18 @@ def purge(names: Collection[str]) -> None:
     """Delete these entries. A process that has one mapped can go on using it."""
     for path in entries_folder().glob("*"):
         if path.is_file() and _entry_of(path) in names:
-            path.unlink()
+            path.unlink(missing_ok=True)
     for stamp in _stamp(()).parent.glob("*"):
-        text = stamp.read_text("utf-8").strip()
+        text = _text(stamp)
         if text in names or not (entries_folder() / f"{text:.100}.json").is_file():
-            stamp.unlink()
+            stamp.unlink(missing_ok=True)
+
+
+def _text(stamp: Path) -> str:
+    """What a stamp says; empty if it is missing or damaged."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return stamp.read_text("utf-8").strip()
+    return ""
 
 
 def _entry_of(path: Path) -> str:
@@ -185,8 +200,11 @@ def _entry(name: str, files: list[Path]) -> CacheEntry:
     with contextlib.suppress(Exception):
         metadata = json.loads((entries_folder() / f"{name}.json").read_text("utf-8"))
         source, images = ", ".join(metadata.get("source", ())), int(metadata["shape"][0])
-    stats = [path.stat() for path in files]
-    made = max(s.st_mtime for s in stats)
+    stats = []
+    for path in files:
+        with contextlib.suppress(FileNotFoundError):  # another process has renamed or deleted it
+            stats.append(path.stat())
+    made = max((s.st_mtime for s in stats), default=0.0)
     return CacheEntry(name, source, images, sum(s.st_size for s in stats), made)
 
 

@@ -16,9 +16,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
@@ -47,7 +50,14 @@ _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000", "AVI
 
 # What Pillow's plugins raise on bytes that are not an image, or a truncated one.
 _BAD = (OSError, ValueError, SyntaxError, EOFError, struct.error, IndexError, TypeError, KeyError,
-        OverflowError, ZeroDivisionError, MemoryError, Image.DecompressionBombError)  # fmt: skip
+        OverflowError, ZeroDivisionError, MemoryError, RuntimeError,
+        Image.DecompressionBombError)  # fmt: skip
+
+
+def decoders() -> tuple[str, ...]:
+    """What decides how images are decoded: the versions of Pillow and, if installed, pydicom."""
+    pydicom = (f"pydicom {version('pydicom')}",) if find_spec("pydicom") else ()
+    return (PIL.__version__, *pydicom)
 
 
 class BadImage(Exception):

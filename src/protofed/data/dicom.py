@@ -38,7 +38,7 @@ class Dicom:
             self._found: Any = pydicom.dcmread(io.BytesIO(content))
             self.size = int(self._found.Columns), int(self._found.Rows)
             frames = int(self._found.get("NumberOfFrames") or 1)
-            self._syntax: Any = self._found.file_meta.TransferSyntaxUID
+            self._syntax: Any = pydicom.uid.UID(self._found.file_meta.TransferSyntaxUID)
             self._kind = str(self._found.PhotometricInterpretation)
             bits = int(self._found.BitsAllocated)
         except Exception as error:

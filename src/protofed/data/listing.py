@@ -222,6 +222,8 @@ def _tar(path: Path) -> Iterator[Member]:
     listing = Allowance(path)
     with opened_tar(path) as (archive, compressed):
         for member in archive:
+            if member.size < 0 or archive.offset < member.offset_data:  # it would be read forever
+                raise ValueError(f"the size of {member.name!r:.100} is negative")
             listing.take(_MEMBER)
             if member.isdir():
                 yield member.name, None, 0

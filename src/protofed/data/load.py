@@ -15,14 +15,13 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-import PIL
 from torch import Tensor
 
 from protofed.data import cache, choose
 from protofed.data.augment import AUGMENTS
 from protofed.data.cache import Decoded
 from protofed.data.choose import Survey
-from protofed.data.decode import decode_all, measure_all, parse_range
+from protofed.data.decode import decode_all, decoders, measure_all, parse_range
 from protofed.data.glyphs import load_glyphs
 from protofed.data.info import FOLDER, describe
 from protofed.data.listing import content_key, stamp
@@ -47,11 +46,11 @@ _OPTIONS: dict[str, tuple[Any, str]] = {
     "skip_bad": (bool, "true or false"),
     "augment": (str, "a name"),
     "max_image_pixels": (int, "a whole number of at least 1"),
-    "max_unpacked_gb": (int | float, "a number of gigabytes"),
+    "max_unpacked_gb": (int | float, "a number of gigabytes, above 0 and at most 10000"),
     "pixel_range": (str, "LOW:HIGH"),
 }
 """The type that an option of ``load_task`` must have, and how to say it."""
-_RANGES = {"image_size": (8, 1024), "max_image_pixels": (1, inf), "max_unpacked_gb": (0, inf)}
+_RANGES = {"image_size": (8, 1024), "max_image_pixels": (1, inf), "max_unpacked_gb": (1e-9, 1e4)}
 
 
 def load_task(
@@ -202,7 +201,9 @@ def _decoded(
     """
     # try without skip_bad first: that entry has no bad images, so it serves both
     skips = (False, reading.max_image_pixels) if reading.skip_bad else (False,)
-    asked = [(PIL.__version__, kind, size, test_split, skip, reading.pixel_range) for skip in skips]
+    pillow, *pydicom = decoders()
+    made = (kind, size, test_split)
+    asked = [(pillow, *made, skip, reading.pixel_range, *pydicom) for skip in skips]
     before = stamp(paths)
     for options in asked:
         known = cache.recall(before, *options)
@@ -222,7 +223,7 @@ def _decoded(
 
 def _survey(paths: list[Path], reading: Reading, plan: Callable[[], Plan]) -> Survey:
     """What the images of a folder are like: measured once for each state of its files."""
-    key = (stamp(paths), PIL.__version__, reading.max_image_pixels, "survey")
+    key = (stamp(paths), *decoders(), reading.max_image_pixels, "survey")
     with suppress(ValueError, TypeError):
         return Survey(*json.loads(cache.recall(*key)))
     parts = plan().parts

@@ -11,6 +11,7 @@ from protofed.data.listing import hidden, is_archive
 from protofed.data.sources.published import PublishedTask, plain
 from protofed.data.task import DataMissing
 from protofed.errors import ProtofedError
+from protofed.files import expand_user
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 _LIST = re.compile(r".+_(train|crossval|val|test)(_kfold)?\.txt", re.IGNORECASE)
@@ -19,7 +20,7 @@ _LIST = re.compile(r".+_(train|crossval|val|test)(_kfold)?\.txt", re.IGNORECASE)
 def data_root(data: str | Path | None = None) -> Path:
     """The folder of all data: as given, else ``PROTOFED_DATA``, else in the cache folder."""
     own = data or os.environ.get("PROTOFED_DATA")
-    return Path(own).expanduser() if own else cache_folder() / "data"
+    return expand_user(own) if own else cache_folder() / "data"
 
 
 def locate(task: PublishedTask, data: str | Path | None = None) -> list[Path]:

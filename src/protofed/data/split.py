@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -157,7 +158,11 @@ def validation_rows(
     if few := {d: len(rows) for d, rows in found.items() if len(rows) < FEWEST_TO_VALIDATE}:
         enough = ""
         if isinstance(validate, float):
-            part = validate * (FEWEST_TO_VALIDATE + 1) / max(1, min(few.values()))
+            held = {
+                d: sum(len(s.rows) + len(s.held_out) for s in shares if s.domain == d) for d in few
+            }
+            each = (max(validate / max(1, n), 1 / held[d]) for d, n in few.items())
+            part = math.ceil(100 * (FEWEST_TO_VALIDATE + 1) * max(each) - 1e-9) / 100
             enough = f" to {part:.2f}" * (part < 1)
         raise ProtofedError(
             f"validate = {validate} leaves too few images to validate on: "

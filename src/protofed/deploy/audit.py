@@ -1,4 +1,4 @@
-"""A site's audit log: what it was asked, what it sent, what it refused.
+"""A site's audit log: every request, reply, refusal and approval.
 
 ``audit.jsonl`` in the site's folder has one entry per line. Each names the SHA-256 of the line
 before, so a line that is changed, removed or inserted is found. A log that was cut off or rewritten
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from protofed import tree
 from protofed.errors import ProtofedError
 from protofed.files import writing
+from protofed.shape import mismatch
 from protofed.tree import Tree
 
 AUDIT_FILE = "audit.jsonl"
@@ -58,9 +59,9 @@ class AuditLog:
         for number, line in enumerate(self._lines(), start=1):
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 entry = None
-            if not isinstance(entry, dict) or not line.endswith(b"\n"):
+            if mismatch(entry, {"time": str, "event": str}) or not line.endswith(b"\n"):
                 raise self._altered(number, "is not an entry")
             if entry.get("before") != _hash(before):
                 raise self._altered(number, f"does not follow line {number - 1}")

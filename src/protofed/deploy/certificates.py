@@ -10,8 +10,9 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -51,7 +52,10 @@ def certificate_request(key_path: Path, site: str) -> str:
     """A signing request for the private key in this file; the key is made if there is none."""
     if not key_path.exists():
         write_secret(key_path, _private_pem(_new_key()))
-    key = _load_key(key_path)
+    try:
+        key = _load_key(key_path)
+    except ValueError as error:
+        raise ProtofedError(f"'{key_path}' cannot be read: {error}") from None
     request = x509.CertificateSigningRequestBuilder().subject_name(_common_name(site))
     return request.sign(key, SHA384()).public_bytes(Encoding.PEM).decode()
 
@@ -171,8 +175,16 @@ def _new_key() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
+def read_key(load: Callable[[bytes, None], Any], path: Path) -> Any:
+    """The private key in a file; a ``ValueError`` if it is damaged or has a password."""
+    try:
+        return load(path.read_bytes(), None)
+    except (TypeError, UnsupportedAlgorithm) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
 def _load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    key = load_pem_private_key(path.read_bytes(), None)
+    key = read_key(load_pem_private_key, path)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError(f"{path.name} is not a key on an elliptic curve")
     return key
@@ -185,11 +197,15 @@ def _private_pem(
 
 
 def _common_name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+    short = text.encode()[:64].decode(errors="ignore")  # the most bytes that X.509 allows
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, short)])
 
 
 def _host(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
+        if not name.isascii():
+            advice = "write it as certificates do, with xn-- in front"
+            raise ProtofedError(f"'{name}' is not ASCII", advice) from None
         return x509.DNSName(name)

@@ -448,9 +448,6 @@ class Coordinator:
             domain = self.members.sites[name].domain
             right[domain] += answer.right
             tested[domain] += answer.tested
-            if answer.tested:
-                own = round_to(100 * answer.right / answer.tested, 4)
-                self.pending.setdefault("by_client", {}).setdefault(name, {})["accuracy"] = own
         # over all test images of a domain's sites: large test sets count more than small ones
         scores = {d: 100 * right[d] / n if n else float("nan") for d, n in tested.items()}
         known = [s for d, s in scores.items() if tested[d]]
@@ -459,7 +456,7 @@ class Coordinator:
         # a site can say what it likes about its own images, so each stands for itself
         each = {n: a for n, a in got.answers.items() if a.tested}
         for name, a in each.items():
-            own = self.pending["by_client"].setdefault(name, {})
+            own = self.pending.setdefault("by_client", {}).setdefault(name, {})
             own |= {"accuracy": round_to(100 * a.right / a.tested, 4), "tested": a.tested}
         self.ledger.tested = tested
         self.ledger.folder.append_record(self.pending)

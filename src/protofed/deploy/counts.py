@@ -9,9 +9,11 @@ confirm`` shows and confirms them, in ``counts.json`` in the server's folder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
+from protofed.deploy.locking import locked
 from protofed.errors import unknown
 from protofed.federation.setup import Setup
 from protofed.files import read_json, write_json
@@ -49,19 +51,22 @@ class Counts:
 
     def declare(self, site: str, count: Count) -> bool:
         """Record what a site declares; returns whether it is confirmed."""
-        said = self._read()
-        if site not in said or said[site][0] != count:
-            self._write(said | {site: (count, self.path is None)})
+        with self._locked():
+            said = self._read()
+            if site not in said or said[site][0] != count:
+                self._write(said | {site: (count, self.path is None)})
         return self.confirmed(site) == count
 
     def confirm(self, sites: Iterable[str]) -> dict[str, Count]:
         """Confirm what these sites, or all if none is named, declared; returns the new counts."""
-        said, sites = self._read(), list(sites)
-        for site in sites:
-            if site not in said:
-                raise unknown("site that has declared its images:", site, said)
-        new = {s: c for s, (c, done) in said.items() if not done and (s in sites or not sites)}
-        self._write(said | {site: (count, True) for site, count in new.items()})
+        sites = list(sites)
+        with self._locked():
+            said = self._read()
+            for site in sites:
+                if site not in said:
+                    raise unknown("site that has declared its images:", site, said)
+            new = {s: c for s, (c, done) in said.items() if not done and (s in sites or not sites)}
+            self._write(said | {site: (count, True) for site, count in new.items()})
         return new
 
     def check(self, count: Count) -> str:
@@ -69,6 +74,10 @@ class Counts:
         if all(0 < n <= self.most for n in count):
             return ""
         return f"it declares {count}, and max_samples is {self.most}"
+
+    def _locked(self) -> AbstractContextManager[None]:
+        """A site may declare its images while the operator confirms others'."""
+        return nullcontext() if self.path is None else locked(self.path.parent)
 
     def _read(self) -> dict[str, tuple[Count, bool]]:
         if self.path is not None and self.path.is_file():

@@ -29,7 +29,7 @@ from flwr.supercore.protobuf.constants import PROTOBUF_MEDIA_TYPE
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from protofed.deploy.audit import AuditLog
-from protofed.deploy.certificates import host_names
+from protofed.deploy.certificates import host_names, read_key
 from protofed.deploy.gate import PATHS
 from protofed.deploy.members import Members, read_members
 from protofed.deploy.operator import site_status
@@ -77,7 +77,7 @@ def examine_site(folder: Path) -> Iterator[Finding]:
     site = read_site_config(folder)
     yield from _machine(folder)
     try:
-        key = load_ssh_private_key((folder / "node.key").read_bytes(), None).public_key()
+        key = read_key(load_ssh_private_key, folder / "node.key").public_key()
         own = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
         fits = site.members.sites[site.name].key.split()[:2] == own.split()[:2]
         says = "is" if fits else "is not"
@@ -118,7 +118,7 @@ def _certificate(
     """Look at a certificate: its key, how long it is valid, and whether it names the host."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-        key = load_pem_private_key(key_path.read_bytes(), None) if key_path else None
+        key = read_key(load_pem_private_key, key_path) if key_path else None
     except (OSError, ValueError) as error:
         yield Finding(False, f"{path.name}: {error}")
         return
@@ -236,7 +236,11 @@ def _paths(client: httpx.Client, where: str) -> Iterator[Finding]:
     )
     last = list(answers.values())[-1].headers.get("date")
     if last:  # in whole seconds
-        there = email.utils.parsedate_to_datetime(last).timestamp()
+        try:
+            there = email.utils.parsedate_to_datetime(last).timestamp()
+        except (ValueError, OverflowError):
+            yield Finding(False, f"{where} says that it is {last!r:.100}")
+            return
         off = max(began - there - 1, there - ended, 0.0)
         yield Finding(
             off < SYSTEM_TIME_TOLERANCE, f"the clocks here and there differ by {off:.0f} s or less"

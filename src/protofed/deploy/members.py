@@ -82,6 +82,9 @@ class Members:
     """Public keys that no site may have again."""
 
     def __post_init__(self) -> None:
+        for name, text in (("name", self.name), ("address", self.address), ("task", self.task)):
+            if not (isinstance(text, str) or (text is None and name == "task")):
+                raise ProtofedError(f"{name} must be text, got {text!r:.100}")
         if Path(self.name).name in ("", ".."):
             raise ProtofedError(f"'{self.name}' cannot be a federation's name")
         if not self.sites:
@@ -91,6 +94,8 @@ class Members:
                 raise ProtofedError(
                     f"'{site}' cannot be a site's name", "use letters, digits, dots and dashes"
                 )
+            if not self.sites[site].domain:
+                raise ProtofedError(f"site '{site}' has an empty domain")
         for name in ("gather_seconds", "wait_seconds", "round_seconds"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < 1e7:
@@ -116,7 +121,9 @@ class Members:
         if len(self._by_key) != len(keys):
             raise ProtofedError("two sites have the same key")
         for key in self.revoked:
-            if (owner := self._by_key.get(_point(key) or b"")) is not None:
+            if not isinstance(key, str) or (point := _point(key)) is None:
+                raise ProtofedError(f"{key!r:.100} in revoked is not a key")
+            if (owner := self._by_key.get(point)) is not None:
                 raise ProtofedError(f"site '{owner}' has a key that was revoked")
 
     @cached_property
@@ -142,8 +149,9 @@ class Members:
     def skeleton(self, augment: str = "crop", flip: bool = True) -> Task:
         """The task that the sites make up, without images."""
         if len(self.classes) < 2:
+            named = "only one class" if self.classes else "no classes"
             raise ProtofedError(
-                f"federation '{self.name}' names no classes",
+                f"federation '{self.name}' names {named}",
                 f'add classes = ["...", "..."] to {FEDERATION_FILE}, the same on server and sites',
             )
         # a run's hash covers the digest, and so what all sites must agree on
@@ -227,6 +235,8 @@ def read_members(folder: Path) -> Members:
             for name, about in raw.get("methods", {}).items()
         }
         for name in ("classes", "revoked"):
+            if not isinstance(raw.get(name, []), list):
+                raise ProtofedError(f"{name} must be a list, got {raw[name]!r:.100}")
             raw[name] = tuple(raw.get(name, ()))
         return Members(**raw)
     except (KeyError, TypeError, AttributeError) as error:

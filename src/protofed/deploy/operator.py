@@ -18,7 +18,7 @@ from protofed.deploy.spec import RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import file_digest
-from protofed.files import read_json, write_atomic
+from protofed.files import expand_user, read_json, write_atomic
 from protofed.runs.folder import RunFolder, find_runs
 
 
@@ -56,7 +56,7 @@ def plan_run(
             raise ProtofedError(
                 f"method '{config.method.name}' uses no public images", "leave out --public"
             )
-        source = f"{FOLDER}{public.expanduser().resolve()}"
+        source = f"{FOLDER}{expand_user(public).resolve()}"
         config = replace(config, method=config.method.with_options(public=source))
     elif wanted is not None and wanted.source == FOLDER:
         raise ProtofedError(

@@ -18,6 +18,7 @@ from protofed.data import describe, load_task
 from protofed.deploy.certificates import Authority, node_key, write_secret
 from protofed.deploy.gate import CALLS
 from protofed.deploy.installed import InstalledMethod
+from protofed.deploy.locking import locked
 from protofed.deploy.members import (
     FEDERATION_FILE,
     Member,
@@ -81,6 +82,8 @@ def init(
         task=task,
         **rules,
     )
+    if members.classes:
+        members.skeleton()  # an error if it is no task
     authority = Authority(title)
     certificate, server_key = authority.server([host, *hosts])
     # all input has been checked by now, so a wrong argument leaves no half-written folder
@@ -152,7 +155,6 @@ def _service(kind: str, title: str, *options: str) -> str:
 
 def install_method(folder: Path, named: str) -> InstalledMethod:
     """Copy a method's file into a server's or a site's folder, and pin it in its settings."""
-    members = read_members(folder)
     if not is_file(named):
         raise ProtofedError(f"'{named}' is not path/to/file.py:Class", "name a file of your own")
     made = method_class(named)
@@ -164,7 +166,9 @@ def install_method(folder: Path, named: str) -> InstalledMethod:
     }  # fmt: skip
     method = InstalledMethod.read(folder, made.name, about)
     write_atomic(method.path, content, private=True)
-    write_members(folder, replace(members, methods={**members.methods, method.name: method}))
+    with locked(folder):
+        members = read_members(folder)
+        write_members(folder, replace(members, methods={**members.methods, method.name: method}))
     return method
 
 

@@ -47,6 +47,7 @@ from protofed.federation.public_images import (
 from protofed.federation.server import Server
 from protofed.federation.setup import ClientData
 from protofed.federation.simulation import initial_network, make_setup, make_shares
+from protofed.files import expand_user
 from protofed.method import PublicImages
 from protofed.models.mixed import client_models
 from protofed.runs.model_file import ModelCard, StoredModel
@@ -83,7 +84,7 @@ def read_site_config(
     raw = read_toml(path, ("site", "data", "public", "device", "policy", *READ_SETTINGS))
     members = read_members(folder)
     name, device = raw.get("site", ""), raw.get("device", AUTO)
-    if name not in members.sites:
+    if not isinstance(name, str) or name not in members.sites:
         raise unknown(f"site in '{path}':", name, members.sites)
     if device not in (AUTO, *DEVICES):
         raise unknown(f"device in '{path}':", device, (AUTO, *DEVICES))
@@ -127,7 +128,7 @@ def folder_images(site: SiteConfig, classes: tuple[str, ...], size: int) -> tupl
             f"site '{site.name}' has no images",
             f'point to them with --data PATH, or data = "PATH" in {SITE_FILE}',
         )
-    path = Path(site.data).expanduser().resolve()
+    path = expand_user(site.data).resolve()
     if not path.is_dir():
         raise ProtofedError(f"there is no folder '{path}'", "it must be a tree class/image")
     with _advice_for_sites():

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from protofed.config import Config, training_options
 from protofed.data import Task
+from protofed.errors import printable
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
@@ -34,7 +35,7 @@ def accuracies(record: Record, unseen: str | None = None, brief: bool = False) -
 
 def print_plain(console: Console, line: str) -> None:
     """Print a line as it is: no markup, no wrapping."""
-    console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -219,6 +219,7 @@ def test_pacs_lists_missing_wrong_or_of_another_copy(tmp_path: Path, pictures: A
         (text.replace("x0", "y0"), "matches none of the images"),
         (text.replace("jpg 6", "jpg 5"), "labels do not match"),
         ("nonsense\n", "is not a path and a label"),
+        (f"photo/dog/pic_00.jpg {'1' * 5000}\n", "is not a path and a label"),
     ):
         path.write_text(content)
         with pytest.raises(ProtofedError, match=words):

@@ -21,6 +21,7 @@ from protofed.data.sources.published import plain
 from protofed.data.split import VAL_FOLDERS
 from protofed.data.task import SPLITS, DataMissing, Domain, Parts, Plan
 from protofed.errors import ProtofedError
+from protofed.files import expand_user
 
 FOLDER = "folder:"
 """The prefix of a task whose images are in a folder of your own."""
@@ -43,7 +44,7 @@ def folder_path(
     hint: str = "write --task folder:PATH, where PATH has folders domain/class with images",
 ) -> Path:
     """The folder or archive of ``folder:PATH``."""
-    path = Path(name.removeprefix(FOLDER)).expanduser()
+    path = expand_user(name.removeprefix(FOLDER))
     if name == FOLDER:
         raise DataMissing("folder: which folder?", hint)
     if not (path.is_dir() or is_archive(path)):

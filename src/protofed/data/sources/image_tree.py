@@ -116,8 +116,9 @@ def read_list(file: File, images: Sequence[TreeImage]) -> list[Sample]:
             continue
         path, _, label = line.strip().rpartition(" ")
         parts = [p for p in path.replace("\\", "/").split("/") if p]
-        if len(parts) < 2 or not label.isdecimal():
-            raise ProtofedError(f"'{file.name}', line {number}: '{line}' is not a path and a label")
+        if len(parts) < 2 or not label.isdecimal() or len(label) > 9:
+            what = f"'{line:.100}' is not a path and a label"
+            raise ProtofedError(f"'{file.name}', line {number}: {what}")
         name = parts[-1].casefold()
         image = by_name.get((plain(parts[-2]), name))
         if image is None:
