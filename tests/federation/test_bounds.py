@@ -15,6 +15,9 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation.bounds import Bounds, OutOfBounds, shortened, size, sizes
 from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
+from protofed.method import Method
+from protofed.methods.fedavg import FedAvg
+from protofed.methods.ga import FedAvgGA
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Tree
@@ -230,6 +233,19 @@ def test_prototypes_that_a_dry_run_would_not_send_are_bounded_too(
     assert "'prototypes' has the norm" in why
     if setting == "proto_epsilon":  # a hundred times the longest feature that counts in full
         assert "more than 1000" in why
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (FedAvgGA(holdout=0.05), {}),  # of twelve images, none would be held out
+        # twelve are a batch and one image, too small for the BatchNorm of maps of one pixel
+        (FedAvg(), {"model": "resnet10", "batch": 11}),
+    ],
+)
+def test_a_dry_run_has_as_many_images_as_it_needs(method: Method, settings: Any) -> None:
+    found = run(tiny_task(), method, **{**TINY, "rounds": 1, "epochs": 1, **settings})
+    assert found.rounds[0]["clients"] == 4
 
 
 def test_clipping_and_letting_it_count_are_choices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ from protofed.keys import generator
 from protofed.models import Network
 from protofed.tree import Tree
 
+MOST_MORE = 10_000
+"""How many more images of noise a method with a small holdout may need."""
+
 
 def dry_run(setup: Setup, network: Network, server: Server) -> dict[str, float]:
     """The size of each slot of a reply to the first message, the model's own included.
@@ -30,11 +33,22 @@ def dry_run(setup: Setup, network: Network, server: Server) -> dict[str, float]:
     privacy = dataclasses.replace(setup.privacy, prototypes=None)
     shown = dataclasses.replace(setup, min_class_count=1, privacy=privacy)
     try:
-        message = noise_message(shown, network, server, max(12, setup.training.batch), 12)
+        images = enough_images(setup, max(12, setup.training.batch))
+        message = noise_message(shown, network, server, images, 12)
     except Diverged:  # so will the clients, whose error says more
         return {}
     # under privacy, no prototype is longer than a feature that counts in full
     return sizes(message, {}) | ({} if protos is None else {protos.part: protos.clip})
+
+
+def enough_images(setup: Setup, least: int) -> int:
+    """At least so many that some can be held out and no batch of the others has only one."""
+    batch, holdout = max(2, setup.training.batch), setup.method.holdout
+    for images in range(least, least + MOST_MORE):
+        held = int(images * holdout)
+        if bool(held) == bool(holdout) and (images - held) % batch != 1:
+            return images
+    return least
 
 
 def noise_message(
