@@ -267,12 +267,16 @@ def test_a_run_whose_replies_are_all_refused_says_so(monkeypatch: pytest.MonkeyP
         run(tiny_task(), config=config(attackers=0.99))
 
 
-def test_a_resumed_run_refuses_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The medians of the rounds before are in the records."""
+@pytest.mark.parametrize("clients", [2, 1])
+def test_a_resumed_run_refuses_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clients: int
+) -> None:
+    """The medians of the rounds before are in the records; few clients have the dry run's."""
     lying(monkeypatch, lambda round, *rest: huge(1 if round == 2 else 0, *rest))
-    whole = run(tiny_task(), config=config(), out=tmp_path / "whole")
-    run(tiny_task(), config=config(rounds=2), out=tmp_path / "parts")
-    parts = run(tiny_task(), config=config(), out=tmp_path / "parts", resume=True)
+    three, two = (config(rounds=n, attackers=0.5, clients=clients) for n in (3, 2))
+    whole = run(tiny_task(), config=three, out=tmp_path / "whole")
+    run(tiny_task(), config=two, out=tmp_path / "parts")
+    parts = run(tiny_task(), config=three, out=tmp_path / "parts", resume=True)
     assert parts.rounds[2]["problems"] == whole.rounds[2]["problems"]
     assert parts.rounds["norms.model"] == whole.rounds["norms.model"]
 

@@ -94,8 +94,8 @@ class Bounds:
     ) -> None:
         if not 1 <= factor < math.inf:
             raise ProtofedError(f"size_limit must be a finite number from 1, got {factor!r}")
-        self._dry_run = dry_run
-        self._dry: Mapping[str, float] | None = None
+        self._dry_run: Callable[[], Mapping[str, float]] | None = dry_run
+        self._dry: Mapping[str, float] = {}
         self.few, self.clip, self.count_noise = clients < FEW, clip, count_noise
         self.factor = factor
         self.history: list[Mapping[str, float]] = []
@@ -130,8 +130,8 @@ class Bounds:
         if past and not self.few:
             known["the median of the last rounds"] = median_low(past)
         else:
-            if self._dry is None:
-                self._dry = self._dry_run()
+            if self._dry_run is not None:  # dropped once done: it holds the first message
+                self._dry, self._dry_run = self._dry_run(), None
             known["that of the server's own dry run"] = self._dry.get(slot, 0.0)
         if len(now) >= FEW:
             known["the median of this round"] = median_low(now)
