@@ -760,7 +760,11 @@ class Client:
 
     def main_feature(self) -> Tensor:
         """The features of the step's main pass, without gradient."""
-        assert self._main is not None, "the loss made no forward pass"
+        if self._main is None:
+            raise RuntimeError(
+                f"the loss of {type(self.method).__name__} never calls client.forward, and its "
+                "proto_pass is 'last_epoch': prototypes are made of that pass"
+            )
         return self._main.detach()
 
     def collect(self, y: Tensor) -> None:
