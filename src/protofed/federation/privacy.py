@@ -61,9 +61,9 @@ def keyed_normal(key: tuple[int | str, ...], shape: tuple[int, ...]) -> NDArray[
 def system_normal(key: tuple[int | str, ...], shape: tuple[int, ...]) -> NDArray[np.float64]:
     """For deployments: from the operating system's generator, whatever the key (Box and Muller)."""
     bits = np.frombuffer(os.urandom(16 * math.prod(shape)), np.uint64) >> np.uint64(11)
-    u, v = ((bits + 0.5) * 2.0**-53).reshape(2, *shape)
+    u, v = ((bits + 0.5) * 2.0**-53).reshape(2, -1)
     normal: NDArray[np.float64] = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
-    return normal
+    return normal.reshape(shape)
 
 
 @dataclass(frozen=True)
