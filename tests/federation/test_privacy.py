@@ -313,6 +313,7 @@ def test_every_method_with_class_means_can_protect_them(name: str) -> None:
         (METHODS["scaffold"](), {"update_epsilon": 1.0, "norm": "group"}, "also sends"),
         (METHODS["local"](), {"update_epsilon": 1.0, "norm": "group"}, "sends no model"),
         (FedAvg(), {"update_epsilon": 1.0}, "no BatchNorm statistics may travel"),
+        (METHODS["fedfa"](), {"update_epsilon": 1.0, "norm": "group"}, "sends the buffer running"),
     ],
 )
 def test_what_cannot_be_protected_is_refused(

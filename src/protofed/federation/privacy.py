@@ -38,7 +38,7 @@ from protofed.errors import ProtofedError
 from protofed.federation.model_state import travel
 from protofed.federation.participants import participants
 from protofed.method import Client, Method, Sizes
-from protofed.models import Network
+from protofed.models import Network, entries
 from protofed.tree import Slot, Tree
 
 PROTOTYPES, MODEL = "prototypes", "model"
@@ -204,11 +204,14 @@ def _require_plain_updates(method: Method, network: Network) -> None:
     sent = [name for name, way in travel(method, network).items() if way == "both"]
     if not sent:
         raise _no_privacy(method, "sends no model", "update_epsilon")
-    parameters = dict(network.named_parameters())
-    if buffers := [name for name in sent if name not in parameters]:
+    parameters, kinds = dict(network.named_parameters()), entries(network)
+    for buffer in (name for name in sent if name not in parameters):
+        if kinds[buffer] != "bn":
+            why = f"sends the buffer {buffer}, and only weights get noise"
+            raise _no_privacy(method, why, "update_epsilon")
         raise ProtofedError(
             f"with update_epsilon no BatchNorm statistics may travel, and {method.name} sends "
-            f"{buffers[0]}",
+            f"{buffer}",
             "use --norm group, --freeze-bn, or fedbn, whose clients keep theirs",
         )
 
