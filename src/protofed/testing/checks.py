@@ -165,6 +165,9 @@ def run_checks(
 
     Each is reported as it comes, unless it failed because of the same fault as an earlier one.
     """
+    for title in only or ():
+        if title not in CHECKS:
+            raise unknown("check", title, CHECKS)
     results: list[CheckResult] = []
     faults: dict[tuple[str, str], str] = {}
     subject: _Subject | None = None
