@@ -103,6 +103,7 @@ def _accuracies(
         client.begin_step(key)  # the same draws for every batch: its size cannot change a score
         inputs = normalized(x, setup.augment, setup.dtype)
         predicted = method.rules(client, inputs)
+        _require_scores(method.name, predicted, [len(y), setup.sizes.classes])
         if missing and not _all_valid(predicted):
             # Do the predictions need what is missing, or are they invalid without it too?
             load_model(client.network, client.start | {n: t.zero_() for n, t in missing.items()})
@@ -121,6 +122,22 @@ def _accuracies(
         if int(count):  # argmax would take such a score for the largest
             raise _diverged(method, client.start, name)
     return {rule: 100 * int(count) / len(images) for rule, count in hits.items()}
+
+
+def _require_scores(method: str, predicted: Mapping[str, Tensor], shape: list[int]) -> None:
+    """Raise an error if there is no score of each image for each class."""
+    for rule, scores in predicted.items():
+        found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        if found != shape:
+            raise ProtofedError(
+                f"{method} predicts {found} as '{rule}', not scores of shape {shape}",
+                "predict and rules must give a score of each image for each class",
+            )
+    if "accuracy" not in predicted:
+        raise ProtofedError(
+            f"the rules of {method} are {', '.join(predicted) or 'none'}",
+            'one of them must be the main one, "accuracy"',
+        )
 
 
 def _valid(scores: Tensor) -> Tensor:
