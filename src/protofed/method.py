@@ -880,6 +880,11 @@ class ServerView:
         """``client.domain`` of every client [M], in the order of ``clients``."""
         return torch.tensor([keys.key(name) for name in self.domains])
 
+    def each_client(self, slot: str) -> Slot:
+        """A slot of ``state`` with a row for each client; a single row stands for all clients."""
+        kept = self.state[slot]
+        return {n: t.expand(len(self.clients), *t.shape[1:]) for n, t in kept.items()}
+
     def generator(self, *purpose: int | str) -> np.random.Generator:
         """A random generator keyed by the run's seed, the round and a purpose."""
         return keys.generator(self.seed, self.round, *purpose)
