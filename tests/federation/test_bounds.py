@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,30 @@ def test_a_norm_that_overflows_is_out_of_bounds_where_nothing_is_known() -> None
     large = torch.full((2,), 1.7e308, dtype=torch.float64)
     bounds.admit("a", reply({"scores": {"own": large}}), {})
     assert set(bounds.outside()) == {"a"}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("slot", ["model", "prototypes"])
+@pytest.mark.parametrize("setting", ["refuse", "clip"])
+def test_a_reply_that_is_not_finite_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, setting: str, slot: str, value: float
+) -> None:
+    """NaN is not larger than any limit, and nothing clips an infinity to one."""
+
+    def broken(round: int, name: str, message: Tree) -> Tree:
+        entry = {"model": "head.weight", "prototypes": "mean"}[slot]
+        t = message[slot][entry].clone()
+        t[0] = value
+        return {**message, slot: {**message[slot], entry: t}}
+
+    lying(monkeypatch, broken)
+    found = run(tiny_task(), config=config(rounds=1, bounds=setting)).rounds[0]
+    (why,) = found["problems"].values()
+    assert found["clients"] == 3 and why.startswith("out of bounds: ") and "clipped" not in why
+    assert ("nan: not finite" in why) == math.isnan(value)
+    hidden = {"mean": torch.tensor([[value]]), "count": torch.tensor([0.0])}
+    with pytest.raises(OutOfBounds):
+        Bounds(dict, clients=4).admit("a", reply({"prototypes": hidden}), {})
 
 
 def test_prototypes_that_are_not_there_are_bounded_too() -> None:
