@@ -15,7 +15,7 @@ from protofed.data.task import Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.batches import evaluation_batch
 from protofed.federation.finite import require_finite_model
-from protofed.federation.model_state import load_model, travel
+from protofed.federation.model_state import load_model, private_as_nan
 from protofed.federation.setup import Setup
 from protofed.method import Client, Method
 from protofed.models import Network
@@ -73,7 +73,7 @@ def evaluate(
         round=round,
         rounds=setup.rounds,
     )
-    missing = _missing_entries(network, setup.method, client.start)
+    missing = private_as_nan(setup.method, network, given=client.start)
     load_model(network, client.start | missing)
     network.eval()
     scores: Scores = {}
@@ -157,13 +157,3 @@ def _diverged(method: Method, model: Slot, domain: str) -> Diverged:
         "the model's entries are finite, but may be too large for its activations: try a smaller "
         "--lr; or check the method's predict",
     )
-
-
-def _missing_entries(network: Network, method: Method, model: Slot) -> Slot:
-    """The private entries that a server's model lacks, as NaN: a prediction must not need them."""
-    state = network.state_dict()
-    return {
-        name: torch.full_like(state[name], math.nan)
-        for name, way in travel(method, network).items()
-        if name not in model and way == "no" and state[name].is_floating_point()
-    }

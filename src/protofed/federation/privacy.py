@@ -35,7 +35,7 @@ from torch import Tensor
 from protofed import keys
 from protofed.config import Config
 from protofed.errors import ProtofedError
-from protofed.federation.model_state import travel
+from protofed.federation.model_state import private_as_nan, travel
 from protofed.federation.participants import participants
 from protofed.method import Client, Method, Sizes
 from protofed.models import Network, entries
@@ -183,12 +183,7 @@ def planned_releases(config: Config) -> int:
 def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None:
     if PROTOTYPES not in method.slots.up or method.proto_pass == "none":
         raise _no_privacy(method, "sends no class means", "proto_epsilon")
-    state = network.state_dict()
-    own = {
-        name: torch.full_like(state[name], math.nan)
-        for name, way in travel(method, network).items()
-        if way == "no" and state[name].is_floating_point()
-    }
+    own = private_as_nan(method, network)
     image = torch.zeros(2, 3, sizes.image, sizes.image, dtype=next(network.parameters()).dtype)
     view = Client(method, network, sizes, received={}, mine={})
     if own and not bool(view.forward_with(own, image).feature.isfinite().all()):
