@@ -1,8 +1,9 @@
-"""The contract of a method: all it imports but torch, ``prototypes``, ``styles`` and ``augmix``.
+"""The contract of a method: the hooks it may override, and what they see.
 
-A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. The
-defaults of ``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over
-data, clients or devices, and nothing outside ``methods/`` mentions a method by name.
+A method imports only this module, torch, ``prototypes``, ``styles`` and ``augmix``. It is a frozen
+dataclass of hyper-parameters with a few functions on named tensors. The defaults of ``Method`` are
+FedAvg; a subclass overrides what its paper changes. It never loops over data, clients or devices,
+and nothing outside ``methods/`` mentions a method by name.
 
     round t:  broadcast(server) ─► each client: phases ─► forward, loss ─► upload
               ─► weights, aggregate ─► the server's next state ─► predict on every test set
@@ -84,9 +85,10 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Classes K, feature size d, image side, and of the model the names of its trainable entries.
+    """The sizes of a task and a model: K classes, d features, and the side of the images.
 
-    ``channels`` are those of each stage, by name.
+    ``parameters`` are the names of the model's trainable entries, ``channels`` the channels of each
+    of its stages.
     """
 
     classes: int
@@ -351,8 +353,8 @@ class Method:
     def between(self, client: Client, stage: str, x: Tensor) -> Tensor:
         """What the next stage gets of the features x [B, C, H, W] of this one.
 
-        It is called in training, in every pass of ``client.forward``, at the stages of
-        ``restyles``; not in evaluation, nor in clean passes.
+        In training, every pass of ``client.forward`` calls it at the stages of ``restyles``;
+        evaluation and clean passes do not.
         """
         return x
 

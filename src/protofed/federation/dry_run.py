@@ -25,9 +25,9 @@ MOST_MORE = 10_000
 
 
 def dry_run(setup: Setup, network: Network, server: Server, received: Tree) -> dict[str, float]:
-    """The size of each slot of a reply to this message, the first, the model's own included.
+    """The size of each slot of a reply to ``received``, a run's first message.
 
-    Prototypes are included however few images a class has: noise has few of each.
+    Prototypes count however few images a class has: noise has few of each.
     """
     protos = setup.privacy.prototypes
     privacy = dataclasses.replace(setup.privacy, prototypes=None)
@@ -42,7 +42,7 @@ def dry_run(setup: Setup, network: Network, server: Server, received: Tree) -> d
 
 
 def enough_images(setup: Setup, least: int) -> int:
-    """At least so many that some can be held out and no batch of the others has only one."""
+    """At least ``least``, so many that some can be held out and no batch is of a single image."""
     batch, holdout = max(2, setup.training.batch), setup.method.holdout
     for images in range(least, least + MOST_MORE):
         held = int(images * holdout)

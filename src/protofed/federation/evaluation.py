@@ -24,7 +24,10 @@ from protofed.tree import Slot, Tree
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Whose model is tested, its architecture, and on what. The server (None) has no state."""
+    """Which model is tested on what: a client's, or (``client`` is None) the server's.
+
+    ``model`` is the name of its architecture. The server has no private state.
+    """
 
     model: str
     client: str | None

@@ -1,4 +1,4 @@
-"""Models of the user's own: an encoder that a function in a Python file makes.
+"""The user's own models: encoders made by functions in Python files.
 
 ``path/to/file.py:factory`` names a function that takes the image size and returns a module from
 images [B, 3, H, W] to features [B, d]. The linear head is added here. The module may name its
