@@ -376,6 +376,14 @@ def test_a_missing_class_that_raises():
     fails(result_of(Asking, "missing class"), "division")
 
 
+def test_a_small_holdout_is_no_fault():
+    @dataclass(frozen=True)
+    class Careful(Base):
+        holdout: ClassVar[float] = 0.03
+
+    assert not result_of(Careful(), "one client").failed
+
+
 def test_a_method_that_needs_two_clients():
     @dataclass(frozen=True)
     class Pairs(Base):

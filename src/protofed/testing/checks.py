@@ -474,8 +474,13 @@ def _after_a_round(method: Method, precision: str) -> Federation:
 
 
 def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) -> Task:
-    """The tiny task, with spare images for a method that needs public ones."""
-    return tiny_task(classes_of, spare=12 if method.public_images else 0)
+    """The tiny task, with spare images for a method that needs public ones.
+
+    With a small holdout, clients have more images, so that some can be held out.
+    """
+    fewest = math.ceil(2 / max(method.holdout, 0.002)) if method.holdout else 0
+    spare = 12 if method.public_images else 0
+    return tiny_task(classes_of, max(22, fewest), spare=spare)
 
 
 def _run(
