@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from protofed.config import make_config
+from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation
 from protofed.method import Method, Slots, hyper
 from protofed.methods import METHODS, FedAvg, FedProto
@@ -90,6 +91,11 @@ def test_check_raises_with_all_findings_and_takes_objects():
     assert f"✗ gradients: {HERE}:{class_line + 5}: ValueError: no luck" in text
     assert text.count("no luck") == 1
     assert {r.same_as for r in results if r.failed} == {"", "gradients"}
+
+
+def test_a_check_that_does_not_exist():
+    with pytest.raises(ProtofedError, match=r"unknown check 'gradient' .*gradients"):
+        run_checks(Base(), only=["gradient"])
 
 
 def test_other_faults_of_a_line_and_the_same_fault_elsewhere_are_told():
@@ -368,6 +374,14 @@ def test_a_missing_class_that_raises():
             return {"prototypes": {"mean": mean, "count": count * (1 // int(count.min()))}}, {}
 
     fails(result_of(Asking, "missing class"), "division")
+
+
+def test_a_small_holdout_is_no_fault():
+    @dataclass(frozen=True)
+    class Careful(Base):
+        holdout: ClassVar[float] = 0.03
+
+    assert not result_of(Careful(), "one client").failed
 
 
 def test_a_method_that_needs_two_clients():

@@ -86,9 +86,9 @@ def moved(x: Tensor, operation: Tensor, signed: Tensor) -> Tensor:
 
 
 def autocontrast(x: Tensor, level: Tensor, signed: Tensor) -> Tensor:
-    """The darkest value of a channel becomes 0, the brightest 1; one of one color stays.
+    """The darkest value of a channel becomes 0, the brightest 1; a flat channel stays as it is.
 
-    An operation before may have left its rounding there, which is not to become black and white.
+    An earlier operation may have left rounding errors in it, which must not become black and white.
     """
     low, high = x.amin((2, 3), True), x.amax((2, 3), True)
     flat = high - low < 1e-5

@@ -1,8 +1,9 @@
-"""The contract of a method: all it imports but torch, ``prototypes``, ``styles`` and ``augmix``.
+"""The contract of a method: the hooks it may override, and what they see.
 
-A method is a frozen dataclass of hyper-parameters with a few functions on named tensors. The
-defaults of ``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over
-data, clients or devices, and nothing outside ``methods/`` mentions a method by name.
+A method imports only this module, torch, ``prototypes``, ``styles`` and ``augmix``. It is a frozen
+dataclass of hyper-parameters with a few functions on named tensors. The defaults of ``Method`` are
+FedAvg; a subclass overrides what its paper changes. It never loops over data, clients or devices,
+and nothing outside ``methods/`` mentions a method by name.
 
     round t:  broadcast(server) ─► each client: phases ─► forward, loss ─► upload
               ─► weights, aggregate ─► the server's next state ─► predict on every test set
@@ -84,9 +85,10 @@ class Entry(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Classes K, feature size d, image side, and of the model the names of its trainable entries.
+    """The sizes of a task and a model: K classes, d features, and the side of the images.
 
-    ``channels`` are those of each stage, by name.
+    ``parameters`` are the names of the model's trainable entries, ``channels`` the channels of each
+    of its stages.
     """
 
     classes: int
@@ -351,8 +353,8 @@ class Method:
     def between(self, client: Client, stage: str, x: Tensor) -> Tensor:
         """What the next stage gets of the features x [B, C, H, W] of this one.
 
-        It is called in training, in every pass of ``client.forward``, at the stages of
-        ``restyles``; not in evaluation, nor in clean passes.
+        In training, every pass of ``client.forward`` calls it at the stages of ``restyles``;
+        evaluation and clean passes do not.
         """
         return x
 
@@ -760,7 +762,11 @@ class Client:
 
     def main_feature(self) -> Tensor:
         """The features of the step's main pass, without gradient."""
-        assert self._main is not None, "the loss made no forward pass"
+        if self._main is None:
+            raise RuntimeError(
+                f"the loss of {type(self.method).__name__} never calls client.forward, and its "
+                "proto_pass is 'last_epoch': prototypes are made of that pass"
+            )
         return self._main.detach()
 
     def collect(self, y: Tensor) -> None:
@@ -875,6 +881,11 @@ class ServerView:
     def domain_ids(self) -> Tensor:
         """``client.domain`` of every client [M], in the order of ``clients``."""
         return torch.tensor([keys.key(name) for name in self.domains])
+
+    def each_client(self, slot: str) -> Slot:
+        """A slot of ``state`` with a row for each client; a single row stands for all clients."""
+        kept = self.state[slot]
+        return {n: t.expand(len(self.clients), *t.shape[1:]) for n, t in kept.items()}
 
     def generator(self, *purpose: int | str) -> np.random.Generator:
         """A random generator keyed by the run's seed, the round and a purpose."""

@@ -124,7 +124,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _check(tree: object) -> None:
-    """Raise an error that names the slot or entry of a message or state that no Tree can hold."""
+    """Raise an error that names the slot or entry that no Tree can hold."""
     if not isinstance(tree, Mapping):
         raise ProtofedError(f"state and messages are slots of named tensors, not {type(tree)}")
     for slot, entries in tree.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from protofed.errors import Diverged, ProtofedError
 from protofed.federation.bounds import Bounds, OutOfBounds, shortened, size, sizes
 from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
+from protofed.method import Method
+from protofed.methods.fedavg import FedAvg
+from protofed.methods.ga import FedAvgGA
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Tree
@@ -232,6 +236,19 @@ def test_prototypes_that_a_dry_run_would_not_send_are_bounded_too(
         assert "more than 1000" in why
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        (FedAvgGA(holdout=0.05), {}),  # of twelve images, none would be held out
+        # twelve are a batch and one image, too small for the BatchNorm of maps of one pixel
+        (FedAvg(), {"model": "resnet10", "batch": 11}),
+    ],
+)
+def test_a_dry_run_has_as_many_images_as_it_needs(method: Method, settings: Any) -> None:
+    found = run(tiny_task(), method, **{**TINY, "rounds": 1, "epochs": 1, **settings})
+    assert found.rounds[0]["clients"] == 4
+
+
 def test_clipping_and_letting_it_count_are_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     lying(monkeypatch, huge)
     clipped = run(tiny_task(), config=config(bounds="clip"))
@@ -251,12 +268,16 @@ def test_a_run_whose_replies_are_all_refused_says_so(monkeypatch: pytest.MonkeyP
         run(tiny_task(), config=config(attackers=0.99))
 
 
-def test_a_resumed_run_refuses_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The medians of the rounds before are in the records."""
+@pytest.mark.parametrize("clients", [2, 1])
+def test_a_resumed_run_refuses_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clients: int
+) -> None:
+    """The medians of the rounds before are in the records; few clients have the dry run's."""
     lying(monkeypatch, lambda round, *rest: huge(1 if round == 2 else 0, *rest))
-    whole = run(tiny_task(), config=config(), out=tmp_path / "whole")
-    run(tiny_task(), config=config(rounds=2), out=tmp_path / "parts")
-    parts = run(tiny_task(), config=config(), out=tmp_path / "parts", resume=True)
+    three, two = (config(rounds=n, attackers=0.5, clients=clients) for n in (3, 2))
+    whole = run(tiny_task(), config=three, out=tmp_path / "whole")
+    run(tiny_task(), config=two, out=tmp_path / "parts")
+    parts = run(tiny_task(), config=three, out=tmp_path / "parts", resume=True)
     assert parts.rounds[2]["problems"] == whole.rounds[2]["problems"]
     assert parts.rounds["norms.model"] == whole.rounds["norms.model"]
 
@@ -272,6 +293,30 @@ def test_a_norm_that_overflows_is_out_of_bounds_where_nothing_is_known() -> None
     large = torch.full((2,), 1.7e308, dtype=torch.float64)
     bounds.admit("a", reply({"scores": {"own": large}}), {})
     assert set(bounds.outside()) == {"a"}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("slot", ["model", "prototypes"])
+@pytest.mark.parametrize("setting", ["refuse", "clip"])
+def test_a_reply_that_is_not_finite_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, setting: str, slot: str, value: float
+) -> None:
+    """NaN is not larger than any limit, and nothing clips an infinity to one."""
+
+    def broken(round: int, name: str, message: Tree) -> Tree:
+        entry = {"model": "head.weight", "prototypes": "mean"}[slot]
+        t = message[slot][entry].clone()
+        t[0] = value
+        return {**message, slot: {**message[slot], entry: t}}
+
+    lying(monkeypatch, broken)
+    found = run(tiny_task(), config=config(rounds=1, bounds=setting)).rounds[0]
+    (why,) = found["problems"].values()
+    assert found["clients"] == 3 and why.startswith("out of bounds: ") and "clipped" not in why
+    assert ("nan: not finite" in why) == math.isnan(value)
+    hidden = {"mean": torch.tensor([[value]]), "count": torch.tensor([0.0])}
+    with pytest.raises(OutOfBounds):
+        Bounds(dict, clients=4).admit("a", reply({"prototypes": hidden}), {})
 
 
 def test_prototypes_that_are_not_there_are_bounded_too() -> None:

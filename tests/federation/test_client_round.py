@@ -531,6 +531,65 @@ def test_an_error_in_a_loss_says_whose_it_is() -> None:
     assert error.value.__notes__ == [note]
 
 
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda ce: ce, r"the loss of wrong returns a tensor of shape \[\] .*named terms"),
+        (lambda ce: {}, r"the loss of wrong returns \{\}"),
+        (lambda ce: {"ce": ce, "none": 0.0}, r"\{'ce': a tensor of shape \[\], 'none': 0.0\}"),
+        (lambda ce: {"ce": ce.expand(3)}, r"\{'ce': a tensor of shape \[3\]\}"),
+        (lambda ce: {"ce": ce.detach()}, "does not depend on what the phase trains"),
+    ],
+)
+def test_a_loss_that_is_not_terms_says_what_to_return(loss: Any, words: str) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Method):
+        name: ClassVar[str] = "wrong"
+
+        def loss(self, client: Client, batch: Batch) -> Terms:
+            found: Terms = loss(super().loss(client, batch)["ce"])
+            return found
+
+    with pytest.raises(ProtofedError, match=words):
+        train(setup(Wrong()), client_data(10))
+
+
+def test_an_upload_without_a_private_state_says_what_is_missing() -> None:
+    @dataclass(frozen=True)
+    class Half(Method):
+        name: ClassVar[str] = "half"
+
+        def upload(self, client: Client) -> Any:
+            return {"a": {"x": torch.zeros(2)}, "b": {}}
+
+    with pytest.raises(ProtofedError, match=r"upload of half returns \{'a': .*return two trees"):
+        train(setup(Half()), client_data(10))
+
+
+def test_prototypes_of_a_loss_without_a_forward_pass() -> None:
+    @dataclass(frozen=True)
+    class Around(Recorder):
+        name: ClassVar[str] = "around"
+
+        def loss(self, client: Client, batch: Batch) -> Terms:
+            return {"ce": F.cross_entropy(client.network(batch.x).logits, batch.y)}
+
+    with pytest.raises(RuntimeError, match=r"loss of Around never calls client\.forward"):
+        train(setup(Around(passes="last_epoch")), client_data(10))
+
+
+def test_a_phase_that_trains_nothing_says_so() -> None:
+    @dataclass(frozen=True)
+    class Typo(Method):
+        name: ClassVar[str] = "typo"
+
+        def phases(self, round: int, epochs: int) -> tuple[Phase, ...]:
+            return (Phase(self.loss, trainable=lambda name: name.startswith("haed.")),)
+
+    with pytest.raises(ProtofedError, match=r"trains nothing .*names are encoder\.1\.weight, "):
+        train(setup(Typo()), client_data(10))
+
+
 def test_losses_are_sums_over_the_steps_and_the_objective_their_sum() -> None:
     @dataclass(frozen=True)
     class Halves(Method):

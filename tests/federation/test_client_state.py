@@ -55,6 +55,17 @@ def test_it_keeps_count(tmp_path: Path) -> None:
             assert tree.equal(found.get(name), expected)
 
 
+def test_names_that_are_too_long_for_a_file(tmp_path: Path) -> None:
+    """A hospital's name in letters that take nine bytes each, as a domain's folder has it."""
+    found, names = store(tmp_path, limit=0), [f"{'医' * 80}-{i}" for i in range(3)]
+    for i, name in enumerate(names):
+        found.stage(name, state(i), 10**6)
+    files = found.save(found.accept(), 10**6)
+    assert len(set(files.values())) == 3 and all(len(f) < 230 for f in files.values())
+    for i, name in enumerate(names):
+        assert tree.equal(found.get(name), state(i))
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs modes of files")
 def test_only_the_owner_can_read_a_state(tmp_path: Path) -> None:
     found = store(tmp_path, limit=0)

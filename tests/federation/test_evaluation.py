@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tests.federation.one_client import client_data, network, setup, start
 from torch import Tensor
 
-from protofed.errors import Diverged
+from protofed.errors import Diverged, ProtofedError
 from protofed.federation.evaluation import evaluate
 from protofed.method import Client, Method
 
@@ -41,6 +41,28 @@ def test_scores_that_are_not_finite_are_an_error() -> None:
     broken = {"model": {n: t * math.nan for n, t in start(net)["model"].items()}}
     with pytest.raises(Diverged, match="the model is not finite"):
         evaluate(setup(), net, broken, {}, tests)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        (lambda out: {"accuracy": out}, r"predicts Output as 'accuracy', not scores of shape"),
+        (lambda out: {"accuracy": out.logits.argmax(1)}, r"predicts \[10\] as .*shape \[10, 4\]"),
+        (lambda out: {"nearest": out.logits}, "the rules of wrong are nearest .*the main one"),
+    ],
+)
+def test_predictions_that_are_not_scores(rules: Any, words: str) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Method):
+        name: ClassVar[str] = "wrong"
+
+        def rules(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = rules(client.forward(x))
+            return found
+
+    net, images = network(), client_data(10).images
+    with pytest.raises(ProtofedError, match=words):
+        evaluate(setup(Wrong()), net, start(net), {}, {"left": images})
 
 
 @pytest.mark.parametrize("score", [-math.inf, math.inf])

@@ -280,6 +280,14 @@ def test_system_noise_is_standard_normal_and_not_repeated() -> None:
     assert abs((a * b).mean()) < 0.03
 
 
+@pytest.mark.parametrize("normal", [keyed_normal, system_normal])
+def test_a_parameter_that_is_a_number_gets_noise(normal: Any) -> None:
+    budget = Budget("model", 1.0, 1e-5, 1.0, 1)
+    scale = torch.ones(())
+    sent = noised_model(budget, normal, (0,), {"scale": scale}, {"scale": scale})["scale"]
+    assert sent.shape == () and sent != scale
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
@@ -305,6 +313,7 @@ def test_every_method_with_class_means_can_protect_them(name: str) -> None:
         (METHODS["scaffold"](), {"update_epsilon": 1.0, "norm": "group"}, "also sends"),
         (METHODS["local"](), {"update_epsilon": 1.0, "norm": "group"}, "sends no model"),
         (FedAvg(), {"update_epsilon": 1.0}, "no BatchNorm statistics may travel"),
+        (METHODS["fedfa"](), {"update_epsilon": 1.0, "norm": "group"}, "sends the buffer running"),
     ],
 )
 def test_what_cannot_be_protected_is_refused(

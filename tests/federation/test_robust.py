@@ -173,6 +173,12 @@ def test_attackers_are_a_fraction_of_the_clients() -> None:
     assert [len(c) for c in chosen] == [0, 2, 4] and chosen[1] < chosen[2]
 
 
+def test_a_fraction_that_is_no_client_is_refused() -> None:
+    """An attack in name only would make any method look robust."""
+    with pytest.raises(ProtofedError, match=r"attackers = 0.2 of 2 clients is none: .*to 0.5 for"):
+        run(tiny_task(), **{**TINY, "clients": 1, "attack": "flip"})
+
+
 def settings(**more: Any) -> dict[str, Any]:
     return {**TINY, "rounds": 2, "clients": 3, "samples": 12, "attackers": 0.3, **more}
 

@@ -203,6 +203,19 @@ def test_weights_hook_is_honored() -> None:
     assert seen == [(n, i + 1, 1, 0.1) for i, n in enumerate(CLIENTS)]
 
 
+@pytest.mark.parametrize("given", [[0.0, 0.0], [1.0]])
+def test_weights_that_nothing_can_be_averaged_by(given: list[float]) -> None:
+    @dataclass(frozen=True)
+    class Wrong(Method):
+        name: ClassVar[str] = "wrong"
+
+        def weights(self, server: ServerView, updates: Sequence[Update]) -> Sequence[float]:
+            return given
+
+    with pytest.raises(ProtofedError, match=r"weights of wrong are \[.*\] for 2 updates"):
+        finish(server(Wrong()), {n: reply(message(i)) for i, n in enumerate(CLIENTS[:2])})
+
+
 # ---- messages on disk ----------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from protofed.testing.checks import SHORT, tiny_task
 
 CODE = """
 from pathlib import Path
+import torch
 from torch import nn
 Path("EXECUTED").touch()
 
@@ -40,6 +41,16 @@ def flat(image_size):
 def absent(image_size):
     encoder = small(image_size)
     encoder.stages = {"first": "conv"}
+    return encoder
+
+def called(image_size):
+    encoder = small(image_size)
+    encoder.stages = {NAMED: "2"}
+    return encoder
+
+def scaled(image_size):
+    encoder = small(image_size)
+    encoder.scale = nn.Parameter(torch.ones(()))
     return encoder
 
 def wider(image_size):
@@ -147,13 +158,26 @@ def test_it_may_name_its_stages() -> None:
         assert {n: s.channels for n, s in build(name, 3, 8).stages.items()} == stages
 
 
+@pytest.mark.parametrize("stage", ["pixels", "layer1.0", "a,b"])
+def test_a_name_that_no_stage_can_have(stage: str) -> None:
+    """The images are a stage already, buffers have no dots, and commas separate stages."""
+    Path("net.py").write_text(CODE.replace("NAMED", repr(stage)))
+    with pytest.raises(ProtofedError, match=f"net.py:called: it calls a stage '{stage}'"):
+        run(tiny_task(), "fedfa", **{**MINE, "model": "net.py:called"})
+
+
+def test_its_first_parameter_may_be_a_number() -> None:
+    result = run(tiny_task(), **{**MINE, "model": "net.py:scaled", "rounds": 1})
+    assert result.model["encoder.scale"].shape == ()
+
+
 WRONG = {
     "net.py": "names no function",
     "net.py:smal": "there is no function smal in .*net.py",
     "absent.py:small": "there is no file .*absent.py' to load model small",
     "net.py:image": r"makes \[2, 3, 8, 8\] of 2 images of 8×8",
     "net.py:number": "returns 3",
-    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:35",
+    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:46",
     "net.py:flat": r"its stage first, the module 4, gives \[\[2, 4\]\].*maps \[B, C, H, W\]",
     "net.py:absent": "fails with images of 8×8: .*no attribute `conv`",
 }

@@ -49,6 +49,12 @@ def test_per_class_mean_counts_every_prototype_once() -> None:
     assert mask.tolist() == [1, 1, 0] and mask.dtype == torch.float32
 
 
+def test_labeled_rows_come_client_by_client() -> None:
+    means = [[[1.0], [5.0], [9.0]], [[3.0], [7.0], [9.0]]]
+    rows, classes = of_clients(means, [[100, 0, 1], [1, 2, 0]]).labeled()
+    assert rows.tolist() == [[1], [9], [3], [7]] and classes.tolist() == [0, 2, 0, 1]
+
+
 def test_per_class_mean_counts_every_owner_once() -> None:
     means = [[[1.0], [5.0], [9.0]], [[3.0], [7.0], [9.0]], [[8.0], [0.0], [9.0]]]
     counts = [[100, 1, 0], [1, 2, 0], [0, 3, 0]]

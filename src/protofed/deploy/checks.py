@@ -20,7 +20,7 @@ from protofed.deploy.spec import RunSpec
 from protofed.deploy.wire import Refused, read_tree
 from protofed.federation.bounds import prototypes_of
 from protofed.federation.client_round import Reply
-from protofed.federation.dry_run import noise_message
+from protofed.federation.dry_run import enough_images, noise_message
 from protofed.federation.server import Server
 from protofed.federation.setup import Setup
 from protofed.federation.simulation import initial_network, make_setup
@@ -66,10 +66,12 @@ def expected_reply(spec: RunSpec, server: Server) -> ExpectedReply:
     network = initial_network(config, task)
     setup = make_setup(config, task, network)
     classes = len(task.classes)
+    fewer = enough_images(setup, max(12, classes))
+    more = enough_images(setup, max(fewer + 2 * classes, 3 * classes + 12))
     few, many = (
         # only shapes matter, so with steps too small for noise to make them diverge
         noise_message(setup, initial_network(config, task), server, n, seen, lr=1e-8)
-        for n, seen in zip((max(12, classes), 3 * classes + 12), NOISE_PUBLIC, strict=True)
+        for n, seen in zip((fewer, more), NOISE_PUBLIC, strict=True)
     )
     model = {name: tuple(t.shape) for name, t in few.get("model", {}).items()}
     entries: dict[tuple[str, str], tuple[torch.dtype, Shape]] = {}

@@ -1,9 +1,9 @@
 """Processes that are forked from this one and do work for it.
 
-A fork has all that was in memory, including classes from a notebook, and starts in milliseconds. So
-little is sent to a process: objects that it has from the start, or that are posted for all of them,
-go as references, and the tensors of everything else through shared memory, which has no name and is
-freed with the last process that has it.
+A fork has all that was in memory, including classes from a notebook, and starts in milliseconds.
+Little has to be sent to it. Objects that it has from the start, or that are posted for all forks,
+go as references. The tensors of everything else go through shared memory, which has no name and is
+freed with the last process that uses it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from protofed.federation.cpu import die_with_parent
 Work = Callable[..., Any]
 """Its first argument is made in the process, once."""
 Parcel = tuple[bytes, list[int]]
-"""Something in shared memory: all but the bytes of its tensors, and how many these are."""
+"""What stands for an object in shared memory: its pickle without the bytes of its tensors, and how
+many bytes each tensor has there."""
 Warned = tuple[Warning, str, int]
 """A warning, and where it was raised."""
 
@@ -127,7 +128,7 @@ class Process:
             return False
 
     def ask(self, work: Work, *args: Any) -> Any:
-        """What the work gives there; its warnings and its error are raised here."""
+        """What the work returns there; its warnings and its error are raised here."""
         asked = self._memory.put((work, args), self._shared.known)
         try:
             self._pipe.send(asked)
@@ -153,7 +154,7 @@ class Process:
         return ProtofedError(f"a worker process died{cause}", hint)
 
     def end(self) -> None:
-        """End it, if it has not ended; in a fork of the run, which has no say in it, do nothing."""
+        """End it, if it has not ended; do nothing in any process but the one that forked it."""
         if os.getpid() != self._parent:
             return
         with self._ending, suppress(ProcessLookupError, ChildProcessError):
@@ -309,7 +310,7 @@ def _has_gradients() -> bool:
 def _answer(
     work: Callable[[], Any],
 ) -> tuple[Any, tuple[BaseException, str] | None, list[Warned]]:
-    """What the work gives, or its error with the traceback; and its warnings."""
+    """What the work returns, or its error with the traceback; and its warnings."""
     answer, error = None, None
     with warnings.catch_warnings(record=True) as caught:
         try:

@@ -2,10 +2,10 @@
 
 An actor for each core or GPU has an engine of its own, the loop or lanes, and is given groups of
 clients. What all of them receive is put into Ray's object store once a round: a machine fetches it
-once, and its actors read it there. A group whose actor dies is given to another one, and so is one
-that takes far longer than the others: a client's round is a function of what it is given, so that
-whoever answers first, the result is the same. An actor that hangs in an earlier round is replaced
-when nobody else answers: its core may be the last one.
+once, and its actors read it there. If an actor dies, or takes far longer than the others, another
+one is given its group. A client's round is a function of what it is given, so the result is the
+same whoever answers first. An actor that hangs in an earlier round is replaced if nobody else
+answers: its core may be the last one.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from protofed import keys
 from protofed.data import Images
+from protofed.errors import ProtofedError
 from protofed.federation.bounds import prototypes_of
 from protofed.tree import Slot, Tree
 
@@ -21,6 +22,11 @@ STRENGTH = 5.0
 def choose_attackers(names: Sequence[str], fraction: float, seed: int) -> frozenset[str]:
     """The clients that attack: that fraction of all, the same in every round."""
     count = round(fraction * len(names))
+    if fraction and not count:
+        raise ProtofedError(
+            f"attackers = {fraction:g} of {len(names)} clients is none: nobody would attack",
+            f"raise --attackers, to {1 / len(names):.2g} for one client, or leave out --attack",
+        )
     chosen = keys.generator(seed, "attackers").permutation(len(names))[:count]
     return frozenset(names[i] for i in chosen)
 

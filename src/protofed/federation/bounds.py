@@ -45,7 +45,7 @@ def size(slot: str, entries: Slot, start: Slot) -> float | None:
         mean, there = table
         # even those that are marked as absent: they are 0, unless somebody hides something
         longest = float(mean.double().norm(dim=-1).max()) if mean.numel() else 0.0
-        return longest if longest > 0 or bool(there.any()) else None
+        return longest if longest != 0 or bool(there.any()) else None
     floats = {n: t for n, t in entries.items() if t.is_floating_point()}
     if not floats:
         return None
@@ -94,8 +94,8 @@ class Bounds:
     ) -> None:
         if not 1 <= factor < math.inf:
             raise ProtofedError(f"size_limit must be a finite number from 1, got {factor!r}")
-        self._dry_run = dry_run
-        self._dry: Mapping[str, float] | None = None
+        self._dry_run: Callable[[], Mapping[str, float]] | None = dry_run
+        self._dry: Mapping[str, float] = {}
         self.few, self.clip, self.count_noise = clients < FEW, clip, count_noise
         self.factor = factor
         self.history: list[Mapping[str, float]] = []
@@ -105,7 +105,12 @@ class Bounds:
     def admit(self, name: str, reply: Reply, start: Slot) -> None:
         """Take a reply into the round; ``OutOfBounds`` if it has numbers that nobody can have."""
         _check_numbers(reply, start, self.count_noise)
-        self._round[name] = sizes(reply.message, start)
+        found = sizes(reply.message, start)
+        for slot, value in found.items():
+            # a norm may overflow while every entry is finite: that can be clipped
+            if not math.isfinite(value) and not _are_finite(reply.message[slot]):
+                raise OutOfBounds(f"out of bounds: {_too_large(slot, value)}")
+        self._round[name] = found
 
     def outside(self) -> dict[str, dict[str, tuple[float, str]]]:
         """For each client that sent too much: its slots, each with the limit and why, in words."""
@@ -116,10 +121,9 @@ class Bounds:
             for slot, value in own.items():
                 limit, reference = limits[slot]
                 if value > limit or value == math.inf:  # numbers so large that no norm holds them
-                    what = {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
-                    why = f"{what} {value:.4g}, more than {limit:.4g}: {reference}"
+                    why = f"{_norm_of(slot)} {value:.4g}, more than {limit:.4g}: {reference}"
                     if value == math.inf:
-                        why = f"{what} inf: too large for any bound"
+                        why = _too_large(slot, value)
                     found.setdefault(name, {})[slot] = limit, f"out of bounds: {why}"
         return found
 
@@ -130,8 +134,8 @@ class Bounds:
         if past and not self.few:
             known["the median of the last rounds"] = median_low(past)
         else:
-            if self._dry is None:
-                self._dry = self._dry_run()
+            if self._dry_run is not None:  # dropped once done: it holds the first message
+                self._dry, self._dry_run = self._dry_run(), None
             known["that of the server's own dry run"] = self._dry.get(slot, 0.0)
         if len(now) >= FEW:
             known["the median of this round"] = median_low(now)
@@ -169,6 +173,19 @@ class Bounds:
 def recorded(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, float]]:
     """The medians in the records of earlier rounds, for ``Bounds.restore``."""
     return [record["norms"] for record in records if "norms" in record]
+
+
+def _norm_of(slot: str) -> str:
+    return {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
+
+
+def _too_large(slot: str, value: float) -> str:
+    why = "not finite" if math.isnan(value) else "too large for any bound"
+    return f"{_norm_of(slot)} {value}: {why}"
+
+
+def _are_finite(entries: Slot) -> bool:
+    return all(bool(t.isfinite().all()) for t in entries.values())
 
 
 def _check_numbers(reply: Reply, start: Slot, count_noise: float) -> None:

@@ -6,6 +6,7 @@ only inputs are what the client received, its private state, its images and the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -107,7 +108,13 @@ def finish_round(
     if setup.proto_pass == "post":
         client.begin_prototypes()
         client.collect_post()
-    message, private = method.upload(client)
+    sent = method.upload(client)
+    if not isinstance(sent, tuple) or len(sent) != 2:
+        raise ProtofedError(
+            f"upload of {method.name} returns {_in_words(sent):.200}",
+            "it must return two trees: the message, and the client's next private state",
+        )
+    message, private = sent
     state = client.network.state_dict()
     ways = travel(method, client.network)
     message = {**message, "model": {n: state[n] for n, way in ways.items() if way == "both"}}
@@ -170,18 +177,23 @@ def moving_parameters(client: Client, phase: Phase) -> dict[str, nn.Parameter]:
     """The parameters that a phase trains, by name."""
     found = trainable(client.network)
     moving = {n: p for n, p in found.items() if phase.trainable is None or phase.trainable(n)}
-    if not moving:
+    if moving:
+        return moving
+    name = client.method.name
+    if len(found) < len(dict(client.network.named_parameters())):
         raise ProtofedError(
-            f"{client.method.name} has a phase that trains only the backbone",
-            "it cannot run with --train head",
+            f"{name} has a phase that trains only the backbone", "it cannot run with --train head"
         )
-    return moving
+    raise ProtofedError(
+        f"{name} has a phase that trains nothing",
+        f"its trainable selects no parameter; their names are {', '.join([*found][:3])}, ...",
+    )
 
 
 def loss_terms(phase: Phase, client: Client, batch: Batch) -> Terms:
     """The phase's loss; errors say whose it is, and explain a batch too small for BatchNorm."""
     try:
-        return phase.loss(client, batch)
+        return _require_terms(client.method.name, phase.loss(client, batch))
     except ProtofedError:
         raise
     except Exception as error:
@@ -195,6 +207,31 @@ def loss_terms(phase: Phase, client: Client, batch: Batch) -> Terms:
             "choose another --batch or --samples, so that its last batch is larger, or --norm "
             "group",
         ) from error
+
+
+def _require_terms(method: str, terms: Terms) -> Terms:
+    """The terms of a loss, if a step can be taken down their sum."""
+    named = isinstance(terms, Mapping) and terms
+    if not named or any(not isinstance(t, Tensor) or t.numel() != 1 for t in terms.values()):
+        raise ProtofedError(
+            f"the loss of {method} returns {_in_words(terms):.200}",
+            'it must return named terms, each a tensor with one number: {"ce": ...}',
+        )
+    if not any(t.requires_grad for t in terms.values()):
+        raise ProtofedError(
+            f"the loss of {method} does not depend on what the phase trains",
+            "compute some term from client.forward, with gradients",
+        )
+    return terms
+
+
+def _in_words(found: object) -> str:
+    """What a hook returned in place of what it should."""
+    if isinstance(found, Mapping):
+        return f"{{{', '.join(f'{n!r}: {_in_words(value)}' for n, value in found.items())}}}"
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    return f"{found!r:.100}"
 
 
 def _draws(setup: Setup, key: tuple[int | str, ...], steps: int, client: Client) -> Slot:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from protofed import tree
+from protofed import keys, tree
 from protofed.tree import Tree
 
 MEMORY_LIMIT = 1 << 30
 """Bytes of client state that a run with a folder keeps in memory."""
+
+LONGEST_STEM = 200
+"""Of the 255 bytes that a file's name may have, a round, an ending and ``.tmp`` take the rest."""
 
 Index = dict[str, Tree | str]
 """For each client its state, or the name of the file that holds it."""
@@ -123,13 +126,22 @@ class ClientStore:
 
     def _write(self, name: str, state: Tree, round: int) -> str:
         assert self.folder is not None
-        file = f"{quote(name, safe='')}.{round}.safetensors"
+        file = f"{_file_stem(name)}.{round}.safetensors"
         tree.save(state, self.folder / file, private=True)
         return file
 
     def _read(self, file: str) -> Tree:
         assert self.folder is not None
         return tree.load(self.folder / file)[0]
+
+
+def _file_stem(name: str) -> str:
+    """A client's name as the start of a file's name; a character may take nine bytes there."""
+    quoted = quote(name, safe="")
+    if len(quoted) <= LONGEST_STEM:
+        return quoted
+    whole = f"-{keys.key(name):016x}"
+    return quoted[: LONGEST_STEM - len(whole)] + whole
 
 
 def _in_memory(state: Tree | str) -> int:

@@ -20,27 +20,50 @@ from protofed.keys import generator
 from protofed.models import Network
 from protofed.tree import Tree
 
+MOST_MORE = 10_000
+"""How many more images of noise a method with a small holdout may need."""
 
-def dry_run(setup: Setup, network: Network, server: Server) -> dict[str, float]:
-    """The size of each slot of a reply to the first message, the model's own included.
 
-    Prototypes are included however few images a class has: noise has few of each.
+def dry_run(setup: Setup, network: Network, server: Server, received: Tree) -> dict[str, float]:
+    """The size of each slot of a reply to ``received``, a run's first message.
+
+    Prototypes count however few images a class has: noise has few of each.
     """
     protos = setup.privacy.prototypes
     privacy = dataclasses.replace(setup.privacy, prototypes=None)
     shown = dataclasses.replace(setup, min_class_count=1, privacy=privacy)
     try:
-        message = noise_message(shown, network, server, max(12, setup.training.batch), 12)
+        images = enough_images(setup, max(12, setup.training.batch))
+        message = noise_message(shown, network, server, images, 12, received=received)
     except Diverged:  # so will the clients, whose error says more
         return {}
     # under privacy, no prototype is longer than a feature that counts in full
     return sizes(message, {}) | ({} if protos is None else {protos.part: protos.clip})
 
 
+def enough_images(setup: Setup, least: int) -> int:
+    """At least ``least``, so many that some can be held out and no batch is of a single image."""
+    batch, holdout = max(2, setup.training.batch), setup.method.holdout
+    for images in range(least, least + MOST_MORE):
+        held = int(images * holdout)
+        if bool(held) == bool(holdout) and (images - held) % batch != 1:
+            return images
+    return least
+
+
 def noise_message(
-    setup: Setup, network: Network, server: Server, images: int, public: int, lr: float = 0.0
+    setup: Setup,
+    network: Network,
+    server: Server,
+    images: int,
+    public: int,
+    lr: float = 0.0,
+    received: Tree | None = None,
 ) -> Tree:
-    """What a client sends after an epoch on noise, which also stands in for public images."""
+    """What a client sends after an epoch on noise, which also stands in for public images.
+
+    ``received`` is what the server sent it; None: what it would send now.
+    """
     training = dataclasses.replace(setup.training, epochs=1, batch=max(2, setup.training.batch))
     if lr:
         training = dataclasses.replace(training, lr=lr)
@@ -54,7 +77,7 @@ def noise_message(
             module.momentum = 1.0  # statistics of the noise at once, as after many steps
     mine = server.initial_client(tree.copy({"model": network.state_dict()})["model"])
     network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    received = tree.to(server.broadcast(), "cpu")
+    received = tree.to(server.broadcast() if received is None else received, "cpu")
     return train_client(quiet, network, client, received, mine, 0).message
 
 

@@ -15,7 +15,7 @@ from protofed.data.task import Images
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation.batches import evaluation_batch
 from protofed.federation.finite import require_finite_model
-from protofed.federation.model_state import load_model, travel
+from protofed.federation.model_state import load_model, private_as_nan
 from protofed.federation.setup import Setup
 from protofed.method import Client, Method
 from protofed.models import Network
@@ -24,7 +24,10 @@ from protofed.tree import Slot, Tree
 
 @dataclass(frozen=True)
 class EvalJob:
-    """Whose model is tested, its architecture, and on what. The server (None) has no state."""
+    """Which model is tested on what: a client's, or (``client`` is None) the server's.
+
+    ``model`` is the name of its architecture. The server has no private state.
+    """
 
     model: str
     client: str | None
@@ -73,7 +76,7 @@ def evaluate(
         round=round,
         rounds=setup.rounds,
     )
-    missing = _missing_entries(network, setup.method, client.start)
+    missing = private_as_nan(setup.method, network, given=client.start)
     load_model(network, client.start | missing)
     network.eval()
     scores: Scores = {}
@@ -103,6 +106,7 @@ def _accuracies(
         client.begin_step(key)  # the same draws for every batch: its size cannot change a score
         inputs = normalized(x, setup.augment, setup.dtype)
         predicted = method.rules(client, inputs)
+        _require_scores(method.name, predicted, [len(y), setup.sizes.classes])
         if missing and not _all_valid(predicted):
             # Do the predictions need what is missing, or are they invalid without it too?
             load_model(client.network, client.start | {n: t.zero_() for n, t in missing.items()})
@@ -123,6 +127,22 @@ def _accuracies(
     return {rule: 100 * int(count) / len(images) for rule, count in hits.items()}
 
 
+def _require_scores(method: str, predicted: Mapping[str, Tensor], shape: list[int]) -> None:
+    """Raise an error if there is no score of each image for each class."""
+    for rule, scores in predicted.items():
+        found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        if found != shape:
+            raise ProtofedError(
+                f"{method} predicts {found} as '{rule}', not scores of shape {shape}",
+                "predict and rules must give a score of each image for each class",
+            )
+    if "accuracy" not in predicted:
+        raise ProtofedError(
+            f"the rules of {method} are {', '.join(predicted) or 'none'}",
+            'one of them must be the main one, "accuracy"',
+        )
+
+
 def _valid(scores: Tensor) -> Tensor:
     """Which scores can be compared. −inf can: it rules its class out."""
     return scores < math.inf
@@ -140,13 +160,3 @@ def _diverged(method: Method, model: Slot, domain: str) -> Diverged:
         "the model's entries are finite, but may be too large for its activations: try a smaller "
         "--lr; or check the method's predict",
     )
-
-
-def _missing_entries(network: Network, method: Method, model: Slot) -> Slot:
-    """The private entries that a server's model lacks, as NaN: a prediction must not need them."""
-    state = network.state_dict()
-    return {
-        name: torch.full_like(state[name], math.nan)
-        for name, way in travel(method, network).items()
-        if name not in model and way == "no" and state[name].is_floating_point()
-    }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container
+
 import torch
 
 from protofed.errors import ProtofedError
@@ -21,6 +24,19 @@ def travel(method: Method, network: Network) -> dict[str, Shared]:
     fixed = frozen(network)
     ways = {e.name: method.shared(e) for e in model_entries(network)}
     return {n: "down" if way == "both" and n in fixed else way for n, way in ways.items()}
+
+
+def private_as_nan(method: Method, network: Network, given: Container[str] = ()) -> Slot:
+    """The entries that clients keep to themselves, without those that are ``given``, as NaN.
+
+    A result that needs them is then NaN too.
+    """
+    state = network.state_dict()
+    return {
+        name: torch.full_like(state[name], math.nan)
+        for name, way in travel(method, network).items()
+        if way == "no" and name not in given and state[name].is_floating_point()
+    }
 
 
 @torch.no_grad()

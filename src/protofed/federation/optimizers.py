@@ -20,8 +20,8 @@ from protofed.federation.setup import Training
 class SGD:
     """Stochastic gradient descent with momentum and weight decay, as in ``torch.optim.SGD``.
 
-    A parameter without a gradient does not change. ``lr`` is a tensor where a recorded step must
-    read it each time.
+    A parameter without a gradient does not change. ``lr`` is a tensor if a recorded step must read
+    it at every replay.
     """
 
     def __init__(

@@ -35,10 +35,10 @@ from torch import Tensor
 from protofed import keys
 from protofed.config import Config
 from protofed.errors import ProtofedError
-from protofed.federation.model_state import travel
+from protofed.federation.model_state import private_as_nan, travel
 from protofed.federation.participants import participants
 from protofed.method import Client, Method, Sizes
-from protofed.models import Network
+from protofed.models import Network, entries
 from protofed.tree import Slot, Tree
 
 PROTOTYPES, MODEL = "prototypes", "model"
@@ -61,9 +61,9 @@ def keyed_normal(key: tuple[int | str, ...], shape: tuple[int, ...]) -> NDArray[
 def system_normal(key: tuple[int | str, ...], shape: tuple[int, ...]) -> NDArray[np.float64]:
     """For deployments: from the operating system's generator, whatever the key (Box and Muller)."""
     bits = np.frombuffer(os.urandom(16 * math.prod(shape)), np.uint64) >> np.uint64(11)
-    u, v = ((bits + 0.5) * 2.0**-53).reshape(2, *shape)
+    u, v = ((bits + 0.5) * 2.0**-53).reshape(2, -1)
     normal: NDArray[np.float64] = np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
-    return normal
+    return normal.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -183,12 +183,7 @@ def planned_releases(config: Config) -> int:
 def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None:
     if PROTOTYPES not in method.slots.up or method.proto_pass == "none":
         raise _no_privacy(method, "sends no class means", "proto_epsilon")
-    state = network.state_dict()
-    own = {
-        name: torch.full_like(state[name], math.nan)
-        for name, way in travel(method, network).items()
-        if way == "no" and state[name].is_floating_point()
-    }
+    own = private_as_nan(method, network)
     image = torch.zeros(2, 3, sizes.image, sizes.image, dtype=next(network.parameters()).dtype)
     view = Client(method, network, sizes, received={}, mine={})
     if own and not bool(view.forward_with(own, image).feature.isfinite().all()):
@@ -204,11 +199,14 @@ def _require_plain_updates(method: Method, network: Network) -> None:
     sent = [name for name, way in travel(method, network).items() if way == "both"]
     if not sent:
         raise _no_privacy(method, "sends no model", "update_epsilon")
-    parameters = dict(network.named_parameters())
-    if buffers := [name for name in sent if name not in parameters]:
+    parameters, kinds = dict(network.named_parameters()), entries(network)
+    for buffer in (name for name in sent if name not in parameters):
+        if kinds[buffer] != "bn":
+            why = f"sends the buffer {buffer}, and only weights get noise"
+            raise _no_privacy(method, why, "update_epsilon")
         raise ProtofedError(
             f"with update_epsilon no BatchNorm statistics may travel, and {method.name} sends "
-            f"{buffers[0]}",
+            f"{buffer}",
             "use --norm group, --freeze-bn, or fedbn, whose clients keep theirs",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -140,6 +141,12 @@ class Server:
             weights = self.method.weights(self.view(), updates)
             if weights is None:
                 weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
+            if len(weights) != len(updates) or math.fsum(weights) == 0:
+                raise ProtofedError(
+                    f"weights of {self.method.name} are {[*map(float, weights)]!s:.100} for "
+                    f"{len(updates)} updates",
+                    "there must be one for each, and their sum must not be 0",
+                )
             # entries that only go down are the server's own: the mean leaves them as they are
             averaged = start | weighted_mean(updates, "model", weights)
             state = self.method.aggregate(self.view(), averaged, updates)

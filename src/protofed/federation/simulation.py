@@ -521,13 +521,14 @@ def make_setup(config: Config, task: Task, network: Network) -> Setup:
 
 
 def make_bounds(config: Config, task: Task, server: Server, privacy: Privacy) -> Bounds | None:
-    """The bounds of a run's replies, as its config asks for."""
+    """The bounds of a run's replies, as its config asks for; the ``server`` is a new one."""
     if config.bounds == "off":
         return None
+    first = server.broadcast()  # kept: a resumed run must have the same bounds
 
     def sizes() -> dict[str, float]:
         network = initial_network(config, task)
-        return dry_run(make_setup(config, task, network), network, server)
+        return dry_run(make_setup(config, task, network), network, server, first)
 
     noise = privacy.prototypes.count_noise if privacy.prototypes is not None else 0.0
     clip, factor = config.bounds == "clip", server.method.size_limit

@@ -68,7 +68,7 @@ class COPA(Method):
         return "no" if entry.name.startswith("head.") else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """The common head; ``_heads`` puts it in every client's place."""
+        """The common head, which stands for every client's until it sends its own."""
         weight, bias = model["head.weight"], model["head.bias"]
         return {"heads": {"weight": weight[None], "bias": bias[None], "mask": torch.zeros(1)}}
 
@@ -88,7 +88,7 @@ class COPA(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """The averaged extractor, and the round's heads in their clients' places."""
-        heads = {n: t.clone() for n, t in _heads(server).items()}
+        heads = {n: t.clone() for n, t in server.each_client("heads").items()}
         for update in updates:
             place, sent = server.clients.index(update.name), update["head"]
             heads["weight"][place], heads["bias"][place] = sent["weight"], sent["bias"]
@@ -97,7 +97,7 @@ class COPA(Method):
 
     def broadcast(self, server: ServerView) -> Tree:
         """The extractor and all heads, with the clients' ids so that each finds its own."""
-        heads = {**_heads(server), "id": server.client_ids()}
+        heads = {**server.each_client("heads"), "id": server.client_ids()}
         return {"model": server.state["model"], "heads": heads}
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
@@ -118,9 +118,3 @@ def ensemble(logits_BMK: Tensor, mask_M: Tensor) -> Tensor:
     """Class probabilities [B, K], averaged over the heads that were sent, or all if none was."""
     mask_M = mask_M.masked_fill((mask_M <= 0).all(), 1)
     return (logits_BMK.softmax(2) * mask_M[:, None]).sum(1) / mask_M.sum()
-
-
-def _heads(server: ServerView) -> Slot:
-    """The heads of all clients in the federation's order: [M, K, d], [M, K], mask [M]."""
-    heads = server.state["heads"]
-    return {n: t.expand(len(server.clients), *t.shape[1:]) for n, t in heads.items()}

@@ -138,9 +138,8 @@ class FedCCRL(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg; the colors of the round's clients, and the last ones of the others."""
-        old, clients = server.state["pool"], len(server.clients)
-        pairs = zip(old["style"], old["there"] > 0, strict=True)
-        kept = [style[there] for style, there in pairs] * (clients // len(old["there"]))
+        old = server.each_client("pool")
+        kept = [style[own] for style, own in zip(old["style"], old["there"] > 0, strict=True)]
         sent = {u.name: u["styles"][PIXELS] for u in updates}
         rows = [sent.get(name, last) for name, last in zip(server.clients, kept, strict=True)]
         there = [torch.ones(len(row), device=row.device) for row in rows]

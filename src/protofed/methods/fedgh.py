@@ -71,9 +71,7 @@ class FedGH(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """(3); ``mean`` has the header unchanged, since no client sends one."""
-        C = clients_class_means(updates)
-        there_MK = C.mask.T > 0
-        z_Nd, y_N = C.mean.transpose(0, 1)[there_MK], there_MK.nonzero()[:, 1]
+        z_Nd, y_N = clients_class_means(updates).labeled()
         weight, bias = (mean[f"{HEADER}{n}"] for n in ("weight", "bias"))
         for epoch in range(self.header_epochs):
             rng = server.generator(epoch, "header")

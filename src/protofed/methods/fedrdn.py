@@ -105,7 +105,7 @@ class FedRDN(Method):
         return "down" if entry.name == BUFFER else "both"
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """Statistics that change nothing; ``_statistics`` puts them in every client's place."""
+        """Statistics that change nothing; they stand for every client's until it sends its own."""
         return {"statistics": {"style": model[BUFFER][None], "mask": torch.zeros(1)}}
 
     def restyles(self, stages: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class FedRDN(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, the round's statistics in their clients' places, and their mean."""
-        kept = _statistics(server)
+        kept = server.each_client("statistics")
         style, mask = [*kept["style"]], kept["mask"].clone()
         for update in updates:
             place, (mu, sigma) = server.clients.index(update.name), update["statistics"]["style"]
@@ -139,7 +139,8 @@ class FedRDN(Method):
         return {"model": model, "statistics": {"style": style_M2C, "mask": mask}}
 
     def broadcast(self, server: ServerView) -> Tree:
-        return {"model": server.state["model"], "statistics": _statistics(server)}
+        statistics = server.each_client("statistics")
+        return {"model": server.state["model"], "statistics": statistics}
 
 
 def unchanged(like: Tensor) -> Tensor:
@@ -151,9 +152,3 @@ def unchanged(like: Tensor) -> Tensor:
 def normalize(x: Tensor, style: Tensor) -> Tensor:
     """(x − μ)/σ of images [B, C, H, W] with statistics [B, 2, C]."""
     return restyle(x, style, unchanged(style))
-
-
-def _statistics(server: ServerView) -> Slot:
-    """All clients' statistics in the federation's order [M, 2, C], and which are known [M]."""
-    kept = server.state["statistics"]
-    return {n: t.expand(len(server.clients), *t.shape[1:]) for n, t in kept.items()}

@@ -103,9 +103,9 @@ class FedTGP(PrototypeMethod):
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """(2) to (4)."""
         C = clients_class_means(updates)
-        there_MK = C.mask.T > 0
-        C_Nd, y_N = C.mean.transpose(0, 1)[there_MK], there_MK.nonzero()[:, 1]
-        known_K = torch.maximum(server.state["prototypes"]["mask"], there_MK.any(0).float())
+        C_Nd, y_N = C.labeled()
+        sent_K = (C.mask > 0).any(1).float()
+        known_K = torch.maximum(server.state["prototypes"]["mask"], sent_K)
         delta = margin(C, self.margin)
         generator = server.state.get("generator") or _initial(server, C_Nd)
         moving = {name: t.clone().requires_grad_() for name, t in generator.items()}

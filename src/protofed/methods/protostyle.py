@@ -191,11 +191,8 @@ def _in_style(styles: Slot, drawn_B: Tensor, other_B: Tensor, stage: str, x: Ten
 
 def _known(server: ServerView, updates: Updates) -> Slot:
     """The last style [M, 2, C] of every client at each stage; 0 for those without."""
-    clients = len(server.clients)
-    kept = {n: t for n, t in server.state["styles"].items() if n != UNTIL}
-    known = {
-        n: t.clone() if len(t) == clients else t.repeat(clients, 1, 1) for n, t in kept.items()
-    }
+    kept = server.each_client("styles")
+    known = {n: t.clone() for n, t in kept.items() if n != UNTIL}
     for update in updates:
         for stage, style in update["styles"].items():
             known[stage] = known[stage].to(style)  # in float64 runs, the first zeros are float32

@@ -150,7 +150,7 @@ class StableFDG(Method):
         return HighlightingNetwork(backbone, sizes) if self.highlighter else backbone
 
     def init_server(self, model: Slot, sizes: Sizes) -> Tree:
-        """No style; ``_styles`` puts it in every client's place."""
+        """No style, for every client until it sends its own."""
         C = sizes.channels[self.stage]
         return {"styles": {"style": torch.zeros(1, 2, 2, C), "mask": torch.zeros(1)}}
 
@@ -185,7 +185,7 @@ class StableFDG(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and the round's styles in their clients' places."""
-        kept = _styles(server)
+        kept = server.each_client("styles")
         style, mask = [*kept["style"]], kept["mask"].clone()
         for update in updates:
             place, sent = server.clients.index(update.name), update["styles"]["style"]
@@ -195,7 +195,7 @@ class StableFDG(Method):
 
     def broadcast(self, server: ServerView) -> Tree:
         """(2): for each client its partner's style; a client finds its place by its id."""
-        kept = _styles(server)
+        kept = server.each_client("styles")
         there = kept["mask"].cpu().numpy() > 0
         partner = torch.from_numpy(partners(server.generator("styles"), there))
         styles = {
@@ -267,9 +267,3 @@ def attended(map_BCP: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """Σ_P A·x of (5)."""
     A_BP = (q[:, :, None] * k).sum(1).softmax(1)
     return (map_BCP * A_BP[:, None]).sum(2)
-
-
-def _styles(server: ServerView) -> Slot:
-    """All clients' styles in the federation's order [M, 2, 2, C], and which are known [M]."""
-    kept = server.state["styles"]
-    return {n: t.expand(len(server.clients), *t.shape[1:]) for n, t in kept.items()}

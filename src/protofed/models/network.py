@@ -33,7 +33,7 @@ class Output:
 
 
 class Stage(NamedTuple):
-    """The output [B, channels, H, W] of a module of the encoder, which is named."""
+    """The name of a module of the encoder, whose output is [B, channels, H, W]."""
 
     module: str
     channels: int
@@ -78,7 +78,7 @@ class Network(nn.Module):
 
     @contextmanager
     def between(self, stages: Iterable[str], function: Between) -> Iterator[None]:
-        """While it lasts, features of these stages go through ``function(stage, x)``."""
+        """Within this context, features of these stages go through ``function(stage, x)``."""
 
         def after(stage: str) -> Callable[..., Tensor]:
             return lambda module, inputs, x: function(stage, x)

@@ -1,4 +1,4 @@
-"""Models of the user's own: an encoder that a function in a Python file makes.
+"""The user's own models: encoders made by functions in Python files.
 
 ``path/to/file.py:factory`` names a function that takes the image size and returns a module from
 images [B, 3, H, W] to features [B, d]. The linear head is added here. The module may name its
@@ -7,6 +7,7 @@ stages by an attribute, a dictionary ``stages`` from a name to that of a submodu
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from protofed.errors import ProtofedError, raised_at
-from protofed.models.network import Network, Stage
+from protofed.models.network import PIXELS, Network, Stage
 from protofed.user_code import code_withheld, execute, is_trusted, parts_of
 
 _LOADED: dict[str, Callable[..., Any]] = {}
@@ -69,6 +70,11 @@ def own_model(name: str, classes: int, image_size: int) -> Network:
             raise ProtofedError(f"it returns {encoder!r:.100}", "it must return a torch module")
         named = getattr(encoder, "stages", None)
         named = named if isinstance(named, dict) else {}  # it may well be a module
+        if bad := [n for n in named if n == PIXELS or not re.fullmatch(r"[\w-]+", str(n))]:
+            raise ProtofedError(
+                f"it calls a stage {bad[0]!r}",
+                f"use letters, digits, _ and -, and not '{PIXELS}', which are its images",
+            )
         seen: dict[str, list[Any]] = {}
         with torch.no_grad(), ExitStack() as hooks:
             for stage, module in named.items():

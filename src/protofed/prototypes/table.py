@@ -76,6 +76,14 @@ class Prototypes(NamedTuple):
         mean_KJd, mask_KJ = self.table()
         return [mean_Jd[mask_J > 0] for mean_Jd, mask_J in zip(mean_KJd, mask_KJ, strict=True)]
 
+    def labeled(self) -> tuple[Tensor, Tensor]:
+        """The prototypes without the padding, as rows [N, d], and their classes [N].
+
+        The second dimension comes first: all classes of one client, then those of the next.
+        """
+        there_MK = self.mask.T > 0
+        return self.mean.transpose(0, 1)[there_MK], there_MK.nonzero()[:, 1]
+
     @replaceable
     @full_precision
     def per_class_mean(self) -> Prototypes:

@@ -165,6 +165,9 @@ def run_checks(
 
     Each is reported as it comes, unless it failed because of the same fault as an earlier one.
     """
+    for title in only or ():
+        if title not in CHECKS:
+            raise unknown("check", title, CHECKS)
     results: list[CheckResult] = []
     faults: dict[tuple[str, str], str] = {}
     subject: _Subject | None = None
@@ -471,8 +474,13 @@ def _after_a_round(method: Method, precision: str) -> Federation:
 
 
 def _task(method: Method, classes_of: dict[str, Sequence[int]] | None = None) -> Task:
-    """The tiny task, with spare images for a method that needs public ones."""
-    return tiny_task(classes_of, spare=12 if method.public_images else 0)
+    """The tiny task, with spare images for a method that needs public ones.
+
+    With a small holdout, clients have more images, so that some can be held out.
+    """
+    fewest = math.ceil(2 / max(method.holdout, 0.002)) if method.holdout else 0
+    spare = 12 if method.public_images else 0
+    return tiny_task(classes_of, max(22, fewest), spare=spare)
 
 
 def _run(
