@@ -268,12 +268,12 @@ def headline(
 ) -> dict[str, Any] | None:
     """The main result, and how far to trust it; None until a row is complete.
 
-    Until all rows have been run, no row is called the best.
+    Until all rows have been run, no row is called the best, and never one that lacks seeds.
     """
-    there = [r for r in rows if r.accuracy]
-    if not there:
+    every = [r for r in rows if r.accuracy]
+    if not every:
         return None
-    main = there[0].main
+    there, main = tables.comparable(every), every[0].main
     best = max(there, key=lambda r: r.accuracy[main].mean)
     equal = [r.label for r in there if r.accuracy[main].mean == best.accuracy[main].mean]
     domains = {d: s.mean for d, s in best.accuracy.items() if d != "average"}
@@ -290,8 +290,9 @@ def headline(
         "mean": best.accuracy[main].mean,
         "scope": scope,
         "alone": len(there) == 1,
-        "some": "" if all(r.was_run for r in rows) else f"{len(there)} of {len(rows)} rows",
-        "values": [(r.label, r.accuracy[main].mean) for r in there],
+        "some": "" if all(r.was_run for r in rows) else f"{len(every)} of {len(rows)} rows",
+        "values": [(r.label, r.accuracy[main].mean) for r in every],
+        "unranked": [r.label for r in every if r not in there],
         "is_baseline": best.label == baseline,
         "baseline": tables.baseline_name(baseline),
         "difference": best.differences.get(main),
@@ -302,8 +303,8 @@ def headline(
 
 
 def _ranks(rows: Sequence[TableRow], looks: figures.Looks) -> list[tuple[str, Spread, str]]:
-    """Label, accuracy and color of the rows, from the best down."""
-    there = [(row.label, row.accuracy[row.main]) for row in rows if row.accuracy]
+    """Label, accuracy and color of the rows that may be ranked, from the best down."""
+    there = [(row.label, row.accuracy[row.main]) for row in tables.comparable(rows)]
     there.sort(key=lambda pair: -pair[1].mean)
     return [(label, spread, looks[label].color) for label, spread in there[:MOST_RANKS]]
 

@@ -51,9 +51,7 @@ KINDS = ("table", "curves", "bars", DIFFERENCES, "sweep", "tsne", TUNE)
 SETTINGS = tuple(name for name in RUN_SETTINGS if name != "seed")
 """The settings that a study may give; its seeds have a key of their own."""
 _NOT_HASHED = {
-    name
-    for name, s in RUN_SETTINGS.items()
-    if not s.hashed and name not in ("device", "precision")
+    name for name, s in RUN_SETTINGS.items() if not s.hashed and name not in ("device", "precision")
 }
 """Settings that change neither a number nor which runs are taken."""
 

@@ -498,13 +498,15 @@ def printed_difference(r: TableRow, base: TableRow | None) -> float | None:
     return None if theirs is None or math.isnan(own - theirs) else own - theirs
 
 
-def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
-    """The best and the second in a column, as printed: equal texts are equally good.
-
-    Rows that lack seeds are not ranked: other seeds are other clients.
-    """
+def comparable(table: Sequence[TableRow]) -> list[TableRow]:
+    """The rows that may be ranked: those with all the seeds. Other seeds are other clients."""
     most = max((r.seed_list for r in table), key=len, default=())
-    found = {r.label: r.at(column) for r in table if set(r.seed_list) == set(most)}
+    return [r for r in table if r.accuracy and set(r.seed_list) == set(most)]
+
+
+def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
+    """The best and the second in a column, as printed: equal texts are equally good."""
+    found = {r.label: r.at(column) for r in comparable(table)}
     means = {label: round(s.mean, 1) for label, s in found.items() if s is not None}
     if len(means) < 2:
         return {}
