@@ -141,6 +141,18 @@ def test_rows_are_named_in_the_caption_as_in_the_table(tmp_path: Path) -> None:
     assert "weights of the average: sample counts (As printed: uniform)." in table.caption
 
 
+def test_the_caption_says_of_all_rows_only_what_is_so_of_all(tmp_path: Path) -> None:
+    rows, over = {"FedAvg": "fedavg"}, {"dirichlet": [0.1, 10.0], "samples": [10, 20]}
+    settings = {**TINY, "quantity": 1.0, "validate": 0.1}
+    varied = study(rows=rows, sweep=[{"over": over}], settings=settings)
+    (table,) = make_study(varied, tmp_path / "s", validation=lambda run: 50.0).tables()
+    assert (
+        "clients × samples: differ between runs, sizes Dirichlet(1), validated on 10 % of each "
+        "client's images, held out of its training (scan 30, print 30, photo 30, inverse 30); the "
+        "runs differ in label skew; seeds 0, 1"
+    ) in table.caption
+
+
 def test_every_format(tmp_path: Path) -> None:
     made = study(printed={"glyphs": PAPER}, notes=["the paper did otherwise"])
     folder = make_study(made, tmp_path / "s")
