@@ -444,6 +444,21 @@ def test_a_study_that_tunes_chooses_for_each_row(tmp_path: Path) -> None:
     assert write_figures(folder, folder.tables(), ("png",), 50) == ["tune.png"]
 
 
+def test_what_a_paper_prints_stands_beside_test_accuracies_alone(tmp_path: Path) -> None:
+    best = "FPL, tau=0.1"
+    made = study(
+        kind="tune",
+        sweep=[{"rows": ["FPL"], "over": {"tau": [0.02, 0.1]}}],
+        settings={**TINY, "validate": "unused"},
+        printed={"glyphs": {"columns": ["average"], best: [50.0]}},
+    )
+    validated, tested = make_study(
+        made, tmp_path / "s", validation=lambda run: 50.0 + 10 * (run.line.label == best)
+    ).tables()
+    assert not any(line.paper for line in validated.grid()[1])
+    assert "50.00 (-4.5)" in [c.text for line in tested.grid()[1] if line.paper for c in line.cells]
+
+
 def test_each_task_counts_its_own_seeds(tmp_path: Path) -> None:
     more = {"task": "glyphs", "lr": 0.02, "seeds": 1, "rows": ["FPL"]}
     made = study(tasks={"glyphs": {}, "more": more})
