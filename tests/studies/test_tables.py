@@ -237,6 +237,14 @@ def test_rows_that_lack_seeds_are_not_ranked():
     assert marks == ["second", "", "best"]
 
 
+def test_a_row_that_was_never_measured_is_not_ranked():
+    values = {"a": math.nan, "b": 50.0, "c": 60.0}
+    table = [row(label, {0: measure(0, value)}, {}) for label, value in values.items()]
+    assert [line.cells[1].mark for line in grid(table)[1]] == ["", "second", "best"]
+    table = [row(label, {0: measure(0, value)}, {}) for label, value in [*values.items()][:2]]
+    assert [line.cells[1].mark for line in grid(table)[1]] == ["", ""]
+
+
 def test_missing_runs_are_shown():
     table = [
         row("a", {0: measure(0, 50.0)}, {}, wanted=3),

@@ -507,7 +507,8 @@ def comparable(table: Sequence[TableRow]) -> list[TableRow]:
 def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
     """The best and the second in a column, as printed: equal texts are equally good."""
     found = {r.label: r.at(column) for r in comparable(table)}
-    means = {label: round(s.mean, 1) for label, s in found.items() if s is not None}
+    known = {label: s.mean for label, s in found.items() if s is not None}
+    means = {label: round(mean, 1) for label, mean in known.items() if not math.isnan(mean)}
     if len(means) < 2:
         return {}
     names = dict(zip(sorted(set(means.values()), reverse=True), ("best", "second"), strict=False))
