@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from tests.studies.made_runs import image_folder
 from typer.testing import CliRunner
 
 from protofed import load_model, run
@@ -80,6 +81,17 @@ def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ProtofedError, match="no images in"):
         call("predict", trained.folder, tmp_path / "empty")
+
+
+def test_evaluate_reads_the_images_as_the_run_did(tmp_path: Path) -> None:
+    """As with a test split that is not the task's first: its test images were for training."""
+    folder = image_folder(tmp_path / "images")
+    (folder / "day" / "cat" / "bad.png").write_bytes(b"not an image")
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 4, "image_size": 16}
+    run(f"folder:{folder}", out=tmp_path / "r", device="cpu", skip_bad=True, **settings)
+    assert "night" in call("evaluate", tmp_path / "r")
+    with pytest.raises(ProtofedError, match=r"bad\.png"):
+        call("evaluate", tmp_path / "r" / "model.safetensors")
 
 
 def test_evaluate(trained: Result, tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ def evaluate(
         typer.Option("--task", help="A task, or folder:PATH; default: the task of the run."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Folder of the downloaded images.")
+        Path | None,
+        typer.Option("--data", help="Folder of the downloaded images; default: the run's."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -193,8 +194,13 @@ def evaluate(
         )
     trained = load_model(model, client, device)
     name = task or trained.card.task
-    size = None if name == "glyphs" else trained.image_size
-    loaded = load_task(name, data, image_size=size, pixel_range=trained.card.pixel_range)
+    given = _settings_of_run(model) if name == trained.card.task else {}
+    given |= {"image_size": trained.image_size, "pixel_range": trained.card.pixel_range}
+    if name == "glyphs":
+        given["image_size"] = None  # it has one size
+    if data is not None:
+        given["data"] = data
+    loaded = load_task(name, **given)
     order = _class_order(trained, loaded)
     found: dict[str, Metrics] = {}
     for domain, images in track(
@@ -205,6 +211,14 @@ def evaluate(
     _print_metrics(found)
     if out is not None:
         _write_evaluation(trained, name, found, out)
+
+
+def _settings_of_run(model: Path) -> dict[str, Any]:
+    """How a run read its task; another test split would test on its training images."""
+    from protofed.config import task_settings
+    from protofed.runs import load_run
+
+    return task_settings(load_run(model, model=False).config) if model.is_dir() else {}
 
 
 def _class_order(trained: TrainedModel, task: Task) -> Any:
