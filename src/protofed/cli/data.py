@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
 from protofed.cli.options import with_settings
-from protofed.cli.output import console, say
+from protofed.cli.output import console, say, wide_console
 from protofed.config import SETTINGS
 from protofed.errors import unknown
 
@@ -163,8 +162,7 @@ def cache(
         row = (entry.name, str(entry.images), decimal(entry.size), made, entry.source)
         table.add_row(*map(escape, row))
     if chosen:
-        # without a terminal there is no width to respect
-        (console if console.is_terminal else Console(file=console.file, width=400)).print(table)
+        wide_console().print(table)
     total = f"{len(chosen)} entries, {decimal(sum(entry.size for entry in chosen))}"
     if purge:
         with writing(folder):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -32,7 +33,7 @@ ClientOption = Annotated[
         "--client", help="The client to load, for methods whose clients have models of their own."
     ),
 ]
-errors = Console(stderr=True)
+errors = Console(stderr=True, emoji=False)
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
 
 
@@ -245,7 +246,7 @@ def _print_metrics(found: dict[str, Metrics]) -> None:
         table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for domain, row in rows.items():
         cells = [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()]
-        table.add_row(domain, *cells)
+        table.add_row(escape(domain), *cells)
     console.print(table)
 
 
