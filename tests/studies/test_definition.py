@@ -51,6 +51,9 @@ def test_generators_take_a_fraction_of_the_grid() -> None:
 ROW = {"FedAvg": "fedavg"}
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"titel": "x"}, ["'titel'", "title"]),
+    ({"name": "../mine"}, ["name cannot be that of a folder"]),
+    ({"name": "/tmp/mine"}, ["name cannot be that of a folder"]),
+    ({"name": ""}, ["name cannot be that of a folder"]),
     ({"lick": "fpl-table2"}, ["'lick'", "did you mean like"]),
     ({"kind": "tabel"}, ["'tabel'", "table"]),
     ({"kind": "banana"}, ["'banana'", "valid: bars, curves, differences, sweep"]),

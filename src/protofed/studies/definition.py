@@ -478,6 +478,8 @@ def parse(raw: Mapping[str, Any], name: str) -> Study:
 
 def _parse(raw: Mapping[str, Any], name: str) -> Study:
     require_known("key", raw, _KEYS)
+    if name in ("", "..") or Path(name).name != name:
+        raise ProtofedError(f"its name cannot be that of a folder: '{name}'", 'write name = "mine"')
     kind = _text(raw, "kind", "table")
     require_known("kind", [kind], KINDS)
     shared = _settings("setting", _table(raw, "settings"))
