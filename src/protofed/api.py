@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from protofed.cluster import require_ray
-from protofed.config import Config
+from protofed.config import Config, is_whole
 from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Observer
@@ -193,6 +193,8 @@ def run_study(
     """
     from protofed.report.study_figures import write_figures  # it imports matplotlib
 
+    if jobs is not None and not (is_whole(jobs) and jobs > 0):
+        raise ProtofedError(f"jobs must be a whole number of at least 1, got {jobs!r:.100}")
     if ray is None and gpus_per_run is not None:
         raise ProtofedError("GPUs per run were given without a cluster", "add --ray auto")
     if ray is not None and mps:

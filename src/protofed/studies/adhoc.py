@@ -13,6 +13,7 @@ from protofed.config import (
     SETTINGS,
     Config,
     execute_models,
+    is_whole,
     paper_differences,
     short_task,
 )
@@ -24,7 +25,7 @@ from protofed.methods import METHODS, method_class, reference
 from protofed.studies.definition import TUNE, Study, parse
 from protofed.studies.launch import loaded_task
 from protofed.studies.plan import plan
-from protofed.studies.search import Values, search_points
+from protofed.studies.search import Values, listed, search_points
 
 Rows = Mapping[str, tuple[str, Mapping[str, Any]]]
 """Label → (method, hyper-parameters)."""
@@ -76,7 +77,7 @@ def parameter_sweep(
     own, rows = _one_row(method, options)
     if against is not None:
         rows = {**method_rows([against]), **rows}
-    grid = {name: list(values) for name, values in over.items()}
+    grid = {name: listed(name, values) for name, values in over.items()}
     title, swept = f"{own} over {' and '.join(grid)}", [{"over": grid, "rows": [own]}]
     study = adhoc("sweep", title, task, rows, *_seeded(seeds, settings), swept)
     return Asked(study, f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}-{study.hash}")
@@ -132,6 +133,8 @@ def held_out(config: Config) -> tuple[str | float, str]:
 
 def method_rows(methods: Iterable[str | Method] | Mapping[str, str | Method]) -> Rows:
     """A row for each method, labeled by its name unless a label is given."""
+    if isinstance(methods, (str, Method)):
+        methods = [methods]
     labeled = isinstance(methods, Mapping)
     given = methods.items() if isinstance(methods, Mapping) else ((None, m) for m in methods)
     rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -177,8 +180,11 @@ def _seeded(count: int, settings: Mapping[str, Any]) -> tuple[range, dict[str, A
 
 
 def _require_count(name: str, count: int) -> None:
-    if not 1 <= count <= MOST_SEEDS:
-        raise ProtofedError(f"{name} must be at least 1 and at most {MOST_SEEDS}, got {count}")
+    if not (is_whole(count) and 1 <= count <= MOST_SEEDS):
+        raise ProtofedError(
+            f"{name} must be a whole number of at least 1 and at most {MOST_SEEDS}, got "
+            f"{count!r:.100}"
+        )
 
 
 def adhoc(
