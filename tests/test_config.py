@@ -280,6 +280,10 @@ def test_a_file_that_is_not_toml(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_may_begin_with_the_mark_of_an_editor(tmp_path):
+    assert read_config(write(tmp_path, b"\xef\xbb\xbfrounds = 3"))["rounds"] == 3
+
+
 def test_a_method_without_a_name(tmp_path):
     with pytest.raises(ProtofedError, match=r"\[method\] .* has no name") as error:
         read_config(write(tmp_path, "[method]\ntau = 0.1"))

@@ -1024,7 +1024,7 @@ def execute_models(settings: Mapping[str, Any]) -> None:
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, as arguments of ``make_config``."""
     try:
-        raw = parse_toml(path.read_text("utf-8"))
+        raw = parse_toml(path.read_text("utf-8-sig"))  # some editors begin a file with a mark
     except OSError as error:
         raise ProtofedError(f"cannot read config '{path}': {error.strerror}") from None
     except ValueError as error:  # or the file is not UTF-8
