@@ -215,6 +215,22 @@ def test_a_row_that_lacks_seeds_is_not_called_the_best(tmp_path: Path, saved: li
     assert "FedAvg" in ranks and "FPL" not in ranks
 
 
+def test_labels_that_are_alike_in_the_name_of_a_file(
+    runs: Path, tmp_path: Path, saved: list[str]
+) -> None:
+    (group,) = collect([runs]).groups
+    labels = {"fpl": "方法", "fedavg": "图"}
+    named = tuple(
+        replace(r, summary={**r.summary, "method": labels[r.summary["method"]]})
+        for r in group.results
+    )
+    given = ReportInput((Group(group.title, named),), ())
+    write_report(given, tmp_path / "page.html", tmp_path / "figures", images=12)
+    assert {"confusion-x", "confusion-x-2"} <= set(saved) and len(saved) == len(set(saved))
+    page = Page((tmp_path / "page.html").read_text("utf-8"))
+    assert len(page.ids) == len(set(page.ids))
+
+
 def test_tables_carry_values_to_sort_by() -> None:
     cells = [[PageCell("a<b"), PageCell("1,234.5 ± 2", "best")], [PageCell("c"), PageCell("")]]
     text = environment().get_template("parts.html.j2").module.table(PageTable(["m", "v"], cells))

@@ -23,11 +23,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[plot.Plot]:
     """The figures, which are not drawn."""
     found: list[plot.Plot] = []
 
-    def save(made: plot.Plot, folder: Path, **_: object) -> list[Path]:
+    def render(made: plot.Plot, *_: object) -> dict[str, bytes]:
         found.append(made)
-        return [folder / f"{made.name}.png"]
+        return {"png": b""}
 
-    monkeypatch.setattr(plot, "save", save)
+    monkeypatch.setattr(plot, "render", render)
     return found
 
 
@@ -63,6 +63,10 @@ def test_figures_have_names_of_their_own(tmp_path: Path, drawn: list[plot.Plot])
     tasks = {"a/b": {"task": "glyphs"}, "glyphs": {"lr": 0.02}}
     two = make_study(study(tasks=tasks), tmp_path / "two")
     assert names(two) == ["curves-a-b.png", "curves-glyphs.png"]
+    (path,) = plot.save(plot.Plot("sweep-../../x", "", ()), tmp_path / "figures")
+    assert (
+        path == tmp_path / "figures" / "sweep-..-..-x.png"
+    )  # whatever a study from elsewhere says
     every = {(label, seed) for label in ("FedAvg", "FPL") for seed in (0, 1)}
     none = make_study(study(), tmp_path / "pool" / "none", skip=every)
     assert names(none) == []

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,17 @@ class Painter:
     prefix: str = ""
     """That of the names of its files."""
     count: int = 0
+    names: set[str] = field(default_factory=set)
     written: list[Path] = field(default_factory=list)
 
     def draw(self, drawn: Plot, narrowest: int = 300, heading: str = "") -> DrawnFigure:
         """Draw a plot; its files have no heading of their own."""
-        self.progress(f"drawing {drawn.name}")
+        # labels that differ may be alike in the name of a file, such as τ=0.1 and τ=-0.1
+        names = chain([drawn.name], (f"{drawn.name}-{n}" for n in count(2)))
+        name = next(n for n in names if f"{self.prefix}{n}" not in self.names)
+        self.names.add(f"{self.prefix}{name}")
+        drawn = replace(drawn, name=name)
+        self.progress(f"drawing {name}")
         if self.folder is not None:
             plain = replace(drawn, heading="")
             self.written += plot.save(plain, self.folder, self.prefix, self.kinds, self.dpi)
@@ -139,7 +146,7 @@ class Painter:
         for panel in drawn.panels:
             self.count += 1
             svgs.append(Markup(plot.svg(panel, f"{self.section}-{self.count}")))
-        return DrawnFigure(f"{self.section}-{drawn.name}", drawn, svgs, narrowest, heading)
+        return DrawnFigure(f"{self.section}-{name}", drawn, svgs, narrowest, heading)
 
     def draw_lines(
         self,
