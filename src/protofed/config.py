@@ -1105,7 +1105,7 @@ def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
     if left_out is not None:
         if counted and each.get(left_out):
             raise ProtofedError(
-                f"domain '{left_out}' is left out, but is given {each[left_out]} clients",
+                f"domain '{left_out}' is left out, but has clients: {each[left_out]}",
                 f"give it none ({left_out}=0), or name a distribution: --clients one",
             )
         each[left_out] = 0

@@ -83,6 +83,16 @@ def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
         call("predict", trained.folder, tmp_path / "empty")
 
 
+def test_a_device_that_is_not_there(trained: Result) -> None:
+    for name, words in {
+        "bogus": r"unknown device 'bogus' \(valid: auto",
+        "cuda:7": "no GPU",
+    }.items():
+        if name == "bogus" or not torch.cuda.is_available():
+            with pytest.raises(ProtofedError, match=words):
+                call("evaluate", str(trained.folder), "--device", name)
+
+
 def test_evaluate_reads_the_images_as_the_run_did(tmp_path: Path) -> None:
     """As with a test split that is not the task's first: its test images were for training."""
     folder = image_folder(tmp_path / "images")

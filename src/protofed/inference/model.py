@@ -26,10 +26,11 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.analysis import RoundPrototypes, prototypes
+from protofed.config import AUTO, DEVICES
 from protofed.data.augment import normalized
 from protofed.data.decode import BadImage, decode
 from protofed.data.task import Augment
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, unknown
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES, find_device
 from protofed.method import Client, Sizes
@@ -76,7 +77,7 @@ class TrainedModel:
     ) -> None:
         card = self.card = stored.card
         self.classes, self.image_size = card.classes, card.image_size
-        self.method, self.device = stored.method, torch.device(find_device(device))
+        self.method, self.device = stored.method, _device(device)
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
             (client,) = stored.clients  # a site's own file has one
         self.client, self.kept = client, kept
@@ -197,6 +198,15 @@ def load_model(path: str | Path, client: str | None = None, device: str = "cpu")
     rounds = RunFolder(path).artifact_rounds("prototypes")
     kept = prototypes(result) if rounds and rounds[-1] == len(result.rounds) else None
     return TrainedModel(result.need_model(), client, device, kept)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        found = torch.device(find_device(name))
+    except RuntimeError:  # torch lists the devices of all its builds
+        raise unknown("device", name, (AUTO, *DEVICES)) from None
+    find_device(found.type)  # cuda:0 where there is none
+    return found
 
 
 def _array(image: NDArray[Any]) -> NDArray[Any]:
