@@ -164,10 +164,13 @@ def test_a_sweep_over_unseen_domains_is_drawn_once(tmp_path: Path) -> None:
 
 
 def test_the_main_result_says_how_few_seeds_its_own_row_has(tmp_path: Path) -> None:
-    for skip, said in ((set(), False), ({("FPL", 4)}, True)):
-        text = page_of(study(seeds=5), tmp_path / str(said), skip=skip)
+    """And not that of a row with fewer, which is not ranked."""
+    for seeds, said in ((5, False), (4, True)):
+        rows = {"FedAvg": "fedavg", "FPL": "fpl", "MOON": "moon"}
+        made = study(seeds=seeds, rows=rows)
+        text = page_of(made, tmp_path / str(seeds), skip={("MOON", 0)})
         lead = text.split('class="lead">')[1].split("</p>")[0]
-        assert "<b>FPL</b> is best" in lead
+        assert "<b>FPL</b> is best" in lead and "Not ranked, for lack of seeds: MOON" in lead
         assert ("Fewer than 5 seeds" in lead) == said
 
 

@@ -280,7 +280,8 @@ def headline(
     every = [r for r in rows if r.accuracy]
     if not every:
         return None
-    there, main = tables.comparable(every), every[0].main
+    there = tables.comparable(every)
+    main = there[0].main
     best = max(there, key=lambda r: r.accuracy[main].mean)
     equal = [r.label for r in there if r.accuracy[main].mean == best.accuracy[main].mean]
     domains = {d: s.mean for d, s in best.accuracy.items() if d != "average"}
@@ -298,8 +299,8 @@ def headline(
         "scope": scope,
         "alone": len(there) == 1,
         "some": "" if all(r.was_run for r in rows) else f"{len(every)} of {len(rows)} rows",
-        "values": [(r.label, r.accuracy[main].mean) for r in every],
-        "unranked": [r.label for r in every if r not in there],
+        "values": [(r.label, r.accuracy[r.main].mean) for r in every],
+        "unranked": [r.label for r in every if r not in there and r.unseen == best.unseen],
         "is_baseline": best.label == baseline,
         "baseline": tables.baseline_name(baseline),
         "difference": best.differences.get(main),

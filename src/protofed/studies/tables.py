@@ -499,9 +499,16 @@ def printed_difference(r: TableRow, base: TableRow | None) -> float | None:
 
 
 def comparable(table: Sequence[TableRow]) -> list[TableRow]:
-    """The rows that may be ranked: those with all the seeds. Other seeds are other clients."""
-    most = max((r.seed_list for r in table), key=len, default=())
-    return [r for r in table if r.accuracy and set(r.seed_list) == set(most)]
+    """The rows that may be ranked: those with all the seeds, and the same unseen domain if any.
+
+    Other seeds are other clients, and a domain is harder if no client has it.
+    """
+    there = [r for r in table if r.accuracy]
+    most = max(there, key=lambda r: r.seeds, default=None)
+    return [
+        r for r in there
+        if most and r.unseen == most.unseen and set(r.seed_list) == set(most.seed_list)
+    ]  # fmt: skip
 
 
 def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
