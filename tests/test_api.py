@@ -65,6 +65,8 @@ def test_what_cannot_be_compared(here: list[list[str]]) -> None:
         protofed.compare("glyphs", [FPL(tau=0.03), FPL(tau=0.05)])
     with pytest.raises(ProtofedError, match="'fpl', which is not compared"):
         protofed.compare("glyphs", ["fedavg"], options={"fpl": {"tau": 1.0}})
+    with pytest.raises(ProtofedError, match="there is no method to run"):
+        protofed.compare("glyphs", [])
     for seeds in (0, [0, 1]):
         with pytest.raises(ProtofedError, match="seeds must be a whole number of at least 1"):
             protofed.compare("glyphs", ["fedavg"], seeds=seeds)

@@ -73,6 +73,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"baseline": []}, ["baseline"]),
     ({"sweep": [{"over": {"tau": [0.1]}, "rows": ["FLP"]}]}, ["'FLP'", "FPL"]),
     ({"sweep": [{"over": {"tao": [0.1]}, "rows": ["FPL"]}]}, ["'tao'", "tau"]),
+    ({"sweep": [{"over": {"seed": [0, 1]}, "rows": ["FPL"]}]}, ["seed is not swept", "--seeds"]),
     ({"sweep": [{"over": {"tau": 0.1}, "rows": ["FPL"]}]}, ["tau", "list"]),
     ({"sweep": [{"over": {"tau": [-1]}, "rows": ["FPL"]}]}, ["tau", "above 0"]),
     (

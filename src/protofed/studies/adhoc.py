@@ -52,6 +52,8 @@ def comparison(
 ) -> Asked:
     """Several methods on one task; ``options`` has hyper-parameters by the methods' labels."""
     rows = method_rows(methods)
+    if not rows:
+        raise ProtofedError("there is no method to run", "name one: --methods fedavg,fpl")
     for label in options:
         if label not in rows:
             raise ProtofedError(f"options name '{label}', which is not compared")

@@ -111,6 +111,10 @@ class Row:
         own = self.option_names
         if name in own or (self.missing and name not in SETTINGS):
             return replace(self, options={**self.options, name: value})
+        if name == "seed":
+            raise ProtofedError(
+                "seed is not swept: every line of a table has all seeds", "use --seeds 3"
+            )
         if name not in SETTINGS:
             raise unknown(f"hyper-parameter of {self.method}, or setting,", name, (*own, *SETTINGS))
         return replace(self, settings={**self.settings, name: value})
