@@ -68,7 +68,7 @@ def test_what_cannot_be_compared(here: list[list[str]]) -> None:
     with pytest.raises(ProtofedError, match="there is no method to run"):
         protofed.compare("glyphs", [])
     for seeds in (0, [0, 1]):
-        with pytest.raises(ProtofedError, match="seeds must be a whole number of at least 1"):
+        with pytest.raises(ProtofedError, match="seeds must be a whole number from 1 to 10000"):
             protofed.compare("glyphs", ["fedavg"], seeds=seeds)
     for jobs in (0, -1):  # the runs would wait for a place forever
         with pytest.raises(ProtofedError, match="jobs must be a whole number of at least 1"):
@@ -243,7 +243,7 @@ def test_nothing_is_run_for_a_bad_search(
     for more, said in (
         (["--over", "tau=0.1"], "unknown hyper-parameter of fedavg, or setting"),
         (["--over", "lr"], "cannot read --over"),
-        (["--over", "lr=0.1", "--budget", "0"], "budget must be at least 1"),
+        (["--over", "lr=0.1", "--budget", "0"], "budget must be a whole number from 1"),
     ):
         done = call("tune", *more)
         assert done.code == 2 and said in " ".join(done.err.split()), done.err

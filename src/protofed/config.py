@@ -1109,6 +1109,10 @@ def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
                 f"give it none ({left_out}=0), or name a distribution: --clients one",
             )
         each[left_out] = 0
+        if not any(each.values()):
+            raise ProtofedError(
+                f"without '{left_out}' no domain has a client", "leave out another domain, or none"
+            )
     return {d: each[d] for d in info.domains if d in each}
 
 

@@ -83,6 +83,15 @@ def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
         call("predict", trained.folder, tmp_path / "empty")
 
 
+def test_predict_with_a_single_class(tmp_path: Path) -> None:
+    pictures = tmp_path / "images"
+    shutil.copytree(image_folder(tmp_path / "two") / "day" / "cat", pictures / "day" / "cat")
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 4, "image_size": 16}
+    run(f"folder:{pictures}", out=tmp_path / "r", device="cpu", **settings)
+    rows = list(csv.DictReader(io.StringIO(call("predict", tmp_path / "r", pictures))))
+    assert {(row["class"], row["runner_up"]) for row in rows} == {("cat", "")}
+
+
 def test_a_device_that_is_not_there(trained: Result) -> None:
     for name, words in {
         "bogus": r"unknown device 'bogus' \(valid: auto",

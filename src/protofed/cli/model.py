@@ -110,13 +110,14 @@ def _predictions(
     near = trained.nearest(trained.embed(x)) if trained.kept else None
     rows = []
     for i, (file, _) in enumerate(decoded):
-        first, second = np.argsort(-probabilities[i], kind="stable")[:2]
+        first, *second = np.argsort(-probabilities[i], kind="stable")[:2]
         row: dict[str, Any] = {
             "file": str(file),
             "class": trained.classes[first],
             "probability": f"{probabilities[i, first]:.4f}",
-            "runner_up": trained.classes[second],
-            "runner_up_probability": f"{probabilities[i, second]:.4f}",
+            # none if there is one class
+            "runner_up": "".join(trained.classes[k] for k in second),
+            "runner_up_probability": "".join(f"{probabilities[i, k]:.4f}" for k in second),
         }
         if near is not None:
             row |= {

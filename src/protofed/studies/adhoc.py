@@ -184,8 +184,7 @@ def _seeded(count: int, settings: Mapping[str, Any]) -> tuple[range, dict[str, A
 def _require_count(name: str, count: int) -> None:
     if not (is_whole(count) and 1 <= count <= MOST_SEEDS):
         raise ProtofedError(
-            f"{name} must be a whole number of at least 1 and at most {MOST_SEEDS}, got "
-            f"{count!r:.100}"
+            f"{name} must be a whole number from 1 to {MOST_SEEDS}, got {count!r:.100}"
         )
 
 
