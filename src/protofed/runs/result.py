@@ -89,13 +89,17 @@ class Result:
 
     def need_model(self) -> StoredModel:
         """The model and what it says about itself; an error if the run was read without it."""
-        if self.stored is None:
-            where = f"'{self.folder}'" if self.folder is not None else "this run"
+        if self.stored is not None:
+            return self.stored
+        if has_model(self.folder):
             raise ProtofedError(
-                f"{where} was read without its model",
-                "use protofed.load_run; a packed study has none: use the folder it was packed from",
+                f"'{self.folder}' was read without its model", "use protofed.load_run"
             )
-        return self.stored
+        where = f"'{self.folder}'" if self.folder is not None else "this run"
+        raise ProtofedError(
+            f"{where} has no model here",
+            "packed studies have none: use the folder that the study was packed from",
+        )
 
     @property
     def model(self) -> Slot:
