@@ -58,6 +58,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"kind": "tabel"}, ["'tabel'", "table"]),
     ({"kind": "banana"}, ["'banana'", "valid: bars, curves, differences, sweep"]),
     ({"rows": {}}, ["[rows]"]),
+    ({"rows": {"a\nb": "fedavg"}}, ["[rows] has an unprintable name", "a\\nb"]),
+    ({"tasks": {"a\x08": {"task": "glyphs"}}}, ["[tasks] has an unprintable name"]),
     ({"tasks": {}}, ["[tasks]"]),
     ({"tasks": {"glyphs": {"task": 3}}}, ["task must be text"]),
     ({"tasks": {"glyphs": {"round": 1}}}, ["'round'", "rounds"]),

@@ -495,6 +495,9 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
+        for label in found:
+            if not label.isprintable():  # tables, and SVG above all, cannot have it
+                raise ProtofedError(f"[{what}] has an unprintable name: {label!r:.100}")
     for task in tasks.values():
         require_known(f"row of task {task.name}", task.rows, rows)
     plain = (r.label for r in rows.values() if r == Row(r.label, "fedavg"))
