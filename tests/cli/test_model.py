@@ -25,6 +25,7 @@ from protofed.inference.calibration import held_out_images
 from protofed.inference.metrics import fit_temperature, measure
 from protofed.inference.model import softmax
 from protofed.runs import Result
+from protofed.runs.model_file import read_model
 
 
 def call(*arguments: str | Path) -> str:
@@ -141,6 +142,19 @@ def test_export(trained: Result, tmp_path: Path) -> None:
     call("export", trained.folder, "--pt2", "--safetensors", "-o", tmp_path / "x")
     names = {path.name for path in (tmp_path / "x").iterdir()}
     assert names == {"model.pt2", "model.safetensors", "MODEL_CARD.md"}
+
+
+def test_a_client_s_export_has_no_other_client_s_model(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"scan": 1, "photo": 1}}
+    run("glyphs", "fedbn", out=tmp_path / "r", device="cpu", **settings)
+    call("export", tmp_path / "r", "--safetensors", "--client", "photo-0", "-o", tmp_path / "x")
+    exported = load_model(tmp_path / "x" / "model.safetensors")
+    x = load_task("glyphs").domains["photo"].test.x[:5]
+    whole = load_model(tmp_path / "r", "photo-0")
+    assert exported.client == "photo-0"
+    np.testing.assert_array_equal(exported.logits(x), whole.logits(x))
+    assert [*read_model(tmp_path / "x" / "model.safetensors").clients] == ["photo-0"]
+    assert "photo-0's own entries" in (tmp_path / "x" / "MODEL_CARD.md").read_text()
 
 
 def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ def export(
     from protofed.inference import load_model
     from protofed.inference.export import export_onnx, export_pt2, write_card
     from protofed.runs.folder import MODEL
+    from protofed.runs.model_file import read_model
 
     if not (onnx or pt2 or safetensors):
         raise ProtofedError("say what to export", "--onnx, --pt2 or --safetensors, or several")
@@ -327,8 +328,11 @@ def export(
         export_pt2(trained, out / "model.pt2")
         files.append("model.pt2")
     if safetensors:
-        path = model if model.is_file() else model / MODEL
-        write_atomic(out / MODEL, path.read_bytes())
+        stored = read_model(model if model.is_file() else model / MODEL)
+        if trained.client is not None:  # no other client's
+            stored = stored.of_client(trained.client)
+            trained.card = stored.card
+        stored.save(out / MODEL)
         files.append(MODEL)
     write_card(trained, out / "MODEL_CARD.md", files)
     say(f"exported to {out}: {', '.join([*files, 'MODEL_CARD.md'])}")
