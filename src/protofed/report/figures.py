@@ -107,7 +107,9 @@ def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
     main = next(iter(accuracies[0]))
     shares = _by_label(runs, [a[main] for a in accuracies])
     accuracy = {label: each.mean(0) for label, each in shares.items()}
-    sizes = _by_label(runs, [[r["bytes_up"] + r["bytes_down"] for r in run.rounds] for run in runs])
+    sizes = _by_label(
+        runs, [[r.get("bytes_up", 0) + r.get("bytes_down", 0) for r in run.rounds] for run in runs]
+    )
     megabytes = {label: each.cumsum(1).mean(0) / 1e6 for label, each in sizes.items()}
     title = panel_title(main, runs[0].unseen)
 

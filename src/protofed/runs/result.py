@@ -124,7 +124,8 @@ class Result:
             own = {r["round"]: r.get(BY_CLIENT, {}).get(name, {}) for r in self.rounds}
             accuracy = {t: o["accuracy"] for t, o in own.items() if "accuracy" in o}
             if shared and not accuracy:
-                accuracy = {r["round"]: r["accuracy"][domain] for r in self.rounds}
+                all_rounds = ((r["round"], r["accuracy"].get(domain)) for r in self.rounds)
+                accuracy = {t: a for t, a in all_rounds if a is not None}
             loss = {t: o["loss"] for t, o in own.items() if "loss" in o}
             found[name] = ClientHistory(domain, row["samples"], loss, accuracy)
         return found
