@@ -69,7 +69,7 @@ OTHER_COMMANDS = {
     "a long task": (["run", "--task", f"folder:{'x' * 5000}"], "name too long"),
     "a long report": (["report", "x" * 5000], "name too long"),
     "no protocol": (["compare", "--protocol", ""], "unknown protocol"),
-    "seeds": (["compare", "--seeds", str(10**12)], "at most 10000"),
+    "seeds": (["compare", "--seeds", str(10**12)], "from 1 to 10000"),
     "shard": (["compare", "--shard", f"1/{LONG}"], "--shard"),
     "points": (
         ["sweep", "--method", "fpl"]

@@ -111,9 +111,10 @@ class RunProgress(Observer):
         self.earlier_rounds = len(records)
         self.started = time.perf_counter()
         resumed = f", resumed after round {len(records)}" if records else ""
+        clients = f"{len(federation.clients)} client{'s' * (len(federation.clients) > 1)}"
         self.console.print(
             f"[bold]{federation.method.name}[/bold] on [bold]{escape(config.task)}[/bold], seed "
-            f"{config.seed}: {len(federation.clients)} clients, "
+            f"{config.seed}: {clients}, "
             f"engine {federation.facts.engine}{resumed}"
         )
         print_plain(self.console, f"  {protocol_line(config)}")
