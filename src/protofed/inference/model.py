@@ -153,7 +153,8 @@ class TrainedModel:
             if isinstance(image, str | Path):
                 content: Any = Path(image).expanduser().read_bytes()
             elif isinstance(image, Tensor):
-                content = _array(image.detach().cpu().movedim(0, -1).numpy())
+                plain = image.detach().cpu()
+                content = _array((plain.movedim(0, -1) if plain.ndim == 3 else plain).numpy())
             else:
                 content = image if isinstance(image, Image.Image) else _array(np.asarray(image))
             return decode(content, self.image_size, pixel_range=self.card.pixel_range)
@@ -218,6 +219,8 @@ def _array(image: NDArray[Any]) -> NDArray[Any]:
             f"an image of shape {tuple(image.shape)} is neither [H, W] nor [H, W, 3]",
             "tensors are [3, H, W] or [1, H, W]",
         )
+    if not image.size:
+        raise ProtofedError("an image is empty")
     if np.issubdtype(image.dtype, np.floating):
         if not (image.min() >= 0 and image.max() <= 1):  # also true for NaN
             raise ProtofedError(
@@ -240,7 +243,9 @@ def _each_image(images: Picture | Sequence[Picture]) -> Iterator[Picture]:
         return iter([images])
     if isinstance(images, np.ndarray | Tensor):
         channels = images.shape[0 if isinstance(images, Tensor) else -1]
-        one = images.ndim == 2 or (images.ndim == 3 and channels in (1, 3))
+        # [H, W, 4] is an image with transparency, not many that are four pixels wide
+        colors = (1, 3) if isinstance(images, Tensor) else (1, 2, 3, 4)
+        one = images.ndim == 2 or (images.ndim == 3 and channels in colors)
         return iter([images] if one else images)
     return iter(images)
 
