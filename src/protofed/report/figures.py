@@ -5,6 +5,7 @@ The command line, notebooks, studies and the report all draw with these.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -675,6 +676,11 @@ def panel_title(column: str, unseen: str | None) -> str:
 def study_heading(study: Study, table: TaskTable) -> str:
     """The study's title, and the task if the title does not name it."""
     return study.title if table.task in study.title else f"{study.title}: {table.task}"
+
+
+def file_name(name: str) -> str:
+    """The name of a plot as that of a file, and never a path, whatever a study calls its parts."""
+    return re.sub(r"[^\w.-]+", "-", name)
 
 
 def slug(text: str) -> str:

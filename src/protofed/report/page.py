@@ -134,7 +134,8 @@ class Painter:
     def draw(self, drawn: Plot, narrowest: int = 300, heading: str = "") -> DrawnFigure:
         """Draw a plot; its files have no heading of their own."""
         # labels that differ may be alike in the name of a file, such as τ=0.1 and τ=-0.1
-        names = chain([drawn.name], (f"{drawn.name}-{n}" for n in count(2)))
+        first = figures.file_name(drawn.name)
+        names = chain([first], (f"{first}-{n}" for n in count(2)))
         name = next(n for n in names if f"{self.prefix}{n}" not in self.names)
         self.names.add(f"{self.prefix}{name}")
         drawn = replace(drawn, name=name)

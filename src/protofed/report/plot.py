@@ -195,9 +195,9 @@ def save(
     plot: Plot, folder: Path, prefix: str = "", kinds: Sequence[str] = KINDS, dpi: int = DPI
 ) -> list[Path]:
     """Write the plot into a folder, a file for each kind."""
-    paths, name = [], re.sub(r"[^\w.-]+", "-", f"{prefix}{plot.name}")  # no path, whatever is named
+    paths = []
     for kind, content in render(plot, kinds, dpi).items():
-        paths.append(folder / f"{name}.{kind}")
+        paths.append(folder / f"{prefix}{plot.name}.{kind}")
         write_atomic(paths[-1], content)
     return paths
 

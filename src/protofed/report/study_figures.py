@@ -42,7 +42,7 @@ def write_figures(
         one = len({run.task for run in folder.runs}) == 1
         suffix = "" if one else f"-{table.task}"
         for drawn in _plots(folder.study, table, runs, folder.choices(table.task)):
-            save(replace(drawn, name=f"{drawn.name}{suffix}"))
+            save(replace(drawn, name=figures.file_name(f"{drawn.name}{suffix}")))
     return names
 
 
