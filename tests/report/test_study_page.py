@@ -90,6 +90,14 @@ def test_seeds_that_are_not_there_are_counted(tmp_path: Path) -> None:
     assert "1/2" in page_of(study(), tmp_path, skip={("FPL", 1)})
 
 
+def test_every_section_says_which_rounds_count(tmp_path: Path) -> None:
+    made = study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1, last_rounds=1)
+    text = page_of(made, tmp_path)
+    assert "mean of the last" not in text
+    assert text.count(", last round. ") == 5  # one caption for all, and one for each domain
+    assert text.count("until a round reaches it") == 5 and "accuracy of fedavg" not in text
+
+
 def test_a_domain_left_out_in_turn_is_a_section_each_under_one_table(tmp_path: Path) -> None:
     text = page_of(study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1), tmp_path)
     groups = collect([tmp_path / "s"]).groups

@@ -69,6 +69,11 @@ class Group:
         return sorted({r.config.seed for r in self.results})
 
     @property
+    def last_rounds(self) -> int:
+        """How many last rounds the accuracies are means of."""
+        return self.study.last_rounds if self.study is not None else LAST
+
+    @property
     def baseline(self) -> str:
         """The label that differences refer to."""
         return self.table.baseline if self.table is not None else BASELINE
@@ -78,8 +83,7 @@ class Group:
         """The rows of the group's table, with the paper's numbers if it has them."""
         if self.table is not None and self.unseen is None:
             return self.table.rows
-        last = self.study.last_rounds if self.study is not None else LAST
-        return rows(self.results, self.baseline, last)
+        return rows(self.results, self.baseline, self.last_rounds)
 
 
 @dataclass(frozen=True)

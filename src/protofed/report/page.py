@@ -214,7 +214,9 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "baseline": tables.baseline_name(baseline),
         "printed": any(row.paper for row in rows),  # the table has the paper's numbers
         "notes": table.notes if table is not None else (),
-        "caption": table.caption if table is not None else tables.caption(group.results),
+        "caption": table.caption
+        if table is not None
+        else tables.caption(group.results, baseline, group.last_rounds),
         "sweeps": [painter.draw(plot) for plot in sweeps],
         "sweep_title": "Over parameters" if swept else f"Differences to {baseline}",
         "sweep_link": "Parameters" if swept else "Differences",

@@ -545,9 +545,9 @@ def sign(value: float, digits: int = 1) -> str:
 # ---- captions -----------------------------------------------------------------------------------
 
 
-def caption(results: Sequence[Result], baseline: str = BASELINE) -> str:
+def caption(results: Sequence[Result], baseline: str = BASELINE, last: int = LAST) -> str:
     """What the numbers are, in one paragraph: data, clients, seeds, precision, BatchNorm."""
-    measures = [Measure.of_result(r) for r in results]
+    measures = [Measure.of_result(r, last) for r in results]
     return " ".join(describe(measures, baseline=baseline))
 
 
