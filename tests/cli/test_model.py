@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,13 @@ def test_evaluate_reads_the_images_as_the_run_did(tmp_path: Path) -> None:
     assert "night" in call("evaluate", tmp_path / "r")
     with pytest.raises(ProtofedError, match=r"bad\.png"):
         call("evaluate", tmp_path / "r" / "model.safetensors")
+    stored = read_model(tmp_path / "r" / "model.safetensors")
+    replace(stored, card=replace(stored.card, task="vlcs")).save(tmp_path / "v.safetensors")
+    with (
+        pytest.warns(UserWarning, match="does not say which images of vlcs are for testing"),
+        pytest.raises(ProtofedError),  # there are none here
+    ):
+        call("evaluate", tmp_path / "v.safetensors", "--data", tmp_path)
 
 
 def test_evaluate(trained: Result, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -196,7 +197,7 @@ def evaluate(
         )
     trained = load_model(model, client, device)
     name = task or trained.card.task
-    given = _settings_of_run(model) if name == trained.card.task else {}
+    given = _settings_of_run(model, name) if name == trained.card.task else {}
     given |= {"image_size": trained.image_size, "pixel_range": trained.card.pixel_range}
     if name == "glyphs":
         given["image_size"] = None  # it has one size
@@ -215,12 +216,22 @@ def evaluate(
         _write_evaluation(trained, name, found, out)
 
 
-def _settings_of_run(model: Path) -> dict[str, Any]:
+def _settings_of_run(model: Path, task: str) -> dict[str, Any]:
     """How a run read its task; another test split would test on its training images."""
     from protofed.config import task_settings
+    from protofed.data import describe
     from protofed.runs import load_run
 
-    return task_settings(load_run(model, model=False).config) if model.is_dir() else {}
+    if model.is_dir():
+        return task_settings(load_run(model, model=False).config)
+    if len(splits := describe(task).test_splits) > 1:
+        warnings.warn(
+            f"'{model}' does not say which images of {task} are for testing; with those of "
+            f"{splits[0]}, the model may have been trained on some. Name the run's folder to test "
+            "on its own",
+            stacklevel=2,
+        )
+    return {}
 
 
 def _class_order(trained: TrainedModel, task: Task) -> Any:
