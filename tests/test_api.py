@@ -65,8 +65,14 @@ def test_what_cannot_be_compared(here: list[list[str]]) -> None:
         protofed.compare("glyphs", [FPL(tau=0.03), FPL(tau=0.05)])
     with pytest.raises(ProtofedError, match="'fpl', which is not compared"):
         protofed.compare("glyphs", ["fedavg"], options={"fpl": {"tau": 1.0}})
-    with pytest.raises(ProtofedError, match="seeds must be at least 1"):
-        protofed.compare("glyphs", ["fedavg"], seeds=0)
+    with pytest.raises(ProtofedError, match="there is no method to run"):
+        protofed.compare("glyphs", [])
+    for seeds in (0, [0, 1]):
+        with pytest.raises(ProtofedError, match="seeds must be a whole number from 1 to 10000"):
+            protofed.compare("glyphs", ["fedavg"], seeds=seeds)
+    for jobs in (0, -1):  # the runs would wait for a place forever
+        with pytest.raises(ProtofedError, match="jobs must be a whole number of at least 1"):
+            protofed.compare("glyphs", ["fedavg"], jobs=jobs)
 
     class Own(FPL):
         name = "own"
@@ -80,6 +86,17 @@ def test_sweep(here: list[list[str]]) -> None:
     swept = protofed.sweep("glyphs", "fpl", over={"lr": [0.1, 0.2]}, against="fedavg", **TINY)
     labels = [row.label for row in swept.tables()[0].rows]
     assert labels == ["fedavg", "fpl, lr=0.1", "fpl, lr=0.2"] and len(here) == 3
+
+
+def test_one_method_or_value_where_several_go(here: list[list[str]]) -> None:
+    for methods in ("fpl", FPL()):
+        compared = protofed.compare("glyphs", methods, **TINY)
+        assert [row.label for row in compared.tables()[0].rows] == ["fpl"]
+    for search in (protofed.sweep, protofed.tune):
+        with pytest.raises(ProtofedError, match=r"values of tau must be a list \(write \[0\.05\]"):
+            search("glyphs", "fpl", over={"tau": 0.05}, **TINY)
+    with pytest.raises(ProtofedError, match="values of model must be a list"):
+        protofed.sweep("glyphs", "fpl", over={"model": "cnn3"}, **TINY)
 
 
 def test_failed_runs_are_an_error(here: list[list[str]]) -> None:
@@ -226,7 +243,7 @@ def test_nothing_is_run_for_a_bad_search(
     for more, said in (
         (["--over", "tau=0.1"], "unknown hyper-parameter of fedavg, or setting"),
         (["--over", "lr"], "cannot read --over"),
-        (["--over", "lr=0.1", "--budget", "0"], "budget must be at least 1"),
+        (["--over", "lr=0.1", "--budget", "0"], "budget must be a whole number from 1"),
     ):
         done = call("tune", *more)
         assert done.code == 2 and said in " ".join(done.err.split()), done.err

@@ -280,6 +280,16 @@ def test_a_file_that_is_not_toml(tmp_path, text):
     assert "\n" not in str(error.value)
 
 
+def test_a_domain_cannot_be_left_out_if_no_other_has_a_client():
+    clients = {"scan": 0, "print": 0, "photo": 0}
+    with pytest.raises(ProtofedError, match="without 'inverse' no domain has a client"):
+        make_config(leave_out="inverse", clients=clients)
+
+
+def test_a_file_may_begin_with_the_mark_of_an_editor(tmp_path):
+    assert read_config(write(tmp_path, b"\xef\xbb\xbfrounds = 3"))["rounds"] == 3
+
+
 def test_a_method_without_a_name(tmp_path):
     with pytest.raises(ProtofedError, match=r"\[method\] .* has no name") as error:
         read_config(write(tmp_path, "[method]\ntau = 0.1"))

@@ -242,7 +242,8 @@ def _run_asked(
 def _console(progress: bool | None) -> Console:
     """Plain lines in a notebook, which shows marked-up lines as paragraphs and cannot redraw."""
     notebook = Console().is_jupyter
-    console = Console(force_jupyter=False, force_terminal=False if notebook else None)
+    terminal = False if notebook else None
+    console = Console(force_jupyter=False, force_terminal=terminal, emoji=False)
     shown = console.is_terminal or notebook if progress is None else progress
     console.quiet = not shown
     return console

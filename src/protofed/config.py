@@ -1024,7 +1024,7 @@ def execute_models(settings: Mapping[str, Any]) -> None:
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, as arguments of ``make_config``."""
     try:
-        raw = parse_toml(path.read_text("utf-8"))
+        raw = parse_toml(path.read_text("utf-8-sig"))  # some editors begin a file with a mark
     except OSError as error:
         raise ProtofedError(f"cannot read config '{path}': {error.strerror}") from None
     except ValueError as error:  # or the file is not UTF-8
@@ -1105,10 +1105,14 @@ def _clients(config: Config, info: TaskInfo) -> dict[str, int]:
     if left_out is not None:
         if counted and each.get(left_out):
             raise ProtofedError(
-                f"domain '{left_out}' is left out, but is given {each[left_out]} clients",
+                f"domain '{left_out}' is left out, but has clients: {each[left_out]}",
                 f"give it none ({left_out}=0), or name a distribution: --clients one",
             )
         each[left_out] = 0
+        if not any(each.values()):
+            raise ProtofedError(
+                f"without '{left_out}' no domain has a client", "leave out another domain, or none"
+            )
     return {d: each[d] for d in info.domains if d in each}
 
 

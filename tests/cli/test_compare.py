@@ -269,9 +269,9 @@ def test_a_folder_of_images(protofed: Protofed, monkeypatch: pytest.MonkeyPatch)
 
 BAD: dict[str, tuple[list[str], list[str]]] = {
     "unknown method": (["--methods", "fedavg,fedprotto"], ["'fedprotto'", "fedproto"]),
-    "no method": (["--methods", ""], ["[rows]"]),
+    "no method": (["--methods", ""], ["there is no method to run"]),
     "unknown task": (["--task", "glyph"], ["'glyph'", "glyphs"]),
-    "seeds 0": (["--seeds", "0"], ["seeds must be at least 1"]),
+    "seeds 0": (["--seeds", "0"], ["seeds must be a whole number from 1 to"]),
     "set without method": (
         ["--methods", "fpl", "--set", "tau=0.1"],
         ["which method", "METHOD.tau"],

@@ -6,8 +6,9 @@ import tomllib
 from itertools import cycle
 
 import pytest
-from tests.cli.commands import TINY, call
+from tests.cli.commands import TINY, call, succeed
 from tests.runs.resealed import reseal
+from tests.studies.made_runs import image_folder
 
 from protofed.errors import ProtofedError
 from protofed.report import run_details
@@ -68,7 +69,7 @@ OTHER_COMMANDS = {
     "a long task": (["run", "--task", f"folder:{'x' * 5000}"], "name too long"),
     "a long report": (["report", "x" * 5000], "name too long"),
     "no protocol": (["compare", "--protocol", ""], "unknown protocol"),
-    "seeds": (["compare", "--seeds", str(10**12)], "at most 10000"),
+    "seeds": (["compare", "--seeds", str(10**12)], "from 1 to 10000"),
     "shard": (["compare", "--shard", f"1/{LONG}"], "--shard"),
     "points": (
         ["sweep", "--method", "fpl"]
@@ -82,6 +83,21 @@ OTHER_COMMANDS = {
 def test_what_is_typed_elsewhere(typed, words):
     code, _, err = call(*typed)
     assert code == 2 and words in err.replace("File name", "name") and len(err) < 1000
+
+
+def test_names_are_printed_as_they_are(tmp_path, monkeypatch):
+    """Neither as rich's markup, which may not even be valid, nor as emoji."""
+    monkeypatch.chdir(tmp_path)
+    image_folder(tmp_path / "cat", ["[red]day", "night"])
+    assert "folder:cat: " in succeed("data", "show", "folder:cat")
+    (tmp_path / "a[").mkdir()
+    (tmp_path / "cat").rename(tmp_path / "a[" / "b]")
+    for _ in range(2):  # the second time, the run is complete
+        out = succeed(
+            "run", *TINY, "--task", "folder:a[/b]", "--out", "out[/x]", "--image-size", 16
+        )
+        assert "out[/x]" in out and "[red]day" in out
+    assert "[red]day" in call("evaluate", "out[/x]").out  # progress goes to stderr
 
 
 CONFIGS = {

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from tests.studies.made_runs import image_folder
 from typer.testing import CliRunner
 
 from protofed import load_model, run
@@ -24,6 +26,7 @@ from protofed.inference.calibration import held_out_images
 from protofed.inference.metrics import fit_temperature, measure
 from protofed.inference.model import softmax
 from protofed.runs import Result
+from protofed.runs.model_file import read_model
 
 
 def call(*arguments: str | Path) -> str:
@@ -82,6 +85,43 @@ def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
         call("predict", trained.folder, tmp_path / "empty")
 
 
+def test_predict_with_a_single_class(tmp_path: Path) -> None:
+    pictures = tmp_path / "images"
+    shutil.copytree(image_folder(tmp_path / "two") / "day" / "cat", pictures / "day" / "cat")
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 4, "image_size": 16}
+    run(f"folder:{pictures}", out=tmp_path / "r", device="cpu", **settings)
+    rows = list(csv.DictReader(io.StringIO(call("predict", tmp_path / "r", pictures))))
+    assert {(row["class"], row["runner_up"]) for row in rows} == {("cat", "")}
+
+
+def test_a_device_that_is_not_there(trained: Result) -> None:
+    for name, words in {
+        "bogus": r"unknown device 'bogus' \(valid: auto",
+        "cuda:7": "no GPU",
+    }.items():
+        if name == "bogus" or not torch.cuda.is_available():
+            with pytest.raises(ProtofedError, match=words):
+                call("evaluate", str(trained.folder), "--device", name)
+
+
+def test_evaluate_reads_the_images_as_the_run_did(tmp_path: Path) -> None:
+    """As with a test split that is not the task's first: its test images were for training."""
+    folder = image_folder(tmp_path / "images")
+    (folder / "day" / "cat" / "bad.png").write_bytes(b"not an image")
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 4, "image_size": 16}
+    run(f"folder:{folder}", out=tmp_path / "r", device="cpu", skip_bad=True, **settings)
+    assert "night" in call("evaluate", tmp_path / "r")
+    with pytest.raises(ProtofedError, match=r"bad\.png"):
+        call("evaluate", tmp_path / "r" / "model.safetensors")
+    stored = read_model(tmp_path / "r" / "model.safetensors")
+    replace(stored, card=replace(stored.card, task="vlcs")).save(tmp_path / "v.safetensors")
+    with (
+        pytest.warns(UserWarning, match="does not say which images of vlcs are for testing"),
+        pytest.raises(ProtofedError),  # there are none here
+    ):
+        call("evaluate", tmp_path / "v.safetensors", "--data", tmp_path)
+
+
 def test_evaluate(trained: Result, tmp_path: Path) -> None:
     assert trained.folder is not None
     said = call("evaluate", trained.folder, "-o", tmp_path / "e")
@@ -110,6 +150,19 @@ def test_export(trained: Result, tmp_path: Path) -> None:
     call("export", trained.folder, "--pt2", "--safetensors", "-o", tmp_path / "x")
     names = {path.name for path in (tmp_path / "x").iterdir()}
     assert names == {"model.pt2", "model.safetensors", "MODEL_CARD.md"}
+
+
+def test_a_client_s_export_has_no_other_client_s_model(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"scan": 1, "photo": 1}}
+    run("glyphs", "fedbn", out=tmp_path / "r", device="cpu", **settings)
+    call("export", tmp_path / "r", "--safetensors", "--client", "photo-0", "-o", tmp_path / "x")
+    exported = load_model(tmp_path / "x" / "model.safetensors")
+    x = load_task("glyphs").domains["photo"].test.x[:5]
+    whole = load_model(tmp_path / "r", "photo-0")
+    assert exported.client == "photo-0"
+    np.testing.assert_array_equal(exported.logits(x), whole.logits(x))
+    assert [*read_model(tmp_path / "x" / "model.safetensors").clients] == ["photo-0"]
+    assert "photo-0's own entries" in (tmp_path / "x" / "MODEL_CARD.md").read_text()
 
 
 def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:

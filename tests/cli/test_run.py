@@ -221,6 +221,7 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "participation 0": (["--participation", "0"], ["participation", "(0, 1]"]),
     "participation 2": (["--participation", "2"], ["participation", "(0, 1]"]),
     "clients as text": (["--clients", "scan=1=2"], ["--clients 'scan=1=2'", "scan=4"]),
+    "clients twice": (["--clients", "scan=1,scan=2"], ["--clients 'scan=1,scan=2'", "scan=4"]),
     "clients a word": (["--clients", "lots"], ["lots"]),
     "clients without a number": (["--clients", "scan="], ["scan"]),
     "clients a fraction": (["--clients", "0.5"], ["clients", "0.5"]),

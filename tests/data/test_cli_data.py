@@ -65,7 +65,7 @@ def test_show_lists_what_it_skips(name: str, tmp_path: Path) -> None:
     assert isinstance(result.exception, ProtofedError) and "b/cat/3.png" in str(result.exception)
     result = invoke("data", "show", name, "-o", out, "--skip-bad")
     assert result.exit_code == 0
-    assert "left out 1 files" in result.output and "b/cat/3.png: it is empty" in result.output
+    assert "left out 1 file:" in result.output and "b/cat/3.png: it is empty" in result.output
 
 
 def test_limits_are_options_of_all_that_read_images(
@@ -91,9 +91,9 @@ def test_cache(name: str, own_cache: Path) -> None:
     small = next(word for word in listed.split() if word.startswith("folder-16-"))
     wrong = invoke("data", "cache", "folder-16", "--purge")
     assert isinstance(wrong.exception, ProtofedError) and small in str(wrong.exception)
-    assert "deleted 1 entries" in invoke("data", "cache", small, "--purge").output
-    assert "1 entries" in (left := invoke("data", "cache").output) and small not in left
-    assert "deleted 1 entries" in invoke("data", "cache", "--purge").output
+    assert "deleted 1 entry," in invoke("data", "cache", small, "--purge").output
+    assert "1 entry," in (left := invoke("data", "cache").output) and small not in left
+    assert "deleted 1 entry," in invoke("data", "cache", "--purge").output
     assert not list((own_cache / "decoded").glob("*.*"))
 
 

@@ -63,7 +63,14 @@ def test_card(model: TrainedModel, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert part in text, part
     assert "trained from" not in text
-    model.card = replace(model.card, start="weights from w.pth, backbone frozen")
+    accuracy = {**model.card.accuracy, "a|b": 50.0}
+    model.card = replace(
+        model.card,
+        start="weights from w.pth, backbone frozen",
+        domains={**model.card.domains, "a|b-0": "a|b"},
+        accuracy=accuracy,
+    )
     write_card(model, tmp_path / "card.md", [])
     text = (tmp_path / "card.md").read_text()
     assert "parameters |\n| trained from | weights from w.pth, backbone frozen |\n| rounds" in text
+    assert r"| a\|b | 1 (a\|b-0) |" in text and r" | a\|b |" in text

@@ -63,6 +63,8 @@ def test_every_form_of_an_image_gives_the_same(trained: Result, tmp_path: Path) 
         np.testing.assert_allclose(model.predict_proba(one), expected[:1], atol=1e-6)
     gray = arrays[0].mean(2).astype(np.uint8)
     assert model.predict(gray) == model.predict(np.stack([gray] * 3, 2))
+    for same in (torch.from_numpy(gray), torch.from_numpy(gray)[None]):
+        np.testing.assert_array_equal(model.pixels(same), model.pixels(gray))
     assert model.predict([]) == [] and model.embed([]).shape == (0, model.network.features)
     assert repr(model).startswith("<fpl on glyphs: ")
 
@@ -74,6 +76,10 @@ def test_numbers_that_are_not_intensities_are_refused(trained: Result, tmp_path:
         model.predict(torch.tensor([-1.0, 1.0] * 384).reshape(3, 16, 16))
     with pytest.raises(ProtofedError, match="type int64"):
         model.predict(np.zeros((16, 16, 3), dtype=np.int64))
+    with pytest.raises(ProtofedError, match=r"shape \(16, 16, 4\)"):  # with transparency
+        model.predict(np.zeros((16, 16, 4), dtype=np.uint8))
+    with pytest.raises(ProtofedError, match="an image is empty"):
+        model.predict(np.zeros((0, 5)))
     with pytest.raises(ProtofedError, match=r"shape \(5, 5, 7\)"):
         model.predict([np.zeros((5, 5, 7), dtype=np.uint8)])
     (tmp_path / "a.png").write_text("no image")

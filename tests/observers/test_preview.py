@@ -39,6 +39,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PROTOFED_CACHE", str(tmp_path_factory.getbasetemp() / "preview-cache"))
 
 
+def test_what_cannot_be_run_is_an_error_in_words(scans: Path, tmp_path: Path) -> None:
+    for given in (["--clients", "0"], ["--clients", "south=0", "--leave-out", "north"]):
+        done = call("run", "--task", f"folder:{scans}", *SMALL, *given, "--out", tmp_path / "r")
+        assert done.code == 2 and "no domain has a client" in done.err
+
+
 def test_every_choice_has_its_reason(scans: Path) -> None:
     task = load_task(f"folder:{scans}")
     lines = preview(make_config(task.name, rounds=20, batch=4, device="cpu"), task)

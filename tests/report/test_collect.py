@@ -99,3 +99,19 @@ def test_a_real_run_is_read_as_it_was(tmp_path: Path) -> None:
     (group,) = collect([tmp_path / "run"]).groups
     (read,) = group.results
     assert read.accuracy == done.accuracy and read.config == done.config and read.lean
+
+
+def test_runs_with_other_clients_are_not_seeds_of_each_other(tmp_path: Path) -> None:
+    rows = {"FedAvg": "fedavg"}
+    for clients, seed in ((1, 0), (2, 1)):
+        settings = {**TINY, "clients": clients}
+        make_runs(study(settings=settings, seeds=[seed], rows=rows), tmp_path / "fixed")
+    found = collect([tmp_path / "fixed"]).groups
+    every = [f"scan {n}, print {n}, photo {n}, inverse {n}" for n in (1, 2)]
+    assert [group.title for group in found] == [f"glyphs · clients {words}" for words in every]
+    assert [group.seeds for group in found] == [[0], [1]]
+    settings = {**TINY, "clients": "random", "leave_out": "print"}
+    make_runs(study(settings=settings, seeds=[0, 1], rows=rows), tmp_path / "drawn")
+    (group,) = collect([tmp_path / "drawn"]).groups
+    first, second = (result.config.clients for result in group.results)
+    assert group.seeds == [0, 1] and first != second

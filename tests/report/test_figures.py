@@ -245,6 +245,7 @@ def test_what_a_method_adds_is_only_shown_where_something_is_added():
     assert titles(both) == ["average over domains", "what a method adds"]
     assert [round(bar.get_width()) for bar in axes(both.panels[1]).patches] == [0, 9]
     assert len(figures.traffic([dear]).panels) == 1
+    assert len(figures.traffic([history("a")]).panels) == 1  # bytes that were not recorded
     assert len(figures.traffic([cheap, replace(cheap, label="b")]).panels) == 1
 
 

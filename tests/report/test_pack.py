@@ -208,9 +208,9 @@ def test_a_packed_run_has_no_model(packed: tuple[Path, Path]) -> None:
     kept = Pool(packed[1]).runs[0].result()
     assert kept.lean and len(kept.rounds) == 1
     assert kept.plot().startswith(b"\x89PNG")
-    with pytest.raises(ProtofedError, match="without its model"):
+    with pytest.raises(ProtofedError, match="has no model here"):
         analysis.features(kept, "photo")
-    with pytest.raises(ProtofedError, match="without its model"):
+    with pytest.raises(ProtofedError, match="has no model here"):
         kept.network()
 
 

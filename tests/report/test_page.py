@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.studies.made_runs import TINY, make_runs, study
+from tests.studies.made_runs import TINY, make_runs, make_study, study
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
@@ -202,6 +202,33 @@ def test_the_headline(runs: Path) -> None:
     level = show(headline(same, 2))
     assert level.startswith(f"<b>{same[0].label}</b> and {same[1].label} are level on average")
     assert "is best" not in level
+
+
+def test_a_row_that_lacks_seeds_is_not_called_the_best(tmp_path: Path, saved: list[str]) -> None:
+    folder = make_study(study(), tmp_path / "s", skip={("FPL", 1)})
+    write_report(collect([folder.path]), tmp_path / "page.html", images=0)
+    text = (tmp_path / "page.html").read_text("utf-8")
+    # FPL is better with its only seed
+    assert "<b>FedAvg</b> reaches <b>40.5&nbsp;%</b> on average over 4 domains." in text
+    assert "Not ranked, for lack of seeds: FPL." in text
+    (ranks,) = re.findall(r'<ol class="ranks".*?</ol>', text, flags=re.S)
+    assert "FedAvg" in ranks and "FPL" not in ranks
+
+
+def test_labels_that_are_alike_in_the_name_of_a_file(
+    runs: Path, tmp_path: Path, saved: list[str]
+) -> None:
+    (group,) = collect([runs]).groups
+    labels = {"fpl": "方法", "fedavg": "图"}
+    named = tuple(
+        replace(r, summary={**r.summary, "method": labels[r.summary["method"]]})
+        for r in group.results
+    )
+    given = ReportInput((Group(group.title, named),), ())
+    write_report(given, tmp_path / "page.html", tmp_path / "figures", images=12)
+    assert {"confusion-x", "confusion-x-2"} <= set(saved) and len(saved) == len(set(saved))
+    page = Page((tmp_path / "page.html").read_text("utf-8"))
+    assert len(page.ids) == len(set(page.ids))
 
 
 def test_tables_carry_values_to_sort_by() -> None:

@@ -11,7 +11,7 @@ from PIL import Image
 from tests.studies.made_runs import DOMAINS, PAPER, make_study, rising, study
 
 from protofed.report import plot
-from protofed.report.figures import against_paper, sweep
+from protofed.report.figures import against_paper, file_name, sweep
 from protofed.report.figures import sweeps as sweeps_of
 from protofed.report.study_figures import write_figures
 from protofed.studies.folder import StudyFolder
@@ -63,6 +63,7 @@ def test_figures_have_names_of_their_own(tmp_path: Path, drawn: list[plot.Plot])
     tasks = {"a/b": {"task": "glyphs"}, "glyphs": {"lr": 0.02}}
     two = make_study(study(tasks=tasks), tmp_path / "two")
     assert names(two) == ["curves-a-b.png", "curves-glyphs.png"]
+    assert file_name("sweep-../../x") == "sweep-..-..-x"  # whatever a study from elsewhere says
     every = {(label, seed) for label in ("FedAvg", "FPL") for seed in (0, 1)}
     none = make_study(study(), tmp_path / "pool" / "none", skip=every)
     assert names(none) == []

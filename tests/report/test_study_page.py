@@ -90,6 +90,14 @@ def test_seeds_that_are_not_there_are_counted(tmp_path: Path) -> None:
     assert "1/2" in page_of(study(), tmp_path, skip={("FPL", 1)})
 
 
+def test_every_section_says_which_rounds_count(tmp_path: Path) -> None:
+    made = study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1, last_rounds=1)
+    text = page_of(made, tmp_path)
+    assert "mean of the last" not in text
+    assert text.count(", last round. ") == 5  # one caption for all, and one for each domain
+    assert text.count("until a round reaches it") == 5 and "accuracy of fedavg" not in text
+
+
 def test_a_domain_left_out_in_turn_is_a_section_each_under_one_table(tmp_path: Path) -> None:
     text = page_of(study(tasks={"glyphs": {"leave_out": "each"}}, seeds=1), tmp_path)
     groups = collect([tmp_path / "s"]).groups
@@ -164,10 +172,13 @@ def test_a_sweep_over_unseen_domains_is_drawn_once(tmp_path: Path) -> None:
 
 
 def test_the_main_result_says_how_few_seeds_its_own_row_has(tmp_path: Path) -> None:
-    for skip, said in ((set(), False), ({("FPL", 4)}, True)):
-        text = page_of(study(seeds=5), tmp_path / str(said), skip=skip)
+    """And not that of a row with fewer, which is not ranked."""
+    for seeds, said in ((5, False), (4, True)):
+        rows = {"FedAvg": "fedavg", "FPL": "fpl", "MOON": "moon"}
+        made = study(seeds=seeds, rows=rows)
+        text = page_of(made, tmp_path / str(seeds), skip={("MOON", 0)})
         lead = text.split('class="lead">')[1].split("</p>")[0]
-        assert "<b>FPL</b> is best" in lead
+        assert "<b>FPL</b> is best" in lead and "Not ranked, for lack of seeds: MOON" in lead
         assert ("Fewer than 5 seeds" in lead) == said
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 from tests.runs.diary import At, ctrl_c
 
-from protofed import tree
+from protofed import analysis, tree
 from protofed.config import make_config, read_config
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation, Observer
+from protofed.files import Damaged
 from protofed.runs.artifacts import ArtifactWriter, prototype_entries, rounds_to_keep
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import without_times
@@ -126,6 +128,20 @@ def test_the_files_hold_messages_broadcast_and_model(tmp_path: Path) -> None:
         assert tree.equal(model, {"model": state["model"]})
         assert metadata == {"round": round, "hash": result.summary["hash"]}
     assert tree.equal(model, {"model": result.model})
+
+
+def test_files_that_belong_elsewhere_are_refused(tmp_path: Path) -> None:
+    result = run(**QUICK, method="fpl", keep_rounds="all", out=tmp_path)
+    folder, kept = RunFolder(tmp_path), tmp_path / "prototypes"
+    (kept / "²").with_suffix(".safetensors").write_bytes(b"")  # a digit, but no number
+    assert folder.artifact_rounds("prototypes") == [1, 2, 3]
+    (kept / "²").with_suffix(".safetensors").unlink()
+    shutil.copy(kept / "1.safetensors", kept / "2.safetensors")
+    shutil.copy(tmp_path / "model.safetensors", kept / "3.safetensors")
+    for round, why in {2: "it is from round 1", 3: "it lacks round, clients"}.items():
+        with pytest.raises(Damaged, match=why):
+            analysis.prototypes(result, round)
+    assert [*folder.damage()] == ["prototypes/2.safetensors", "prototypes/3.safetensors"]
 
 
 def test_a_method_without_prototypes_keeps_models_only(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def test_damaged_records(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     with pytest.raises(ProtofedError, match=r"cannot read '.*rounds\.jsonl'"):
         read_records(path)
-    for text in ("garbage\n{}\n", "{}\n", "[1]\n"):
+    nothing = '{"round": 1, "accuracy": {}, "average": 50.0}\n'
+    for text in ("garbage\n{}\n", "{}\n", "[1]\n", nothing):
         path.write_text(text)
         with pytest.raises(ProtofedError, match=r"rounds\.jsonl.*damaged"):
             read_records(path)

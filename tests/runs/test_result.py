@@ -145,8 +145,10 @@ def test_a_run_without_its_model(glyphs_run: Result, tmp_path: Path) -> None:
     )
     lean = load_run(bare)
     assert lean.lean and lean.facts == {} and lean.accuracy == glyphs_run.accuracy
-    with pytest.raises(ProtofedError, match="without its model"):
+    with pytest.raises(ProtofedError, match="has no model here"):
         lean.network()
+    with pytest.raises(ProtofedError, match="without its model"):
+        load_run(glyphs_run.folder, model=False).network()
 
 
 def test_what_is_known_of_clients(glyphs_run: Result) -> None:

@@ -19,9 +19,10 @@ from protofed.federation.server import Server
 from protofed.federation.simulation import Federation, Observer
 from protofed.method import Batch, Client, Entry, Method, Phase, Terms
 from protofed.methods import FPL, FedAvg
-from protofed.runs.records import Record, Records
+from protofed.runs.records import BESIDE, SEEN, Record, Records
 from protofed.runs.result import Result
 from protofed.runs.run import run
+from protofed.studies.tables import AVERAGE, SPREAD, WORST
 from protofed.testing.checks import TINY
 from protofed.tree import Tree
 
@@ -241,7 +242,7 @@ def test_a_ready_config_takes_no_task_by_name() -> None:
         run("glyphs", config=make_config(TASK, "fedavg", **QUICK))
 
 
-@pytest.mark.parametrize("name", ["average", "seen average"])
+@pytest.mark.parametrize("name", [AVERAGE, WORST, SPREAD, SEEN, *BESIDE.values()])
 def test_a_domain_cannot_have_the_name_of_a_column(name: str) -> None:
     domains = {name: TASK.domains["left"], "right": TASK.domains["right"]}
     with pytest.raises(ProtofedError, match="cannot be called"):

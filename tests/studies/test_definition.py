@@ -51,10 +51,15 @@ def test_generators_take_a_fraction_of_the_grid() -> None:
 ROW = {"FedAvg": "fedavg"}
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"titel": "x"}, ["'titel'", "title"]),
+    ({"name": "../mine"}, ["name cannot be that of a folder"]),
+    ({"name": "/tmp/mine"}, ["name cannot be that of a folder"]),
+    ({"name": ""}, ["name cannot be that of a folder"]),
     ({"lick": "fpl-table2"}, ["'lick'", "did you mean like"]),
     ({"kind": "tabel"}, ["'tabel'", "table"]),
     ({"kind": "banana"}, ["'banana'", "valid: bars, curves, differences, sweep"]),
     ({"rows": {}}, ["[rows]"]),
+    ({"rows": {"a\nb": "fedavg"}}, ["[rows] has an unprintable name", "a\\nb"]),
+    ({"tasks": {"a\x08": {"task": "glyphs"}}}, ["[tasks] has an unprintable name"]),
     ({"tasks": {}}, ["[tasks]"]),
     ({"tasks": {"glyphs": {"task": 3}}}, ["task must be text"]),
     ({"tasks": {"glyphs": {"round": 1}}}, ["'round'", "rounds"]),
@@ -70,6 +75,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"baseline": []}, ["baseline"]),
     ({"sweep": [{"over": {"tau": [0.1]}, "rows": ["FLP"]}]}, ["'FLP'", "FPL"]),
     ({"sweep": [{"over": {"tao": [0.1]}, "rows": ["FPL"]}]}, ["'tao'", "tau"]),
+    ({"sweep": [{"over": {"seed": [0, 1]}, "rows": ["FPL"]}]}, ["seed is not swept", "--seeds"]),
     ({"sweep": [{"over": {"tau": 0.1}, "rows": ["FPL"]}]}, ["tau", "list"]),
     ({"sweep": [{"over": {"tau": [-1]}, "rows": ["FPL"]}]}, ["tau", "above 0"]),
     (

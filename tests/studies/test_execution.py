@@ -201,7 +201,7 @@ def test_a_run_without_a_checkpoint_starts_over_and_says_so(
     job.folder.path.mkdir(parents=True)
     # as another machine left it: other workers, and a round without a checkpoint
     job.folder.config_file.write_text(replace(job.config, workers=7, engine="workers").toml())
-    job.folder.rounds_file.write_text('{"round": 0, "accuracy": {}, "average": 1.0}\n')
+    job.folder.rounds_file.write_text('{"round": 0, "accuracy": {"scan": 1.0}, "average": 1.0}\n')
     failed, out = run_quietly(jobs)
     assert failed == []
     assert "FedAvg seed 0: starts over, there is no checkpoint in its folder" in out

@@ -141,6 +141,18 @@ def test_rows_are_named_in_the_caption_as_in_the_table(tmp_path: Path) -> None:
     assert "weights of the average: sample counts (As printed: uniform)." in table.caption
 
 
+def test_the_caption_says_of_all_rows_only_what_is_so_of_all(tmp_path: Path) -> None:
+    rows, over = {"FedAvg": "fedavg"}, {"dirichlet": [0.1, 10.0], "samples": [10, 20]}
+    settings = {**TINY, "quantity": 1.0, "validate": 0.1}
+    varied = study(rows=rows, sweep=[{"over": over}], settings=settings)
+    (table,) = make_study(varied, tmp_path / "s", validation=lambda run: 50.0).tables()
+    assert (
+        "clients × samples: differ between runs, sizes Dirichlet(1), validated on 10 % of each "
+        "client's images, held out of its training (scan 30, print 30, photo 30, inverse 30); the "
+        "runs differ in label skew; seeds 0, 1"
+    ) in table.caption
+
+
 def test_every_format(tmp_path: Path) -> None:
     made = study(printed={"glyphs": PAPER}, notes=["the paper did otherwise"])
     folder = make_study(made, tmp_path / "s")
@@ -430,6 +442,21 @@ def test_a_study_that_tunes_chooses_for_each_row(tmp_path: Path) -> None:
         "FedAvg: lr = 0.1", "FPL: lr = 0.01", "FPL: tau = 0.02",
     ]  # fmt: skip
     assert write_figures(folder, folder.tables(), ("png",), 50) == ["tune.png"]
+
+
+def test_what_a_paper_prints_stands_beside_test_accuracies_alone(tmp_path: Path) -> None:
+    best = "FPL, tau=0.1"
+    made = study(
+        kind="tune",
+        sweep=[{"rows": ["FPL"], "over": {"tau": [0.02, 0.1]}}],
+        settings={**TINY, "validate": "unused"},
+        printed={"glyphs": {"columns": ["average"], best: [50.0]}},
+    )
+    validated, tested = make_study(
+        made, tmp_path / "s", validation=lambda run: 50.0 + 10 * (run.line.label == best)
+    ).tables()
+    assert not any(line.paper for line in validated.grid()[1])
+    assert "50.00 (-4.5)" in [c.text for line in tested.grid()[1] if line.paper for c in line.cells]
 
 
 def test_each_task_counts_its_own_seeds(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rich.text import Text
-from tests.studies.made_runs import make_runs, make_study, rising, study
+from tests.studies.made_runs import TINY, make_runs, make_study, rising, study
 
 from protofed.errors import ProtofedError
 from protofed.studies.show import BLOCKS, lines, sparkline
@@ -55,6 +55,22 @@ def test_a_domain_left_out_comes_first(tmp_path: Path) -> None:
     assert others[-1][:2] == ["seen", "average"]
     assert "23.3" in others[-1]
     assert not any(line[0] == "average" for line in others)
+
+
+def test_a_run_that_stopped_early_is_finished(tmp_path: Path) -> None:
+    made = study(seeds=1, settings={**TINY, "rounds": 9, "validate": 0.1, "patience": 2})
+    text = text_of(make_runs(made, tmp_path, validation=lambda run: 50.0)["FedAvg", 0])
+    assert "3 of 9 rounds (stopped early)" in text
+
+
+def test_a_domain_that_was_not_measured_in_every_round(tmp_path: Path) -> None:
+    """In a deployment whose site answered late: NaN, which must not scale the blocks."""
+    run = make_runs(study(seeds=1), tmp_path, rising)["FedAvg", 0]
+    first, *others = (run / "rounds.jsonl").read_text().splitlines(keepends=True)
+    first = first.replace('"scan": 10.0', '"scan": NaN')
+    (run / "rounds.jsonl").write_text("".join([first, *others]))
+    scan, *_ = (x.split() for x in text_of(run).splitlines() if set(x) & set(BLOCKS))
+    assert scan == ["scan", "▁▁", "10.0", "nan", "→", "10.0"]
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:

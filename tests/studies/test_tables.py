@@ -237,6 +237,25 @@ def test_rows_that_lack_seeds_are_not_ranked():
     assert marks == ["second", "", "best"]
 
 
+def test_unseen_domains_are_not_ranked_against_seen_ones():
+    accuracy = {"scan": 50.0, "print": 60.0, "average": 55.0}
+    one, other = (
+        row(d, {0: Measure(0, accuracy, 1.0, 2.0, {}, {"method": "fpl", "leave_out": d})}, {})
+        for d in ("scan", "print")
+    )
+    assert {cell.mark for line in grid([one, other])[1] for cell in line.cells} == {""}
+    same = replace(one, label="same")
+    assert grid([one, other, same])[1][2].cells[1].mark == "best"
+
+
+def test_a_row_that_was_never_measured_is_not_ranked():
+    values = {"a": math.nan, "b": 50.0, "c": 60.0}
+    table = [row(label, {0: measure(0, value)}, {}) for label, value in values.items()]
+    assert [line.cells[1].mark for line in grid(table)[1]] == ["", "second", "best"]
+    table = [row(label, {0: measure(0, value)}, {}) for label, value in [*values.items()][:2]]
+    assert [line.cells[1].mark for line in grid(table)[1]] == ["", ""]
+
+
 def test_missing_runs_are_shown():
     table = [
         row("a", {0: measure(0, 50.0)}, {}, wanted=3),

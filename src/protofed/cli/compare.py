@@ -77,9 +77,7 @@ def sweep(
         ),
     ],
     task: TaskOption = None,
-    method: Annotated[
-        str, typer.Option(help="A method's name, or path/to/file.py:Class.")
-    ] = "fedavg",
+    method: MethodOption = None,
     against: Annotated[
         str | None, typer.Option(help="Another method, drawn as a dashed line; it is not swept.")
     ] = None,
@@ -103,7 +101,7 @@ def sweep(
     """
     from protofed.studies.adhoc import parameter_sweep
 
-    grid, options = parse_over(over), assignments(set_)
+    grid, options, method = parse_over(over), assignments(set_), method or "fedavg"
     asked = parameter_sweep(task or "glyphs", method, grid, seeds, options, settings, against)
     run_and_print([asked], execution, out)
 
@@ -123,7 +121,7 @@ def tune(
         ),
     ],
     task: TaskOption = None,
-    method: MethodOption = "fedavg",
+    method: MethodOption = None,
     budget: Annotated[int, typer.Option(help="How many points to try at most.")] = 20,
     seeds: SeedsOption = 1,
     set_: SetOption = None,

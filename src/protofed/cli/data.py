@@ -69,7 +69,8 @@ def show(
     table.add_row("total", *totals, style="bold")
     console.print(table)
     skipped = loaded.skipped
-    left_out = f"; left out {len(skipped)} files:{_names(skipped)}" if skipped else ""
+    files = f"{len(skipped)} file{'s' * (len(skipped) > 1)}"
+    left_out = f"; left out {files}:{_names(skipped)}" if skipped else ""
     say("training + test images" + left_out)
     if out is not None:
         write_atomic(out, contact_sheet(loaded, images), private=True)
@@ -164,7 +165,8 @@ def cache(
         table.add_row(*map(escape, row))
     if chosen:
         wide_console().print(table)
-    total = f"{len(chosen)} entries, {decimal(sum(entry.size for entry in chosen))}"
+    count = f"{len(chosen)} {'entry' if len(chosen) == 1 else 'entries'}"
+    total = f"{count}, {decimal(sum(entry.size for entry in chosen))}"
     if purge:
         with writing(folder):
             cache.purge([entry.name for entry in chosen])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -32,7 +34,7 @@ ClientOption = Annotated[
         "--client", help="The client to load, for methods whose clients have models of their own."
     ),
 ]
-errors = Console(stderr=True)
+errors = Console(stderr=True, emoji=False)
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
 
 
@@ -110,13 +112,14 @@ def _predictions(
     near = trained.nearest(trained.embed(x)) if trained.kept else None
     rows = []
     for i, (file, _) in enumerate(decoded):
-        first, second = np.argsort(-probabilities[i], kind="stable")[:2]
+        first, *second = np.argsort(-probabilities[i], kind="stable")[:2]
         row: dict[str, Any] = {
             "file": str(file),
             "class": trained.classes[first],
             "probability": f"{probabilities[i, first]:.4f}",
-            "runner_up": trained.classes[second],
-            "runner_up_probability": f"{probabilities[i, second]:.4f}",
+            # none if there is one class
+            "runner_up": "".join(trained.classes[k] for k in second),
+            "runner_up_probability": "".join(f"{probabilities[i, k]:.4f}" for k in second),
         }
         if near is not None:
             row |= {
@@ -156,7 +159,8 @@ def evaluate(
         typer.Option("--task", help="A task, or folder:PATH; default: the task of the run."),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option("--data", help="Folder of the downloaded images.")
+        Path | None,
+        typer.Option("--data", help="Folder of the downloaded images; default: the run's."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -194,8 +198,13 @@ def evaluate(
         )
     trained = load_model(model, client, device)
     name = task or trained.card.task
-    size = None if name == "glyphs" else trained.image_size
-    loaded = load_task(name, data, image_size=size, pixel_range=trained.card.pixel_range)
+    given = _settings_of_run(model, name) if name == trained.card.task else {}
+    given |= {"image_size": trained.image_size, "pixel_range": trained.card.pixel_range}
+    if name == "glyphs":
+        given["image_size"] = None  # it has one size
+    if data is not None:
+        given["data"] = data
+    loaded = load_task(name, **given)
     order = _class_order(trained, loaded)
     found: dict[str, Metrics] = {}
     for domain, images in track(
@@ -206,6 +215,24 @@ def evaluate(
     _print_metrics(found)
     if out is not None:
         _write_evaluation(trained, name, found, out)
+
+
+def _settings_of_run(model: Path, task: str) -> dict[str, Any]:
+    """How a run read its task; another test split would test on its training images."""
+    from protofed.config import task_settings
+    from protofed.data import describe
+    from protofed.runs import load_run
+
+    if model.is_dir():
+        return task_settings(load_run(model, model=False).config)
+    if len(splits := describe(task).test_splits) > 1:
+        warnings.warn(
+            f"'{model}' does not say which images of {task} are for testing; with those of "
+            f"{splits[0]}, the model may have been trained on some. Name the run's folder to test "
+            "on its own",
+            stacklevel=2,
+        )
+    return {}
 
 
 def _class_order(trained: TrainedModel, task: Task) -> Any:
@@ -232,7 +259,7 @@ def _print_metrics(found: dict[str, Metrics]) -> None:
         table.add_column(name, justify="right", min_width=max(map(len, name.split())))
     for domain, row in rows.items():
         cells = [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()]
-        table.add_row(domain, *cells)
+        table.add_row(escape(domain), *cells)
     console.print(table)
 
 
@@ -299,6 +326,7 @@ def export(
     from protofed.inference import load_model
     from protofed.inference.export import export_onnx, export_pt2, write_card
     from protofed.runs.folder import MODEL
+    from protofed.runs.model_file import read_model
 
     if not (onnx or pt2 or safetensors):
         raise ProtofedError("say what to export", "--onnx, --pt2 or --safetensors, or several")
@@ -312,8 +340,11 @@ def export(
         export_pt2(trained, out / "model.pt2")
         files.append("model.pt2")
     if safetensors:
-        path = model if model.is_file() else model / MODEL
-        write_atomic(out / MODEL, path.read_bytes())
+        stored = read_model(model if model.is_file() else model / MODEL)
+        if trained.client is not None:  # no other client's
+            stored = stored.of_client(trained.client)
+            trained.card = stored.card
+        stored.save(out / MODEL)
         files.append(MODEL)
     write_card(trained, out / "MODEL_CARD.md", files)
     say(f"exported to {out}: {', '.join([*files, 'MODEL_CARD.md'])}")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from protofed.runs import Result
     from protofed.studies.folder import TaskTable
 
-console = Console()
+console = Console(emoji=False)  # folder:cat: would be drawn
 """Where all commands print."""
 
 
@@ -40,7 +40,7 @@ def status() -> Iterator[Callable[[str], None]]:
 
 def wide_console() -> Console:
     """The console; without a terminal there is no width to respect."""
-    return console if console.is_terminal else Console(file=console.file, width=400)
+    return console if console.is_terminal else Console(file=console.file, width=400, emoji=False)
 
 
 def print_table(header: Sequence[str], body: Any, caption: str = "") -> None:

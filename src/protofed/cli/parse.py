@@ -23,14 +23,14 @@ def per_domain(name: str, text: str) -> Any:
     """``scan=4,print=3`` as a dictionary; a number or a word as it is."""
     if "=" not in text:
         return value(text)
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {domain.strip(): value(number) for domain, number in pairs}
-    except ValueError:
+    pairs = [part.split("=") for part in text.split(",")]
+    found = {pair[0].strip(): value(pair[-1]) for pair in pairs}
+    if len(found) < len(pairs) or any(len(pair) != 2 for pair in pairs):
         raise ProtofedError(
             f"cannot read --{name} '{text}'",
             f"write --{name} {'scan-0=cnn3,scan-1=cnn2' if name == 'model' else 'scan=4,print=3'}",
-        ) from None
+        )
+    return found
 
 
 def assignments(texts: Sequence[str] | None) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def report(
         except OSError as error:
             raise ProtofedError(f"cannot write '{error.filename}': {error.strerror}") from None
     runs = sum(len(group.results) for group in given.groups)
-    skipped = f"; {len(given.skipped)} folders skipped" if given.skipped else ""
+    count = len(given.skipped)
+    skipped = f"; {count} folder{'s' * (count > 1)} skipped" if count else ""
     console.print(
         f"{runs} run{'s' * (runs != 1)}{skipped}: [bold]{escape(str(out))}[/bold], "
         f"and {len(written) - 1} figure files in [bold]{escape(str(folder))}[/bold]",

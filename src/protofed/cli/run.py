@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from protofed.cli.options import (
     MethodOption,
@@ -115,7 +116,7 @@ def run(
                 "--overwrite runs it again, --out uses another folder",
             )
         if not quiet:
-            console.print(f"{folder.path} already holds this run, which is complete:")
+            say(f"{folder.path} already holds this run, which is complete:")
             print_results([load_run(folder.path, model=False)])
         return
     if resume and not overwrite:
@@ -146,11 +147,12 @@ def run(
         return
     folder.save_file("curves.png", result.plot())
     print_results([result])
-    console.print(f"model, rounds, curves.png and config.toml are in [bold]{folder.path}[/bold]")
+    where = f"[bold]{escape(str(folder.path))}[/bold]"
+    console.print(f"model, rounds, curves.png and config.toml are in {where}", soft_wrap=True)
     if profile:
         console.print(
-            f"round {recorder.recorded} is recorded in [bold]{recorder.path}[/bold]: open it in a "
-            "browser at ui.perfetto.dev or chrome://tracing",
+            f"round {recorder.recorded} is recorded in [bold]{escape(str(recorder.path))}[/bold]: "
+            "open it in a browser at ui.perfetto.dev or chrome://tracing",
             soft_wrap=True,
         )
 

@@ -25,6 +25,7 @@ import PIL
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from protofed.cores import core_count
@@ -295,9 +296,9 @@ def _for_all(
         return end - start
 
     start, shown = time.monotonic(), False
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = progress.add_task(text, total=len(samples))
+    task = progress.add_task(escape(text), total=len(samples))
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns about unusual metadata
         _no_other_limit(),
@@ -311,7 +312,7 @@ def _for_all(
                 shown = True
                 at_end.enter_context(progress)
                 if not console.is_terminal:  # one line instead of the bar
-                    console.print(text, highlight=False, soft_wrap=True)
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return dict(sorted(bad.items()))
 
 

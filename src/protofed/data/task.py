@@ -16,6 +16,9 @@ from protofed.errors import ProtofedError
 
 SPLITS = ("train", "test")
 
+TABLE_COLUMNS = {"average", "worst", "spread", "seen average", "own domain", "validation average"}
+"""The columns of tables beside those of the domains."""
+
 MAX_IMAGE_PIXELS = 100_000_000
 
 
@@ -172,7 +175,7 @@ class Task:
     pixel_range: str | None = None
 
     def __post_init__(self) -> None:
-        for name in self.domains.keys() & {"average", "seen average", "validation average"}:
+        for name in self.domains.keys() & TABLE_COLUMNS:
             raise ProtofedError(
                 f"a domain cannot be called '{name}': tables have a column with that name",
                 "rename its folder",

@@ -126,6 +126,7 @@ def write_card(model: TrainedModel, path: Path, files: list[str]) -> None:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["cell"] = lambda text: text.replace("|", "\\|")  # of a table
     card = model.card
     domains: dict[str, list[str]] = {}
     for client, domain in card.domains.items():

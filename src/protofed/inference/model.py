@@ -26,10 +26,11 @@ from torch import Tensor
 
 from protofed import keys, tree
 from protofed.analysis import RoundPrototypes, prototypes
+from protofed.config import AUTO, DEVICES
 from protofed.data.augment import normalized
 from protofed.data.decode import BadImage, decode
 from protofed.data.task import Augment
-from protofed.errors import ProtofedError
+from protofed.errors import ProtofedError, unknown
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES, find_device
 from protofed.method import Client, Sizes
@@ -76,7 +77,7 @@ class TrainedModel:
     ) -> None:
         card = self.card = stored.card
         self.classes, self.image_size = card.classes, card.image_size
-        self.method, self.device = stored.method, torch.device(find_device(device))
+        self.method, self.device = stored.method, _device(device)
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
             (client,) = stored.clients  # a site's own file has one
         self.client, self.kept = client, kept
@@ -152,7 +153,8 @@ class TrainedModel:
             if isinstance(image, str | Path):
                 content: Any = Path(image).expanduser().read_bytes()
             elif isinstance(image, Tensor):
-                content = _array(image.detach().cpu().movedim(0, -1).numpy())
+                plain = image.detach().cpu()
+                content = _array((plain.movedim(0, -1) if plain.ndim == 3 else plain).numpy())
             else:
                 content = image if isinstance(image, Image.Image) else _array(np.asarray(image))
             return decode(content, self.image_size, pixel_range=self.card.pixel_range)
@@ -199,6 +201,15 @@ def load_model(path: str | Path, client: str | None = None, device: str = "cpu")
     return TrainedModel(result.need_model(), client, device, kept)
 
 
+def _device(name: str) -> torch.device:
+    try:
+        found = torch.device(find_device(name))
+    except RuntimeError:  # torch lists the devices of all its builds
+        raise unknown("device", name, (AUTO, *DEVICES)) from None
+    find_device(found.type)  # cuda:0 where there is none
+    return found
+
+
 def _array(image: NDArray[Any]) -> NDArray[Any]:
     """Pixels [H, W] or [H, W, 3] of 8 bits, made from floats in [0, 1]; or [H, W] of more bits."""
     if image.ndim == 3 and image.shape[2] == 1:
@@ -208,6 +219,8 @@ def _array(image: NDArray[Any]) -> NDArray[Any]:
             f"an image of shape {tuple(image.shape)} is neither [H, W] nor [H, W, 3]",
             "tensors are [3, H, W] or [1, H, W]",
         )
+    if not image.size:
+        raise ProtofedError("an image is empty")
     if np.issubdtype(image.dtype, np.floating):
         if not (image.min() >= 0 and image.max() <= 1):  # also true for NaN
             raise ProtofedError(
@@ -230,7 +243,9 @@ def _each_image(images: Picture | Sequence[Picture]) -> Iterator[Picture]:
         return iter([images])
     if isinstance(images, np.ndarray | Tensor):
         channels = images.shape[0 if isinstance(images, Tensor) else -1]
-        one = images.ndim == 2 or (images.ndim == 3 and channels in (1, 3))
+        # [H, W, 4] is an image with transparency, not many that are four pixels wide
+        colors = (1, 3) if isinstance(images, Tensor) else (1, 2, 3, 4)
+        one = images.ndim == 2 or (images.ndim == 3 and channels in colors)
         return iter([images] if one else images)
     return iter(images)
 

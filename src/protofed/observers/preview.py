@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from protofed.config import SETTINGS, Config, client_sizes
+from protofed.config import Config, client_sizes
 from protofed.cores import core_count
 from protofed.data import Task
 from protofed.data.augment import Choices, cropped, normalized
@@ -65,8 +65,8 @@ def _imbalance(task: Task) -> str:
     if totals[most] >= IMBALANCE * totals[fewest]:
         words.append(
             f"{totals[most]} training images of {task.classes[most]}, {totals[fewest]} of "
-            f"{task.classes[fewest]}; the average accuracy hides this, protofed evaluate shows "
-            "every class" + "; --sampling balanced evens it out" * ("sampling" in SETTINGS)
+            f"{task.classes[fewest]}; the average accuracy hides this, but protofed evaluate shows "
+            "every class, and --sampling balanced evens it out"
         )
     few = [
         f"{n} of {task.classes[label]} in {domain}"
@@ -86,7 +86,7 @@ def _time(config: Config, task: Task) -> str:
     clients = math.ceil(len(sizes) * config.participation)
     at_once = 1
     if config.engine == "workers":
-        at_once = min(config.workers or core_count(), clients)
+        at_once = max(1, min(config.workers or core_count(), clients))
     image = _seconds_an_image(config, task)
     trained = sum(sizes) * config.participation * config.epochs
     tested = sum(len(images.test) for images in task.domains.values())

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from protofed.config import Config, training_options
@@ -111,9 +112,10 @@ class RunProgress(Observer):
         self.earlier_rounds = len(records)
         self.started = time.perf_counter()
         resumed = f", resumed after round {len(records)}" if records else ""
+        clients = f"{len(federation.clients)} client{'s' * (len(federation.clients) > 1)}"
         self.console.print(
-            f"[bold]{federation.method.name}[/bold] on [bold]{config.task}[/bold], seed "
-            f"{config.seed}: {len(federation.clients)} clients, "
+            f"[bold]{federation.method.name}[/bold] on [bold]{escape(config.task)}[/bold], seed "
+            f"{config.seed}: {clients}, "
             f"engine {federation.facts.engine}{resumed}"
         )
         print_plain(self.console, f"  {protocol_line(config)}")
@@ -124,7 +126,7 @@ class RunProgress(Observer):
         self.bar = Progress(
             TextColumn("round {task.fields[round]}/{task.total:.0f}"),
             BarColumn(bar_width=NARROW_BAR if self.console.width < NARROW else BAR),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.fields[state]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("{task.fields[left]}"),
             console=self.console,

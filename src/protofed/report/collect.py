@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from protofed.config import is_hashed
+from protofed.config import Config, is_hashed
+from protofed.data.info import TASKS, describe, distribution
 from protofed.errors import ProtofedError
 from protofed.report.palette import Look, looks_of
 from protofed.runs import Result, RunFolder, load_run
@@ -24,8 +25,8 @@ from protofed.studies.folder import StudyFolder, TaskTable
 from protofed.studies.history import RunHistory
 from protofed.studies.tables import BASELINE, TableRow, rows
 
-_MAY_DIFFER = ("method", "seed", "clients")
-"""Settings in which the runs of a group may differ; ``clients``, since a seed may draw them."""
+_MAY_DIFFER = ("method", "seed")
+"""Settings in which the runs of a group may differ."""
 _HINT = "pass folders of runs, comparisons or studies"
 Progress = Callable[[str], None]
 """Shows a text while runs are read."""
@@ -68,6 +69,11 @@ class Group:
         return sorted({r.config.seed for r in self.results})
 
     @property
+    def last_rounds(self) -> int:
+        """How many last rounds the accuracies are means of."""
+        return self.study.last_rounds if self.study is not None else LAST
+
+    @property
     def baseline(self) -> str:
         """The label that differences refer to."""
         return self.table.baseline if self.table is not None else BASELINE
@@ -77,8 +83,7 @@ class Group:
         """The rows of the group's table, with the paper's numbers if it has them."""
         if self.table is not None and self.unseen is None:
             return self.table.rows
-        last = self.study.last_rounds if self.study is not None else LAST
-        return rows(self.results, self.baseline, last)
+        return rows(self.results, self.baseline, self.last_rounds)
 
 
 @dataclass(frozen=True)
@@ -169,16 +174,16 @@ def _study_groups(
 
 def _groups_by_settings(results: list[Result]) -> list[Group]:
     """Groups titled by their task and the settings in which they differ from others of it."""
-    found: dict[str, list[Result]] = {}
-    for result in results:
-        found.setdefault(_text(_values(result)), []).append(result)
-    settings = [_values(runs[0]) for runs in found.values()]
+    found: dict[str, tuple[dict[str, Any], list[Result]]] = {}
+    for result, clients in zip(results, _clients(results), strict=True):
+        values = _values(result) | {"clients": clients}
+        found.setdefault(_text(values), (values, []))[1].append(result)
     groups = []
-    for runs, values in zip(found.values(), settings, strict=True):
-        peers = [other for other in settings if other["task"] == values["task"]]
+    for values, runs in found.values():
+        peers = [other for other, _ in found.values() if other["task"] == values["task"]]
         differing = [k for k in values if len({_text(other[k]) for other in peers}) > 1]
         named = [k for k in differing if values[k] is not None]
-        more = [f"{k.replace('_', ' ')} {_text(values[k])}" for k in named]
+        more = [f"{k.replace('_', ' ')} {_in_words(values[k])}" for k in named]
         groups.append(Group(" · ".join([str(values["task"]), *more]), tuple(_labeled(runs))))
     return groups
 
@@ -190,6 +195,25 @@ def _values(result: Result) -> dict[str, Any]:
     facts = {n: result.facts.get(n) for n in ("precision", "numerics")}
     digest = result.facts.get("digest")
     return settings | facts | {"images": digest[:8] if digest else None}
+
+
+def _clients(results: Sequence[Result]) -> list[Any]:
+    """The clients that each run was given, or ``random`` where each seed draws its own."""
+
+    def key(config: Config) -> str:
+        return _text([config.task, config.leave_out, config.clients])
+
+    # a fixed number of clients may happen to be what some seed draws
+    fixed = {key(r.config) for r in results if not _are_drawn(r.config)}
+    return [r.config.clients if key(r.config) in fixed else "random" for r in results]
+
+
+def _are_drawn(config: Config) -> bool:
+    """Whether the clients are those that the config's seed draws."""
+    if config.task not in TASKS:
+        return config.clients == "random"
+    drawn = distribution(describe(config.task), "random", config.seed)
+    return config.clients == {d: n * (d != config.leave_out) for d, n in drawn.items()}
 
 
 def _labeled(runs: Iterable[Result]) -> list[Result]:
@@ -222,6 +246,12 @@ def _order(run: Result) -> tuple[Any, ...]:
     # numbers before words: Python cannot compare the two
     options = tuple((0, v) if isinstance(v, (int, float)) else (1, str(v)) for v in values)
     return method.name != BASELINE, method.name, options
+
+
+def _in_words(value: Any) -> str:
+    """A value in a title: ``scan 2, print 1`` for one of each domain."""
+    each = value.items() if isinstance(value, Mapping) else ()
+    return ", ".join(f"{name} {_text(own)}" for name, own in each) or _text(value)
 
 
 def _text(value: Any) -> str:

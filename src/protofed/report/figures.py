@@ -5,6 +5,7 @@ The command line, notebooks, studies and the report all draw with these.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -107,7 +108,9 @@ def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
     main = next(iter(accuracies[0]))
     shares = _by_label(runs, [a[main] for a in accuracies])
     accuracy = {label: each.mean(0) for label, each in shares.items()}
-    sizes = _by_label(runs, [[r["bytes_up"] + r["bytes_down"] for r in run.rounds] for run in runs])
+    sizes = _by_label(
+        runs, [[r.get("bytes_up", 0) + r.get("bytes_down", 0) for r in run.rounds] for run in runs]
+    )
     megabytes = {label: each.cumsum(1).mean(0) / 1e6 for label, each in sizes.items()}
     title = panel_title(main, runs[0].unseen)
 
@@ -673,6 +676,11 @@ def panel_title(column: str, unseen: str | None) -> str:
 def study_heading(study: Study, table: TaskTable) -> str:
     """The study's title, and the task if the title does not name it."""
     return study.title if table.task in study.title else f"{study.title}: {table.task}"
+
+
+def file_name(name: str) -> str:
+    """The name of a plot as that of a file, and never a path, whatever a study calls its parts."""
+    return re.sub(r"[^\w.-]+", "-", name)
 
 
 def slug(text: str) -> str:

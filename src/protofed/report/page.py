@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,18 @@ class Painter:
     prefix: str = ""
     """That of the names of its files."""
     count: int = 0
+    names: set[str] = field(default_factory=set)
     written: list[Path] = field(default_factory=list)
 
     def draw(self, drawn: Plot, narrowest: int = 300, heading: str = "") -> DrawnFigure:
         """Draw a plot; its files have no heading of their own."""
-        self.progress(f"drawing {drawn.name}")
+        # labels that differ may be alike in the name of a file, such as τ=0.1 and τ=-0.1
+        first = figures.file_name(drawn.name)
+        names = chain([first], (f"{first}-{n}" for n in count(2)))
+        name = next(n for n in names if f"{self.prefix}{n}" not in self.names)
+        self.names.add(f"{self.prefix}{name}")
+        drawn = replace(drawn, name=name)
+        self.progress(f"drawing {name}")
         if self.folder is not None:
             plain = replace(drawn, heading="")
             self.written += plot.save(plain, self.folder, self.prefix, self.kinds, self.dpi)
@@ -139,7 +147,7 @@ class Painter:
         for panel in drawn.panels:
             self.count += 1
             svgs.append(Markup(plot.svg(panel, f"{self.section}-{self.count}")))
-        return DrawnFigure(f"{self.section}-{drawn.name}", drawn, svgs, narrowest, heading)
+        return DrawnFigure(f"{self.section}-{name}", drawn, svgs, narrowest, heading)
 
     def draw_lines(
         self,
@@ -206,7 +214,9 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "baseline": tables.baseline_name(baseline),
         "printed": any(row.paper for row in rows),  # the table has the paper's numbers
         "notes": table.notes if table is not None else (),
-        "caption": table.caption if table is not None else tables.caption(group.results),
+        "caption": table.caption
+        if table is not None
+        else tables.caption(group.results, baseline, group.last_rounds),
         "sweeps": [painter.draw(plot) for plot in sweeps],
         "sweep_title": "Over parameters" if swept else f"Differences to {baseline}",
         "sweep_link": "Parameters" if swept else "Differences",
@@ -268,11 +278,12 @@ def headline(
 ) -> dict[str, Any] | None:
     """The main result, and how far to trust it; None until a row is complete.
 
-    Until all rows have been run, no row is called the best.
+    Until all rows have been run, no row is called the best, and never one that lacks seeds.
     """
-    there = [r for r in rows if r.accuracy]
-    if not there:
+    every = [r for r in rows if r.accuracy]
+    if not every:
         return None
+    there = tables.comparable(every)
     main = there[0].main
     best = max(there, key=lambda r: r.accuracy[main].mean)
     equal = [r.label for r in there if r.accuracy[main].mean == best.accuracy[main].mean]
@@ -290,8 +301,9 @@ def headline(
         "mean": best.accuracy[main].mean,
         "scope": scope,
         "alone": len(there) == 1,
-        "some": "" if all(r.was_run for r in rows) else f"{len(there)} of {len(rows)} rows",
-        "values": [(r.label, r.accuracy[main].mean) for r in there],
+        "some": "" if all(r.was_run for r in rows) else f"{len(every)} of {len(rows)} rows",
+        "values": [(r.label, r.accuracy[r.main].mean) for r in every],
+        "unranked": [r.label for r in every if r not in there and r.unseen == best.unseen],
         "is_baseline": best.label == baseline,
         "baseline": tables.baseline_name(baseline),
         "difference": best.differences.get(main),
@@ -302,8 +314,8 @@ def headline(
 
 
 def _ranks(rows: Sequence[TableRow], looks: figures.Looks) -> list[tuple[str, Spread, str]]:
-    """Label, accuracy and color of the rows, from the best down."""
-    there = [(row.label, row.accuracy[row.main]) for row in rows if row.accuracy]
+    """Label, accuracy and color of the rows that may be ranked, from the best down."""
+    there = [(row.label, row.accuracy[row.main]) for row in tables.comparable(rows)]
     there.sort(key=lambda pair: -pair[1].mean)
     return [(label, spread, looks[label].color) for label, spread in there[:MOST_RANKS]]
 

@@ -9,7 +9,7 @@ from typing import Any
 from protofed.config import training_options
 from protofed.report.collect import Group
 from protofed.report.page_table import PageTable, cells
-from protofed.runs.records import LAST, last_mean, selection
+from protofed.runs.records import last_mean, selection
 from protofed.runs.result import Result
 from protofed.studies.tables import TESTED, WEIGHTS, client_sizes
 
@@ -22,9 +22,9 @@ MAX_NAMED_METHODS = 12
 def facts(group: Group) -> dict[str, str]:
     """The conditions behind the numbers, as a list of names and texts."""
     config, summary = group.results[0].config, group.results[0].summary
-    last = group.study.last_rounds if group.study is not None else LAST
     return {
-        "Numbers": f"test accuracy in %, {selection(last)}; never the best round on test data",
+        "Numbers": f"test accuracy in %, {selection(group.last_rounds)}; never the best round on "
+        "test data",
         "Data": f"{config.task}: {summary.get('data', '')}",
         "Clients × samples": _sizes_of_group(group),
         "Seeds": ", ".join(map(str, group.seeds)),
@@ -121,13 +121,12 @@ def clients(group: Group) -> dict[str, Any] | None:
 def run_table(group: Group) -> PageTable:
     """Every run with its result, its costs and its folder."""
     unseen = group.results[0].config.leave_out
-    last = group.study.last_rounds if group.study is not None else LAST
     main = f"{unseen} (unseen)" if unseen is not None else "average"
     header = ("method", "seed", f"{main}, %", "rounds", "MB", "s", "engine", "folder")
     rows = []
     for label, runs in group.methods.items():
         for run in runs:
-            accuracy = last_mean(run.rounds, last=last)[unseen or "average"]
+            accuracy = last_mean(run.rounds, last=group.last_rounds)[unseen or "average"]
             megabytes = (run.summary["bytes_up"] + run.summary["bytes_down"]) / 1e6
             rows.append((
                 label, str(run.config.seed), f"{accuracy:.2f}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -41,9 +40,9 @@ def write_figures(
             continue
         runs = [] if folder.study.sweeps else folder.histories(table.task)
         one = len({run.task for run in folder.runs}) == 1
-        suffix = "" if one else "-" + re.sub(r"[^\w.-]+", "-", table.task)
+        suffix = "" if one else f"-{table.task}"
         for drawn in _plots(folder.study, table, runs, folder.choices(table.task)):
-            save(replace(drawn, name=f"{drawn.name}{suffix}"))
+            save(replace(drawn, name=figures.file_name(f"{drawn.name}{suffix}")))
     return names
 
 

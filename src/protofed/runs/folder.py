@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -86,8 +87,15 @@ FILES = (
     *("curves.png", "trace.json.gz"),
 )
 """All files that a run leaves in its folder, in the order in which they are written."""
-ARTIFACTS = ("prototypes", "snapshots")
-"""The folders of single rounds' files."""
+ARTIFACTS = {
+    "prototypes": {
+        "round": int,
+        "classes": [str],
+        "clients": [{"client": str, "domain": str}],
+    },
+    "snapshots": {"round": int},
+}
+"""The folders of single rounds' files, and what these files say about themselves."""
 FOLDERS = ("clients", *ARTIFACTS)
 
 REQUIRED_SETTINGS = ("task", "method", "seed", "rounds", "protocol", "model")
@@ -674,11 +682,16 @@ class RunFolder:
     def artifact_rounds(self, kind: str) -> list[int]:
         """The rounds, from 1, for which there is an artifact of this kind."""
         found = (path.stem for path in (self.path / kind).glob("*.safetensors"))
-        return sorted(int(name) for name in found if name.isdigit())
+        return sorted(int(name) for name in found if re.fullmatch("[1-9][0-9]*", name))
 
     def artifact(self, kind: str, round: int) -> tuple[Tree, dict[str, Any]]:
         """What was kept from a single round, and its metadata."""
-        return tree.load(self._artifact(kind, round))
+        path = self._artifact(kind, round)
+        content, metadata = tree.load(path)
+        require_shape(path, metadata, ARTIFACTS[kind])
+        if metadata["round"] != round:
+            raise Damaged(path, f"it is from round {metadata['round']}")
+        return content, metadata
 
     def _artifact(self, kind: str, round: int) -> Path:
         return self.path / kind / f"{round}.safetensors"
@@ -712,6 +725,9 @@ class RunFolder:
         read(ROUNDS, self.records)
         for path in sorted(self.path.rglob("*.safetensors")):
             read(path.name, tree.load, path)
+        for kind in ARTIFACTS:
+            for round in self.artifact_rounds(kind):
+                read(f"{kind}/{round}", self.artifact, kind, round)
         for file in (CHECKPOINT, PREVIOUS):
             read(ROUNDS, self._generation, file)
         if self.is_finished():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,12 @@ class StoredModel:
         model = kept.pop("model", {})
         own_rule = type(method).predict is not Method.predict
         return cls(card, model, clients, kept if own_rule else {})
+
+    def of_client(self, client: str) -> StoredModel:
+        """The model of one client alone: without what the others have of theirs."""
+        holds = f"{client}'s own entries (client/{client}/...), and what all share (model/...)"
+        card, own = replace(self.card, holds=holds), {client: self.clients[client]}
+        return replace(self, card=card, clients=own)
 
     def save(self, path: Path, private: bool = False) -> None:
         own = {f"{c}/{name}": t for c, slot in self.clients.items() for name, t in slot.items()}

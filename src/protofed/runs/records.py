@@ -213,6 +213,8 @@ def require_records(path: Path, records: Any) -> None:
     for number, record in enumerate(records, start=1):
         if wrong := mismatch(record, RECORD):
             raise Damaged(path, f"line {number} is not the record of a round: {wrong}")
+        if not record["accuracy"]:
+            raise Damaged(path, f"line {number} is the record of a round without any accuracy")
         if record["round"] != number - (first == 0):
             raise Damaged(path, f"line {number} is not the record of round {number}")
         record["round"] = number

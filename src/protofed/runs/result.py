@@ -89,13 +89,17 @@ class Result:
 
     def need_model(self) -> StoredModel:
         """The model and what it says about itself; an error if the run was read without it."""
-        if self.stored is None:
-            where = f"'{self.folder}'" if self.folder is not None else "this run"
+        if self.stored is not None:
+            return self.stored
+        if has_model(self.folder):
             raise ProtofedError(
-                f"{where} was read without its model",
-                "use protofed.load_run; a packed study has none: use the folder it was packed from",
+                f"'{self.folder}' was read without its model", "use protofed.load_run"
             )
-        return self.stored
+        where = f"'{self.folder}'" if self.folder is not None else "this run"
+        raise ProtofedError(
+            f"{where} has no model here",
+            "packed studies have none: use the folder that the study was packed from",
+        )
 
     @property
     def model(self) -> Slot:
@@ -120,7 +124,8 @@ class Result:
             own = {r["round"]: r.get(BY_CLIENT, {}).get(name, {}) for r in self.rounds}
             accuracy = {t: o["accuracy"] for t, o in own.items() if "accuracy" in o}
             if shared and not accuracy:
-                accuracy = {r["round"]: r["accuracy"][domain] for r in self.rounds}
+                all_rounds = ((r["round"], r["accuracy"].get(domain)) for r in self.rounds)
+                accuracy = {t: a for t, a in all_rounds if a is not None}
             loss = {t: o["loss"] for t, o in own.items() if "loss" in o}
             found[name] = ClientHistory(domain, row["samples"], loss, accuracy)
         return found

@@ -13,6 +13,7 @@ from protofed.config import (
     SETTINGS,
     Config,
     execute_models,
+    is_whole,
     paper_differences,
     short_task,
 )
@@ -24,7 +25,7 @@ from protofed.methods import METHODS, method_class, reference
 from protofed.studies.definition import TUNE, Study, parse
 from protofed.studies.launch import Asked, loaded_task
 from protofed.studies.plan import plan
-from protofed.studies.search import Values, search_points
+from protofed.studies.search import Values, listed, search_points
 
 Rows = Mapping[str, tuple[str, Mapping[str, Any]]]
 """Label → (method, hyper-parameters)."""
@@ -42,6 +43,8 @@ def comparison(
 ) -> Asked:
     """Several methods on one task; ``options`` has hyper-parameters by the methods' labels."""
     rows = method_rows(methods)
+    if not rows:
+        raise ProtofedError("there is no method to run", "name one: --methods fedavg,fpl")
     for label in options:
         if label not in rows:
             raise ProtofedError(f"options name '{label}', which is not compared")
@@ -67,7 +70,7 @@ def parameter_sweep(
     own, rows = _one_row(method, options)
     if against is not None:
         rows = {**method_rows([against]), **rows}
-    grid = {name: list(values) for name, values in over.items()}
+    grid = {name: listed(name, values) for name, values in over.items()}
     title, swept = f"{own} over {' and '.join(grid)}", [{"over": grid, "rows": [own]}]
     study = adhoc("sweep", title, task, rows, *_seeded(seeds, settings), swept)
     return Asked(study, f"sweep-{short_task(task)}-{own}-{'-'.join(grid)}-{study.hash}")
@@ -123,6 +126,8 @@ def held_out(config: Config) -> tuple[str | float, str]:
 
 def method_rows(methods: Iterable[str | Method] | Mapping[str, str | Method]) -> Rows:
     """A row for each method, labeled by its name unless a label is given."""
+    if isinstance(methods, (str, Method)):
+        methods = [methods]
     labeled = isinstance(methods, Mapping)
     given = methods.items() if isinstance(methods, Mapping) else ((None, m) for m in methods)
     rows: dict[str, tuple[str, Mapping[str, Any]]] = {}
@@ -168,8 +173,10 @@ def _seeded(count: int, settings: Mapping[str, Any]) -> tuple[range, dict[str, A
 
 
 def _require_count(name: str, count: int) -> None:
-    if not 1 <= count <= MOST_SEEDS:
-        raise ProtofedError(f"{name} must be at least 1 and at most {MOST_SEEDS}, got {count}")
+    if not (is_whole(count) and 1 <= count <= MOST_SEEDS):
+        raise ProtofedError(
+            f"{name} must be a whole number from 1 to {MOST_SEEDS}, got {count!r:.100}"
+        )
 
 
 def adhoc(

@@ -111,6 +111,10 @@ class Row:
         own = self.option_names
         if name in own or (self.missing and name not in SETTINGS):
             return replace(self, options={**self.options, name: value})
+        if name == "seed":
+            raise ProtofedError(
+                "seed is not swept: every line of a table has all seeds", "use --seeds 3"
+            )
         if name not in SETTINGS:
             raise unknown(f"hyper-parameter of {self.method}, or setting,", name, (*own, *SETTINGS))
         return replace(self, settings={**self.settings, name: value})
@@ -480,6 +484,8 @@ def parse(raw: Mapping[str, Any], name: str) -> Study:
 
 def _parse(raw: Mapping[str, Any], name: str) -> Study:
     require_known("key", raw, _KEYS)
+    if name in ("", "..") or Path(name).name != name:
+        raise ProtofedError(f"its name cannot be that of a folder: '{name}'", 'write name = "mine"')
     kind = _text(raw, "kind", "table")
     require_known("kind", [kind], KINDS)
     shared = _settings("setting", _table(raw, "settings"))
@@ -491,6 +497,9 @@ def _parse(raw: Mapping[str, Any], name: str) -> Study:
     for what, found in (("tasks", tasks), ("rows", rows)):
         if not found:
             raise ProtofedError(f"it has no [{what}]", "see docs/studies.md")
+        for label in found:
+            if not label.isprintable():  # tables, and SVG above all, cannot have it
+                raise ProtofedError(f"[{what}] has an unprintable name: {label!r:.100}")
     for task in tasks.values():
         require_known(f"row of task {task.name}", task.rows, rows)
     plain = (r.label for r in rows.values() if r == Row(r.label, "fedavg"))

@@ -28,7 +28,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.config import Config
+from protofed.config import Config, is_whole
 from protofed.cores import core_count
 from protofed.errors import Busy, ProtofedError
 from protofed.federation.memory import Memory
@@ -154,6 +154,10 @@ class Execution:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
+        if self.jobs is not None and not (is_whole(self.jobs) and self.jobs > 0):
+            raise ProtofedError(
+                f"jobs must be a whole number of at least 1, got {self.jobs!r:.100}"
+            )
         if self.ray is None and self.gpus_per_run is not None:
             raise ProtofedError("GPUs per run were given without a cluster", "add --ray auto")
         if self.ray is not None and self.mps:

@@ -233,7 +233,9 @@ class StudyFolder:
         aims = tables.targets_of(found.get(base, {})) if several else {}
         if study.target is not None:
             aims = dict.fromkeys(study.seeds_on(task), study.target)
-        printed = {} if "on" in study.override else study.printed.get(task.name, {})
+        printed = study.printed.get(task.name, {})
+        if validated or "on" in study.override:  # a paper prints test accuracies, on its own tasks
+            printed = {}
         rows = []
         for line in lines:
             paper = printed.get(line.label)

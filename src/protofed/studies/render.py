@@ -54,11 +54,14 @@ def _terminal(header: Sequence[str], lines: Sequence[TableLine], columns: Sequen
 
 
 def to_markdown(header: Sequence[str], lines: Sequence[TableLine], caption: str = "") -> str:
+    def plain(text: str) -> str:
+        return text.replace("|", "\\|")
+
     def cell(c: TableCell) -> str:
-        text = c.text.replace("|", "\\|")
+        text = plain(c.text)
         return {"best": f"**{text}**", "second": f"<u>{text}</u>"}.get(c.mark, text)
 
-    texts = [list(header), ["---", *["---:"] * (len(header) - 1)]]
+    texts = [[*map(plain, header)], ["---", *["---:"] * (len(header) - 1)]]
     texts += [[cell(c) for c in line.cells] for line in lines]
     text = "\n".join(f"| {' | '.join(line)} |" for line in texts) + "\n"
     return text + (f"\n{caption}\n" if caption else "")
@@ -121,11 +124,14 @@ _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "±": r"$\pm$", "×": r"$\times$", "Δ": r"$\Delta$", "−": r"$-$", "—": "---", "–": "--",
-    "τ": r"$\tau$", "α": r"$\alpha$", "β": r"$\beta$", "λ": r"$\lambda$", "μ": r"$\mu$",
-    "η": r"$\eta$", "γ": r"$\gamma$", "σ": r"$\sigma$",
+    "α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "δ": r"$\delta$", "ε": r"$\varepsilon$",
+    "η": r"$\eta$", "θ": r"$\theta$", "κ": r"$\kappa$", "λ": r"$\lambda$", "μ": r"$\mu$",
+    "ρ": r"$\rho$", "σ": r"$\sigma$", "τ": r"$\tau$", "φ": r"$\varphi$", "ω": r"$\omega$",
     "²": r"\textsuperscript{2}",
     "<": r"\textless{}", ">": r"\textgreater{}", "≥": r"$\geq$", "≤": r"$\leq$", "→": r"$\to$",
     "≈": r"$\approx$", "…": r"\ldots{}",
+    # at the start of a line they would be an argument of the \\ before it
+    "[": "{[}", "*": "{*}",
 }  # fmt: skip
 
 

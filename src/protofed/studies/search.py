@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -67,9 +67,16 @@ def search_points(
     return found
 
 
+def listed(name: str, values: object) -> list[Any]:
+    """The values of a parameter; an error if a script gave it one value instead of several."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ProtofedError(f"the values of {name} must be a list", f"write [{values!r}]")
+    return list(values)
+
+
 def _space(name: str, values: Values, whole: bool) -> Range | list[Any]:
     """The values, each once; or a range of them, which stands alone."""
-    given = [values] if isinstance(values, str) else list(values)
+    given = [values] if isinstance(values, str) else listed(name, values)
     ranges = [v for v in given if isinstance(v, str) and ".." in v]
     if not ranges:
         return [v for i, v in enumerate(given) if v not in given[:i]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +50,9 @@ def lines(folder: Path) -> list[str]:
         + (f"  [dim]{escape(options)}[/dim]" if options else "")
     ]
     done, asked = len(records), config["rounds"]
-    state = "" if done == asked else " [yellow](not finished: protofed run --resume)[/yellow]"
+    state = " (stopped early)" if done < asked else ""
+    if not summary:
+        state = " [yellow](not finished: protofed run --resume)[/yellow]"
     if not records:
         return [*text, f"none of the {asked} rounds is complete"]
     up, down = (sum(r.get(k, 0) for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))
@@ -66,8 +69,9 @@ def lines(folder: Path) -> list[str]:
         columns[name] = [beside(r)[name] for r in records]
         last[name] = fmean(columns[name][-LAST:])
     main = "average" if "average" in columns else next(iter(columns))
-    every = [v for column in columns.values() for v in column]
-    low, high = min(every), max(every)
+    # a deployment's domain is NaN in rounds in which no site measured it
+    every = [v for column in columns.values() for v in column if not math.isnan(v)]
+    low, high = min(every, default=0.0), max(every, default=0.0)
     width = max(map(len, columns))
     text.append("")
     for name, column in columns.items():

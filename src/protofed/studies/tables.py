@@ -506,14 +506,24 @@ def printed_difference(r: TableRow, base: TableRow | None) -> float | None:
     return None if theirs is None or math.isnan(own - theirs) else own - theirs
 
 
-def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
-    """The best and the second in a column, as printed: equal texts are equally good.
+def comparable(table: Sequence[TableRow]) -> list[TableRow]:
+    """The rows that may be ranked: those with all the seeds, and the same unseen domain if any.
 
-    Rows that lack seeds are not ranked: other seeds are other clients.
+    Other seeds are other clients, and a domain is harder if no client has it.
     """
-    most = max((r.seed_list for r in table), key=len, default=())
-    found = {r.label: r.at(column) for r in table if set(r.seed_list) == set(most)}
-    means = {label: round(s.mean, 1) for label, s in found.items() if s is not None}
+    there = [r for r in table if r.accuracy]
+    most = max(there, key=lambda r: r.seeds, default=None)
+    return [
+        r for r in there
+        if most and r.unseen == most.unseen and set(r.seed_list) == set(most.seed_list)
+    ]  # fmt: skip
+
+
+def _marks(table: Sequence[TableRow], column: str) -> dict[str, str]:
+    """The best and the second in a column, as printed: equal texts are equally good."""
+    found = {r.label: r.at(column) for r in comparable(table)}
+    known = {label: s.mean for label, s in found.items() if s is not None}
+    means = {label: round(mean, 1) for label, mean in known.items() if not math.isnan(mean)}
     if len(means) < 2:
         return {}
     names = dict(zip(sorted(set(means.values()), reverse=True), ("best", "second"), strict=False))
@@ -543,9 +553,9 @@ def sign(value: float, digits: int = 1) -> str:
 # ---- captions -----------------------------------------------------------------------------------
 
 
-def caption(results: Sequence[Result], baseline: str = BASELINE) -> str:
+def caption(results: Sequence[Result], baseline: str = BASELINE, last: int = LAST) -> str:
     """What the numbers are, in one paragraph: data, clients, seeds, precision, BatchNorm."""
-    measures = [Measure.of_result(r) for r in results]
+    measures = [Measure.of_result(r, last) for r in results]
     return " ".join(describe(measures, baseline=baseline))
 
 
@@ -564,9 +574,8 @@ def describe(
     seeds = sorted({m.seed for m in measures})
     labels = {m.label for m in measures}
     fewest = min(Counter(label for label, _ in {(m.label, m.seed) for m in measures}).values())
-    clients = client_sizes(first["clients"], first["samples"])
-    if any(m.settings["clients"] != first["clients"] for m in measures):
-        clients = "differ between runs"
+    sizes = {client_sizes(m.settings["clients"], m.settings["samples"]) for m in measures}
+    clients = sizes.pop() if len(sizes) == 1 else "differ between runs"
 
     def one(name: str) -> str:
         found = list(dict.fromkeys(str(m.settings[name]) for m in measures))
@@ -589,7 +598,7 @@ def describe(
     parts += [
         f"task {first['task']} ({summary.get('data', '?').rstrip('.')})",
         f"protocol {one('protocol')}, {', '.join([_rounds(one('rounds')), *options])}, "
-        f"clients × samples: {clients}" + _special(first, summary),
+        f"clients × samples: {clients}{_special(measures)}",
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}",
         f"{one('precision')} on {one('device')}",
         _hyper_parameters(measures),
@@ -691,37 +700,63 @@ def _rounds(n: str) -> str:
     return "1 round" if n == "1" else f"{n} rounds"
 
 
-def _special(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    words = []
+def _special(measures: Sequence[Measure]) -> str:
+    """What is special about all runs, and in which of these things they differ."""
+    validated = {str(m.summary.get("validated")) for m in measures}  # a seed may decide
+    every = [_specials(m, len(validated) == 1) for m in measures]
+    text, differing = "", []
+    for name in dict.fromkeys(name for own in every for name in own):
+        said = {own.get(name, "") for own in every}
+        if len(said) == 1:
+            text += f", {said.pop()}"
+        else:
+            differing.append(name)
+    return text + f"; the runs differ in {' and '.join(differing)}" * bool(differing)
+
+
+def _specials(m: Measure, counted: bool) -> dict[str, str]:
+    """What is special about a run, by what it is; ``counted``: with its validation images."""
+    settings, summary = m.settings, m.summary
+    words = {}
     if len(names := model_names(settings["model"])) > 1:
-        words.append(f"with different models ({' and '.join(names)})")
+        words["models"] = f"with different models ({' and '.join(names)})"
     if (start := summary.get("pretrained")) is not None:
         if start["digest"]:
             file = Path(settings.get("weights") or "a file").name
-            words.append(f"weights from {file} ({start['digest']})")
-        words += ["backbone frozen"] if start["train"] == "head" else []
+            words["initial weights"] = f"weights from {file} ({start['digest']})"
+        if start["train"] == "head":
+            words["what is trained"] = "backbone frozen"
     if (alpha := settings.get("dirichlet")) is not None:
-        words.append(f"label skew Dirichlet({alpha:g})")
+        words["label skew"] = f"label skew Dirichlet({alpha:g})"
     if (beta := settings.get("quantity")) is not None:
-        words.append(f"sizes Dirichlet({beta:g})")
+        words["quantity skew"] = f"sizes Dirichlet({beta:g})"
     if settings.get("repair"):
-        words.append("missing classes repaired")
+        words["repair"] = "missing classes repaired"
     if (patience := settings.get("patience")) is not None:
-        words.append(f"stopped early after {patience} rounds without a better validation average")
+        words["patience"] = (
+            f"stopped early after {patience} rounds without a better validation average"
+        )
     if (validate := settings.get("validate")) is not None:
-        counts = ", ".join(f"{d} {n}" for d, n in summary["validated"].items())
+        found = summary.get("validated", {}) if counted else {}
+        counts = ", ".join(f"{d} {n}" for d, n in found.items())
         given = {UNUSED: "training images that no client holds", VAL_FOLDERS: "images in val/"}
         which = given.get(validate)
         if which is None:
             which = f"{100 * validate:g} % of each client's images, held out of its training"
-        words.append(f"validated on {which} ({counts})")
-    for client in summary.get("clients", ()):
-        if "what was left" in client.get("note", ""):
-            words.append(f"{client['client']} only {client['samples']}: what was left")
+        words["validation images"] = f"validated on {which}{f' ({counts})' * bool(counts)}"
+    short = [
+        f"{client['client']} only {client['samples']}: what was left"
+        for client in summary.get("clients", ())
+        if "what was left" in client.get("note", "")
+    ]
+    if short:
+        words["clients that have only what was left"] = ", ".join(short)
     if (left_out := settings.get("leave_out")) == EACH:
         tested = ", ".join(f"{d} {n}" for d, n in summary.get("tested", {}).items())
-        words.append(f"without those of the unseen domain; test images: {tested}")
+        words["the unseen domain"] = f"without those of the unseen domain; test images: {tested}"
     elif left_out is not None:
         tested = summary.get("tested", {}).get(left_out, "?")
-        words.append(f"{left_out} left out of training and tested on {tested} images")
-    return "".join(f", {w}" for w in words)
+        words["the unseen domain"] = (
+            f"{left_out} left out of training and tested on {tested} images"
+        )
+    return words
