@@ -167,6 +167,23 @@ def test_by_default_the_run_stops_and_the_operator_decides(world: Callable[..., 
     assert [r["clients"] for r in read_records(w.out / "rounds.jsonl")] == [3, 3, 3, 3]
 
 
+def test_a_round_whose_sites_are_all_left_out_changes_nothing(world: Callable[..., Any]) -> None:
+    private = {"update_epsilon": 50.0, "update_clip": 1.0, "norm": "group"}
+    w = world("fpl", rounds=2, participation=0.1, **private)
+    made = coordinator(w, "stop")
+    (alone,) = made.server.sample()
+    made.excluded = {alone: 1}
+    before, states = made.server.state, []
+    made.ledger.artifacts.write = lambda server: states.append(server.state)  # after each round
+    made.run()
+    empty, full = read_records(w.out / "rounds.jsonl")
+    assert (empty["clients"], empty["loss"], empty["bytes_up"]) == (0, {}, 0)
+    assert empty["problems"] == {alone: "left out"}
+    ((_, none),), ((_, some),) = empty["privacy"].items(), full["privacy"].items()
+    assert none["epsilon"] == 0 < some["epsilon"]
+    assert tree.equal(states[0], before) and full["clients"] == 1
+
+
 def test_two_sites_cannot_tell_who_lied(world: Callable[..., Any]) -> None:
     w = world("fedavg", rounds=4)
     w.grid.online = ["scan-0", BAD]

@@ -120,6 +120,8 @@ class Coordinator:
         """Why sites that are connected do not take part."""
         self.excluded: dict[str, int] = {}
         """The sites that are left out, and up to which round."""
+        self.releases = 0
+        """The most messages that a site has sent."""
         self.suspects: list[str] = []
         """The sites whose replies stood out in the last round."""
         self.losses: dict[str, list[float]] = {}
@@ -331,6 +333,9 @@ class Coordinator:
         Replies that are each valid may not be valid together. The state then stays as it was.
         """
         server = self.server
+        if not server.updates():  # all sites of this round are left out
+            self.norms, self.suspects = server.finish(), []
+            return ""
         try:
             scores, state = server.outlying(), server.aggregated()
         except Exception as error:
@@ -482,8 +487,8 @@ class Coordinator:
             "wire": got.wire,
         }
         if self.privacy.budgets:
-            releases = max(got.answers[name].releases for name in trained)
-            record["privacy"] = self.privacy.spent(releases)
+            self.releases = max([self.releases, *(got.answers[n].releases for n in trained)])
+            record["privacy"] = self.privacy.spent(self.releases)
         if got.problems:
             record["problems"] = got.problems
         if self.norms:
