@@ -26,7 +26,7 @@ from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.data.task import MAX_IMAGE_PIXELS, Reading
 from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
-from protofed.files import FORMAT, check_format
+from protofed.files import FORMAT, check_format, expand_user
 from protofed.method import READING, Method
 from protofed.methods import create, fingerprint, known_class, method_class, reference
 from protofed.models import LARGE_IMAGE, LARGE_MODEL, NORMS
@@ -946,7 +946,7 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if checked.get("model") is not None:
         checked["model"] = checked_models(checked["model"])
     if checked.get("weights") is not None:
-        checked["weights"] = str(Path(checked["weights"]).expanduser().absolute())
+        checked["weights"] = str(expand_user(checked["weights"]).absolute())
     if checked.get("pixel_range") is not None:
         parse_range(checked["pixel_range"])
     return checked

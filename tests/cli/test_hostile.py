@@ -47,6 +47,9 @@ TYPED = {
     "rounds to keep": (["--keep-rounds", LONG], "keep_rounds"),
     "a long name": (["--method", "x" * 5000], "unknown method"),
     "a long path": (["--out", "x" * 5000], "name too long"),
+    "nobody's weights": (["--weights", "~nobody-here/w.pt"], "the home folder is unknown"),
+    "nobody's model": (["--model", "~nobody-here/m.py:make"], "the home folder is unknown"),
+    "nobody's method": (["--method", "~nobody-here/m.py:X"], "nobody-here/m.py"),
     "a long path of code": (["--method", f"{'x' * 5000}.py:X"], "name too long"),
 }
 

@@ -33,6 +33,7 @@ from protofed.data.task import Augment
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES, find_device
+from protofed.files import expand_user
 from protofed.method import Client, Sizes
 from protofed.runs.folder import RunFolder
 from protofed.runs.model_file import StoredModel, read_model
@@ -151,7 +152,7 @@ class TrainedModel:
         """An image as the model sees it before normalization: uint8 [3, size, size]."""
         try:
             if isinstance(image, str | Path):
-                content: Any = Path(image).expanduser().read_bytes()
+                content: Any = expand_user(image).read_bytes()
             elif isinstance(image, Tensor):
                 plain = image.detach().cpu()
                 content = _array((plain.movedim(0, -1) if plain.ndim == 3 else plain).numpy())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from protofed.errors import ProtofedError, raised_at
+from protofed.files import expand_user
 from protofed.models.network import PIXELS, Network, Stage
 from protofed.user_code import code_withheld, execute, is_trusted, parts_of
 
@@ -28,7 +29,7 @@ _LOADED: dict[str, Callable[..., Any]] = {}
 def full_name(name: str) -> str:
     """The name with an absolute path, which means the same in every working directory."""
     file, wanted = parts_of(name, "function", "factory")
-    return f"{file.expanduser().absolute()}:{wanted}"
+    return f"{expand_user(file).absolute()}:{wanted}"
 
 
 def short_name(name: str) -> str:

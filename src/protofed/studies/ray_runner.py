@@ -19,7 +19,7 @@ from rich.console import Console
 from protofed.cluster import connected
 from protofed.config import Config
 from protofed.errors import Busy, ProtofedError
-from protofed.files import make_folder
+from protofed.files import expand_user, make_folder
 from protofed.methods import reference
 from protofed.observers.progress import print_plain
 from protofed.runs.folder import RunFolder
@@ -249,5 +249,5 @@ class RayRunner:
 def _code(config: Config) -> dict[str, bytes]:
     """The files of code that a config names, by their absolute paths."""
     names = [name for name in (reference(config.method), *config.models) if is_file(name)]
-    files = [Path(name.rpartition(":")[0]).expanduser().absolute() for name in names]
+    files = [expand_user(name.rpartition(":")[0]).absolute() for name in names]
     return {str(file): file.read_bytes() for file in files}
