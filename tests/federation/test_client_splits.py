@@ -110,7 +110,7 @@ def test_every_setting_changes_the_hash() -> None:
         ({"leave_out": "lft"}, r"unknown domain of tiny 'lft' \(did you mean left"),
         (
             {"leave_out": "left", "clients": {"left": 2, "right": 1}},
-            "left out, but is given 2 clients",
+            "left out, but has clients: 2",
         ),
     ],
 )
