@@ -206,7 +206,7 @@ def _images(run: Result, task: Task, domain: str, split: str, limit: int | None)
     if domain not in task.domains:
         raise unknown(f"domain of {task.name}", domain, task.domains)
     if split == "test":
-        images = tested_images(task, domain, run.config.leave_out, torch.device("cpu"))
+        images = tested_images(task, domain, run.config.leave_out)
     elif split == "train":
         images = task.domains[domain].train
     else:

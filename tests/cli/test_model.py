@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from rich.console import Console
 from tests.studies.made_runs import image_folder
@@ -139,7 +140,7 @@ def test_the_table_of_an_evaluation_fits_80_columns(monkeypatch: pytest.MonkeyPa
     out = io.StringIO()
     monkeypatch.setattr(model, "console", Console(file=out, width=80))
     found = measure(np.eye(3), np.arange(3))
-    model._print_metrics({"art_painting": found, "photo": found})
+    model._print_metrics({"art_painting": found, "photo": found}, None)
     assert {"art_painting", "accuracy", "precision", "calibration"} <= {*out.getvalue().split()}
 
 
@@ -165,6 +166,26 @@ def test_a_client_s_export_has_no_other_client_s_model(tmp_path: Path) -> None:
     assert "photo-0's own entries" in (tmp_path / "x" / "MODEL_CARD.md").read_text()
 
 
+def test_a_domain_that_the_run_left_out_is_tested_on_all_its_images(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"scan": 1, "print": 1}}
+    made = run("glyphs", leave_out="photo", out=tmp_path / "r", device="cpu", **settings)
+    said = call("evaluate", tmp_path / "r", "-o", tmp_path / "e")
+    photo = load_task("glyphs").domains["photo"]
+    count = len(photo.test) + len(photo.train)
+    lines = [line.split() for line in said.splitlines() if line.strip()]
+    (first,) = [line for line in lines if line[:2] == ["photo", "(unseen)"]]
+    assert int(first[2]) == count and lines.index(first) == 1 + lines.index(
+        next(line for line in lines if "domain" in line)
+    )
+    assert float(first[3]) == pytest.approx(made.rounds[-1]["accuracy"]["photo"], abs=0.06)
+    (mean,) = [line for line in lines if line[:3] == ["average", "of", "the"]]
+    seen = [line for line in lines if line[0] in ("scan", "print", "inverse")]
+    assert int(mean[4]) == sum(int(line[1]) for line in seen)
+    assert float(mean[5]) == pytest.approx(sum(float(line[2]) for line in seen) / 3, abs=0.06)
+    found = json.loads((tmp_path / "e/evaluation.json").read_text())["domains"]["photo"]
+    assert found["images"] == count
+
+
 def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:
     """Fitted on images that were not trained on, and used by all that gives probabilities."""
     assert trained.folder is not None
@@ -178,6 +199,10 @@ def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:
     x, y = (torch.cat([getattr(i, n) for i in held.values()]) for n in "xy")
     assert held.keys() == {"scan", "photo"} and f"fitted on {len(y)} training images" in said
     expected = fit_temperature(before.logits(x), y.numpy())
+    losses = [
+        F.cross_entropy(torch.from_numpy(before.logits(x)) / t, y).item() for t in (1, expected)
+    ]
+    assert f"cross-entropy on them {losses[0]:.3f} → {losses[1]:.3f}" in " ".join(said.split())
     assert after.temperature == pytest.approx(expected, rel=1e-4) and expected != 1
     assert (
         json.loads((tmp_path / "e/evaluation.json").read_text())["temperature"] == after.temperature

@@ -138,7 +138,7 @@ def test_tasks_needs_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     result = invoke("tasks")
     assert result.exit_code == 0, result.output
     for task in ("digits", "office_caltech", "pacs", "vlcs"):
-        assert f"not downloaded yet: protofed data fetch {task}" in result.output
+        assert f"files: none yet; run protofed data fetch {task}" in result.output
     assert "folder:PATH" in result.output
 
 

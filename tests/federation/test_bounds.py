@@ -13,6 +13,7 @@ import torch
 from protofed import engines as engines
 from protofed.config import make_config
 from protofed.errors import Diverged, ProtofedError
+from protofed.federation import dry_run
 from protofed.federation.bounds import Bounds, OutOfBounds, shortened, size, sizes
 from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
@@ -247,6 +248,20 @@ def test_prototypes_that_a_dry_run_would_not_send_are_bounded_too(
 def test_a_dry_run_has_as_many_images_as_it_needs(method: Method, settings: Any) -> None:
     found = run(tiny_task(), method, **{**TINY, "rounds": 1, "epochs": 1, **settings})
     assert found.rounds[0]["clients"] == 4
+
+
+def test_a_dry_run_is_not_as_large_as_an_absurd_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands for a client, which has no more images than it has."""
+    real, seen = dry_run.noise_message, []
+
+    def counted(setup: Any, network: Any, server: Any, images: int, *rest: Any, **more: Any) -> Any:
+        seen.append(images)
+        return real(setup, network, server, images, *rest, **more)
+
+    monkeypatch.setattr(dry_run, "noise_message", counted)
+    for batch in (100, 10**6):
+        run(tiny_task(), FedAvg(), **{**TINY, "rounds": 1, "epochs": 1, "batch": batch})
+    assert seen == [100, 256]
 
 
 def test_clipping_and_letting_it_count_are_choices(monkeypatch: pytest.MonkeyPatch) -> None:

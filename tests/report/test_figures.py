@@ -237,6 +237,16 @@ def test_bars_have_a_panel_for_each_column():
     assert plot.panels[1].alt == "Accuracy on scan: FPL 40.0 %."
 
 
+def test_a_long_name_of_a_row_leaves_room_for_its_bar():
+    long = "a name of a row that would be wider than the bars of its panel are, and then some more"
+    rows = [TableRow(label, {"average": Spread.of([50.0])}) for label in (long, "FPL, tau=0.02")]
+    (panel,) = figures.bars(rows).panels
+    first, second = (text.get_text() for text in axes(panel).get_yticklabels())
+    assert len(first.splitlines()) == 2 and first.endswith("…")
+    assert max(map(len, first.splitlines())) <= 26
+    assert second == "FPL, tau=0.02" and long in panel.alt
+
+
 def test_what_a_method_adds_is_only_shown_where_something_is_added():
     cheap, dear = (
         history(m, bytes_up=1_000_000 + extra, bytes_down=0) for m, extra in (("a", 0), ("b", 9000))

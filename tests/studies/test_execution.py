@@ -20,6 +20,7 @@ from tests.studies.made_runs import DOMAINS, TINY, make_runs, study
 
 from protofed.cores import core_count
 from protofed.errors import Busy, ProtofedError
+from protofed.methods import method_class
 from protofed.runs.folder import RunFolder
 from protofed.studies import execution
 from protofed.studies.definition import Study
@@ -180,6 +181,31 @@ def test_a_failing_run_is_named_and_does_not_stop_the_others(
         raise_failures(failed)
     with pytest.raises(ProtofedError, match=r"4 runs failed: .*; and 1 more$"):
         raise_failures([first] * 4)
+
+
+def test_an_exception_in_a_run_is_told_with_its_notes_and_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FAILS)
+    method_class(f"{file}:Mine")
+    _, job = jobs_of(study(seeds=1, rows={"FedAvg": "fedavg", "Mine": f"{file}:Mine"}), tmp_path)
+    with LocalRunner(1) as runner:
+        runner.start(job)
+        while job.state not in ("done", "failed"):
+            time.sleep(0.1)
+            runner.poll(job, Console(quiet=True))
+    assert job.message.startswith("mine.py:8: IndexError: index 99 is out of bounds")
+    assert job.message.endswith("; in the loss of mine, client scan-0, batch x [10, 3, 32, 32]")
+
+
+FAILS = """from dataclasses import dataclass
+from protofed.method import Method
+@dataclass(frozen=True)
+class Mine(Method):
+    name = "mine"
+    def loss(self, client, batch):
+        logits = client.forward(batch.x).logits
+        return {"ce": logits[0, 99]}
+"""
 
 
 def test_a_diverged_run_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

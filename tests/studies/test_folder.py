@@ -12,6 +12,7 @@ from tests.studies.made_runs import (
     DOMAINS,
     PAPER,
     TINY,
+    image_folder,
     make_runs,
     make_study,
     rising,
@@ -253,6 +254,10 @@ def test_seeds_of_before_are_kept_and_another_study_never_replaced(tmp_path: Pat
     runs = make_runs(study(seeds=1), tmp_path)
     with pytest.raises(ProtofedError, match="is a run's folder"):
         StudyFolder.create(runs["FPL", 0], study(), tmp_path)
+    images = image_folder(tmp_path / "images")
+    with pytest.raises(ProtofedError, match=r"holds files and no study .*choose another --out"):
+        StudyFolder.create(images, study(), tmp_path)
+    assert {path.name for path in images.iterdir()} == {"day", "night"}
 
 
 def test_another_folder_of_the_same_name_is_other_images(tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ def evaluate(
     class's numbers and the confusion matrices.
     """
     from protofed.data import load_task
+    from protofed.federation.simulation import tested_images
     from protofed.inference import load_model
     from protofed.inference.calibration import calibrate as fit
     from protofed.inference.metrics import measure
@@ -193,12 +194,12 @@ def evaluate(
         fitted = fit(model, client, device, data)
         say(
             f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} training images that "
-            f"no client trained on: calibration error on them {fitted.before:.1f} → "
-            f"{fitted.after:.1f} %"
+            f"no client trained on: cross-entropy on them {_change(fitted.cross_entropy, 3)}, "
+            f"calibration error {_change(fitted.error, 1)} %"
         )
     trained = load_model(model, client, device)
     name = task or trained.card.task
-    given = _settings_of_run(model, name) if name == trained.card.task else {}
+    given, unseen = _settings_of_run(model, name) if name == trained.card.task else ({}, None)
     given |= {"image_size": trained.image_size, "pixel_range": trained.card.pixel_range}
     if name == "glyphs":
         given["image_size"] = None  # it has one size
@@ -207,24 +208,30 @@ def evaluate(
     loaded = load_task(name, **given)
     order = _class_order(trained, loaded)
     found: dict[str, Metrics] = {}
-    for domain, images in track(
-        loaded.domains.items(), "evaluating", console=errors, transient=True
-    ):
-        labels = order[images.test.y.numpy()]
-        found[domain] = measure(trained.predict_proba(images.test.x), labels)
-    _print_metrics(found)
+    for domain in track(loaded.domains, "evaluating", console=errors, transient=True):
+        images = tested_images(loaded, domain, unseen)
+        found[domain] = measure(trained.predict_proba(images.x), order[images.y.numpy()])
+    _print_metrics(found, unseen)
     if out is not None:
         _write_evaluation(trained, name, found, out)
 
 
-def _settings_of_run(model: Path, task: str) -> dict[str, Any]:
-    """How a run read its task; another test split would test on its training images."""
+def _change(values: tuple[float, float], digits: int) -> str:
+    return " → ".join(f"{value:.{digits}f}" for value in values)
+
+
+def _settings_of_run(model: Path, task: str) -> tuple[dict[str, Any], str | None]:
+    """How a run read its task, and the domain that it left out.
+
+    Another test split would test on its training images.
+    """
     from protofed.config import task_settings
     from protofed.data import describe
     from protofed.runs import load_run
 
     if model.is_dir():
-        return task_settings(load_run(model, model=False).config)
+        config = load_run(model, model=False).config
+        return task_settings(config), config.leave_out
     if len(splits := describe(task).test_splits) > 1:
         warnings.warn(
             f"'{model}' does not say which images of {task} are for testing; with those of "
@@ -232,7 +239,7 @@ def _settings_of_run(model: Path, task: str) -> dict[str, Any]:
             "on its own",
             stacklevel=2,
         )
-    return {}
+    return {}, None
 
 
 def _class_order(trained: TrainedModel, task: Task) -> Any:
@@ -245,14 +252,19 @@ def _class_order(trained: TrainedModel, task: Task) -> Any:
     return np.array([trained.classes.index(name) for name in task.classes])
 
 
-def _print_metrics(found: dict[str, Metrics]) -> None:
+def _print_metrics(found: dict[str, Metrics], unseen: str | None) -> None:
+    """A domain that the run left out comes first, and is no part of the average."""
     from statistics import fmean
 
     rows = {domain: {"images": m.images, **m.macro()} for domain, m in found.items()}
+    first = {f"{unseen} (unseen)": rows.pop(unseen)} if unseen in rows else {}
     if len(rows) > 1:
         names = list(next(iter(rows.values())))[1:]
-        mean = {n: fmean(row[n] for row in rows.values()) for n in names}
-        rows["average"] = {"images": sum(m.images for m in found.values()), **mean}
+        mean: dict[str, float] = {n: fmean(row[n] for row in rows.values()) for n in names}
+        images = sum(int(row["images"]) for row in rows.values())
+        label = "average of the others" if first else "average"
+        rows[label] = {"images": images, **mean}
+    rows = first | rows
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     table.add_column("domain", no_wrap=True)
     for name in next(iter(rows.values())):

@@ -41,6 +41,6 @@ def tasks() -> None:
             try:
                 where = f"files: {locate(published)[0]}"
             except DataMissing:
-                where = f"not downloaded yet: protofed data fetch {name}"
+                where = f"files: none yet; {published.fetch_hint}"
             console.print(f"[dim]{escape(where)}[/dim]", highlight=False, soft_wrap=True)
     console.print("[bold]folder:PATH[/bold]: your own images, in a tree domain/class/image.")

@@ -20,6 +20,8 @@ from protofed.keys import generator
 from protofed.models import Network
 from protofed.tree import Tree
 
+MOST_IMAGES = 256
+"""How many images of noise a dry run takes, if the batch is larger: it may be out of all bounds."""
 MOST_MORE = 10_000
 """How many more images of noise a method with a small holdout may need."""
 
@@ -33,7 +35,7 @@ def dry_run(setup: Setup, network: Network, server: Server, received: Tree) -> d
     privacy = dataclasses.replace(setup.privacy, prototypes=None)
     shown = dataclasses.replace(setup, min_class_count=1, privacy=privacy)
     try:
-        images = enough_images(setup, max(12, setup.training.batch))
+        images = enough_images(setup, min(MOST_IMAGES, max(12, setup.training.batch)))
         message = noise_message(shown, network, server, images, 12, received=received)
     except Diverged:  # so will the clients, whose error says more
         return {}

@@ -610,7 +610,9 @@ def _rounded(accuracy: Mapping[str, float]) -> dict[str, float]:
     return {domain: round_to(a, 4) for domain, a in accuracy.items()}
 
 
-def tested_images(task: Task, name: str, left_out: str | None, device: torch.device) -> Images:
+def tested_images(
+    task: Task, name: str, left_out: str | None, device: torch.device | str = "cpu"
+) -> Images:
     """What a domain is tested on; no image of a domain that is left out was trained on."""
     images = task.domains[name].test
     if name == left_out and task.whole_unseen:

@@ -11,7 +11,7 @@ from protofed.data import Images
 from protofed.data.split import UNUSED, VAL_FOLDERS, validation_source
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import make_shares, rows_to_validate
-from protofed.inference.metrics import fit_temperature, measure
+from protofed.inference.metrics import cross_entropy, fit_temperature, measure
 from protofed.inference.model import TrainedModel, softmax
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import Result, load_run
@@ -19,12 +19,16 @@ from protofed.runs.result import Result, load_run
 
 @dataclass(frozen=True)
 class Calibration:
-    """The temperature, how many images it was fitted on, and the calibration error there, in %."""
+    """The temperature, how many images it was fitted on, and what it changes there.
+
+    The fit minimizes the cross-entropy. The calibration error, in %, mostly falls with it.
+    """
 
     temperature: float
     images: int
-    before: float
-    after: float
+    error: tuple[float, float]
+    """Before and after."""
+    cross_entropy: tuple[float, float]
 
 
 def calibrate(
@@ -53,11 +57,13 @@ def calibrate(
     labels = torch.cat([images.y for images in held_out.values()]).numpy()
     logits = model.logits(x)
     temperature = float(f"{fit_temperature(logits, labels):.6g}")
-    errors = [measure(softmax(logits / t), labels).calibration_error for t in (1.0, temperature)]
+    scaled = [logits, logits / temperature]
+    before, after = (measure(softmax(each), labels).calibration_error for each in scaled)
+    losses = cross_entropy(scaled[0], labels), cross_entropy(scaled[1], labels)
     fitted = {**stored.card.temperature, model.client or "": temperature}
     card = replace(stored.card, temperature=fitted)
     RunFolder(path).save_model(replace(stored, card=card))
-    return Calibration(temperature, len(labels), *errors)
+    return Calibration(temperature, len(labels), (before, after), losses)
 
 
 def held_out_images(result: Result) -> dict[str, Images]:

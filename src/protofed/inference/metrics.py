@@ -86,12 +86,16 @@ def fit_temperature(logits: Floats, labels: Ints) -> float:
     """The temperature that makes softmax(logits / T) most likely (Guo et al., ICML 2017)."""
 
     def loss(log_t: float) -> float:
-        scaled = logits / np.exp(log_t)
-        top = scaled.max(1)
-        normalizer = top + np.log(np.exp(scaled - top[:, None]).sum(1))
-        return float((normalizer - scaled[np.arange(len(labels)), labels]).mean())
+        return cross_entropy(logits / np.exp(log_t), labels)
 
     return float(np.exp(minimize_scalar(loss, bounds=(-5, 5), method="bounded").x))
+
+
+def cross_entropy(logits: Floats, labels: Ints) -> float:
+    """The mean over all samples."""
+    top = logits.max(1)
+    normalizer = top + np.log(np.exp(logits - top[:, None]).sum(1))
+    return float((normalizer - logits[np.arange(len(labels)), labels]).mean())
 
 
 def _ratio(part: NDArray[np.integer], whole: NDArray[np.integer]) -> Floats:

@@ -93,7 +93,8 @@ def _time(config: Config, task: Task) -> str:
     a_round = image * (trained + FORWARD_PART * tested) / at_once
     most = "at most " if config.engine == "lanes" else ""  # its graphs are faster than this step
     return (
-        f"{most}about {duration(config.rounds * a_round)}: {config.rounds} × {duration(a_round)}, "
+        f"{most}about {duration(config.rounds * a_round)} a run: {config.rounds} × "
+        f"{duration(a_round)}, "
         f"as {' and '.join(config.models)} takes {1000 * image:.1f} ms an "
         f"image here ({at_once} at a time); methods with further passes take longer"
     )

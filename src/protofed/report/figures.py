@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -693,6 +694,11 @@ def _shortened(names: Sequence[str]) -> list[str]:
     return [n if len(n) <= 12 else n[:11] + "…" for n in names]
 
 
+def _wrapped(names: Iterable[str]) -> list[str]:
+    """Long names of rows on two lines: they would leave no room for what is drawn."""
+    return [fill(name, 26, max_lines=2, placeholder="…") for name in names]
+
+
 # ---- values -------------------------------------------------------------------------------------
 
 
@@ -788,7 +794,7 @@ def _draw_bars(
         )  # fmt: skip
         end = max((value, *own)) + gap
         _draw_text(axis, end, at, form.format(value), va="center", fontsize=scaled(8))
-    axis.set_yticks(y, list(bars))
+    axis.set_yticks(y, _wrapped(bars))
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x")
@@ -806,7 +812,7 @@ def _draw_intervals(axis: Axes, key: Key, at: Sequence[float], values: Sequence[
 
 def _interval_axis(axis: Axes, names: Sequence[str], xlabel: str) -> None:
     axis.axvline(0, color=ink(), linewidth=scaled(0.7))
-    axis.set_yticks(range(len(names)), list(names))
+    axis.set_yticks(range(len(names)), _wrapped(names))
     axis.set(ylim=(len(names) - 0.5, -0.5), xlabel=xlabel)
     axis.tick_params(axis="y", length=0)
     axis.grid(axis="x")

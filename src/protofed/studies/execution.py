@@ -9,9 +9,11 @@ cluster (``protofed.studies.ray_runner``).
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -41,6 +43,9 @@ from protofed.studies.render import natural_width
 POLL_SECONDS = 0.3
 RETRY_SECONDS = 2.0
 """How often to look at a run that another process has."""
+PACKAGE = str(Path(__file__).parents[1])
+_FRAME = re.compile(r'  File "(.*)", line (\d+), in ')
+"""A line of a traceback."""
 SHOWN = 16
 """More jobs than this are not shown one by one, only those that are running."""
 
@@ -361,8 +366,22 @@ def note_end(job: Job, code: int, errors: str, console: Console) -> None:
     elif code == Busy.exit_code:
         job.state = "waiting"
     else:
-        last = lines[-1] if lines else f"exit code {code}"
-        job.state, job.message = "failed", last.removeprefix("error: ")
+        job.state, job.message = "failed", _reason(lines) or f"exit code {code}"
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """Why a process failed: its error, or the exception with its notes.
+
+    Of a traceback, the last line that is in neither this package nor a library is named.
+    """
+    frames = {i: found.groups() for i, line in enumerate(lines) if (found := _FRAME.match(line))}
+    if not frames:
+        return lines[-1].removeprefix("error: ") if lines else ""
+    raised = "; ".join(line for line in lines[max(frames) + 1 :] if line and line[0] != " ")
+    libraries = ("<frozen", sysconfig.get_path("stdlib"), "site-packages", PACKAGE)
+    own = [f for f in frames.values() if not any(place in f[0] for place in libraries)]
+    file, number = own[-1] if own else frames[max(frames)]
+    return f"{Path(file).name}:{number}: {raised}"
 
 
 class LocalRunner:

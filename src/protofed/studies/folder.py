@@ -116,6 +116,8 @@ class StudyFolder:
         for name, what in ((PACKED, "holds a packed study"), ("config.toml", "is a run's folder")):
             if (path / name).is_file():
                 raise ProtofedError(f"'{path}' {what}", "choose another --out")
+        if not (path / "study.toml").is_file() and path.is_dir() and any(path.iterdir()):
+            raise ProtofedError(f"'{path}' holds files and no study", "choose another --out")
         if (path / "study.toml").is_file():
             there = load(str(path / "study.toml"))
             why = "other settings" if there.hash != study.hash else _other_images(there, study)

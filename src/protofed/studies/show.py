@@ -52,7 +52,8 @@ def lines(folder: Path) -> list[str]:
     done, asked = len(records), config["rounds"]
     state = " (stopped early)" if done < asked else ""
     if not summary:
-        state = " [yellow](not finished: protofed run --resume)[/yellow]"
+        resume = f"protofed run --config {folder / 'config.toml'} --resume"
+        state = f" [yellow](not finished: {escape(resume)})[/yellow]"
     if not records:
         return [*text, f"none of the {asked} rounds is complete"]
     up, down = (sum(r.get(k, 0) for r in records) / 1e6 for k in ("bytes_up", "bytes_down"))

@@ -79,7 +79,8 @@ class PublishedTask:
     @property
     def fetch_hint(self) -> str:
         """What to do if its files are missing."""
-        fetch = f"run protofed data fetch {self.info.name}"
+        says = "" if self.files else ", which says where to get them by hand"
+        fetch = f"run protofed data fetch {self.info.name}{says}"
         return f"{fetch}, or say where they are with --data or PROTOFED_DATA"
 
     def domain_names(self) -> dict[str, str]:
