@@ -41,8 +41,9 @@ class NoSecondDerivative(NotImplementedError):
 
 def unknown(what: str, given: object, valid: Iterable[str]) -> ProtofedError:
     """The error for a name that does not exist, with the nearest names that do."""
-    names = sorted(valid)
-    near = difflib.get_close_matches(str(given)[:100], names, n=3, cutoff=0.6)
+    names, typed = sorted(valid), str(given)[:100]
+    near = [name for name in names if name.casefold() == typed.casefold()]
+    near = near or difflib.get_close_matches(typed, names, n=3, cutoff=0.6)
     all_of_them = f"valid: {', '.join(names)}" if names else "there is none"
     hint = f"did you mean {' or '.join(near)}?" if near else all_of_them
     return ProtofedError(f"unknown {what} '{given!s:.100}'", hint)

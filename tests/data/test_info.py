@@ -53,8 +53,9 @@ def test_a_folder_is_described_without_looking_at_it(
 
 
 def test_unknown_tasks() -> None:
-    with pytest.raises(ProtofedError, match="did you mean pacs"):
-        describe("pasc")
+    for name in ("pasc", "PACS"):
+        with pytest.raises(ProtofedError, match=r"did you mean pacs\?"):
+            describe(name)
     for name in ("folder", "folder:"):
         with pytest.raises(ProtofedError, match="folder:PATH"):
             describe(name)
