@@ -86,6 +86,7 @@ class FedRDN(Method):
     name = "fedrdn"
     paper = "Yan et al., CVPR 2025"
     protocol: ClassVar = {"batch": 32, "epochs": 5, "momentum": 0.9}
+    size_limit = 50.0  # images with another client's statistics can be far from all others
     slots = Slots(
         up={"statistics": "its mean and deviation of each color"},
         down={"statistics": "those of all clients"},
