@@ -243,7 +243,7 @@ def test_a_long_name_of_a_row_leaves_room_for_its_bar():
     (panel,) = figures.bars(rows).panels
     first, second = (text.get_text() for text in axes(panel).get_yticklabels())
     assert len(first.splitlines()) == 2 and first.endswith("…")
-    assert max(map(len, first.splitlines())) <= 26
+    assert max(map(len, first.splitlines())) <= 28
     assert second == "FPL, tau=0.02" and long in panel.alt
 
 

@@ -696,7 +696,7 @@ def _shortened(names: Sequence[str]) -> list[str]:
 
 def _wrapped(names: Iterable[str]) -> list[str]:
     """Long names of rows on two lines: they would leave no room for what is drawn."""
-    return [fill(name, 26, max_lines=2, placeholder="…") for name in names]
+    return [fill(name, 28, max_lines=2, placeholder="…") for name in names]
 
 
 # ---- values -------------------------------------------------------------------------------------
