@@ -23,7 +23,7 @@ from protofed.cli import model
 from protofed.cli.app import app
 from protofed.data import load_task
 from protofed.errors import ProtofedError
-from protofed.inference.calibration import held_out_images
+from protofed.inference.calibration import calibrate, held_out_images
 from protofed.inference.metrics import fit_temperature, measure
 from protofed.inference.model import softmax
 from protofed.runs import Result
@@ -199,9 +199,12 @@ def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:
     x, y = (torch.cat([getattr(i, n) for i in held.values()]) for n in "xy")
     assert held.keys() == {"scan", "photo"} and f"fitted on {len(y)} training images" in said
     expected = fit_temperature(before.logits(x), y.numpy())
-    losses = [
-        F.cross_entropy(torch.from_numpy(before.logits(x)) / t, y).item() for t in (1, expected)
-    ]
+    exact = torch.from_numpy(before.logits(x)).double()
+    losses = [F.cross_entropy(exact / t, y).item() for t in (1, expected)]
+    shutil.copytree(trained.folder, tmp_path / "again")
+    fitted = calibrate(tmp_path / "again")
+    assert fitted.cross_entropy == pytest.approx(losses, rel=1e-6)
+    assert losses[1] < losses[0] * (1 - 1e-5)
     assert f"cross-entropy on them {losses[0]:.3f} → {losses[1]:.3f}" in " ".join(said.split())
     assert after.temperature == pytest.approx(expected, rel=1e-4) and expected != 1
     assert (
