@@ -401,7 +401,7 @@ def test_a_broadcast_that_lives_from_replies():
     class Hasty(Base):
         def broadcast(self, server):
             seen = torch.tensor(float(server.round))
-            return {**server.state, "seen": {"rate": 1 / (1 - seen / 2)}}
+            return {**server.state, "seen": {"rate": 1 / (1 - seen / 3)}}
 
         def aggregate(self, server, mean, updates):
             rate = self.broadcast(server)["seen"]["rate"]

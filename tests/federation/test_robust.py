@@ -57,6 +57,14 @@ def test_the_trimmed_mean_and_the_median() -> None:
     assert trimmed_mean(column[:1], 0.4) == 7
 
 
+def test_a_fraction_that_floats_round_up_leaves_out_no_more() -> None:
+    column = torch.arange(50.0)[:, None]
+    column[-8:] = torch.tensor([100.0, *[1e6] * 7])[:, None]
+    assert trimmed_mean(column, 0.14) == (sum(range(7, 42)) + 100) / 36
+    given = models(*((1.0 + i % 5, 2.0) for i in range(50)))
+    assert [len(joined("krum", given, f)) for f in (0.14, 0.1401, 0.15)] == [43, 42, 42]
+
+
 @pytest.mark.parametrize(("kind", "w"), [("trimmed", [2.0, 3.0]), ("median", [2.0, 2.0])])
 def test_of_each_coordinate_of_the_weights(kind: str, w: list[float]) -> None:
     given = models((1.0, 2.0), (2.0, 1e9), (3.0, 2.0), (-1e9, 5.0), (2.0, -7.0))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from statistics import median_low
 
@@ -42,7 +43,7 @@ def robust_updates(
     if kind == "none" or len(updates) < 2:
         return list(updates)
     if kind == "krum":
-        wrong = min(math.ceil(fraction * len(updates)), len(updates) - 1)
+        wrong = min(_rounded_up(fraction, len(updates)), len(updates) - 1)
         scores = outlyingness(updates, slots, wrong)
         kept = sorted(scores, key=lambda name: scores[name])[: len(updates) - wrong]
         return [u for u in updates if u.name in kept]
@@ -116,9 +117,14 @@ def trimmed_mean(stack_M: Tensor, fraction: float) -> Tensor:
     At least one value, or two of an even number, remains: that is the median.
     """
     count = len(stack_M)
-    cut = min(math.ceil(fraction * count), (count - 1) // 2)
+    cut = min(_rounded_up(fraction, count), (count - 1) // 2)
     kept = stack_M.double().sort(0).values[cut : count - cut]
     return kept.mean(0).to(stack_M.dtype)
+
+
+def _rounded_up(fraction: float, count: int) -> int:
+    """That part of a count, rounded up; 0.14 of 50 is 7, though as floats it is a bit more."""
+    return math.ceil(Fraction(str(fraction)) * count)
 
 
 def outlyingness(updates: Sequence[Update], slots: Iterable[str], wrong: int) -> dict[str, float]:
