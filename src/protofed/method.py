@@ -142,7 +142,8 @@ class Slots:
 
     ``up`` and ``down`` are the messages; ``client`` is what a client keeps between rounds;
     ``server`` is what the server keeps and does not send (it also keeps all that goes down).
-    ``model`` says what part of the model travels; empty: none does.
+    ``model`` says what part of the model travels; empty: none does. ``rows`` are slots of ``up``
+    that have a row for each of some images: their size (``--bounds``) is that of their rows.
     """
 
     up: Mapping[str, str] = field(default_factory=dict)
@@ -150,6 +151,7 @@ class Slots:
     client: Mapping[str, str] = field(default_factory=dict)
     server: Mapping[str, str] = field(default_factory=dict)
     model: str = "model"
+    rows: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         ways = {"up": self.up, "down": self.down}

@@ -19,6 +19,8 @@ from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
 from protofed.method import Method
 from protofed.methods.fedavg import FedAvg
+from protofed.methods.fedccrl import FedCCRL
+from protofed.methods.fedmd import FedMD
 from protofed.methods.ga import FedAvgGA
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
@@ -49,6 +51,16 @@ def test_the_size_of_a_slot() -> None:
     assert sizes(prototypes(0.0, count=[0.0]), {}) == {}
     table = {"mean": torch.ones(2, 3, 4), "mask": torch.tensor([[1.0, 0, 0], [0, 0, 0]])}
     assert size("prototypes", table, {}) == pytest.approx(2)
+
+
+def test_a_slot_with_a_row_for_each_image_has_the_size_of_its_rows() -> None:
+    one = {"x": torch.tensor([[3.0, 4.0]])}
+    many = {"x": torch.tensor([[3.0, 4.0], [0.0, 5.0], [5.0, 0.0], [-3.0, 4.0]])}
+    assert size("colors", one, {}, {"colors"}) == size("colors", many, {}, {"colors"}) == 5
+    assert size("colors", many, {}) == 10
+    assert size("colors", {"x": torch.zeros(0, 2)}, {}, {"colors"}) == 0
+    short = shortened("colors", many, {}, 2.5, {"colors"})
+    assert torch.allclose(short["x"], many["x"] / 2)
 
 
 def test_shortened_slots_have_the_size_of_the_limit() -> None:
@@ -235,6 +247,25 @@ def test_prototypes_that_a_dry_run_would_not_send_are_bounded_too(
     assert "'prototypes' has the norm" in why
     if setting == "proto_epsilon":  # a hundred times the longest feature that counts in full
         assert "more than 1000" in why
+
+
+def test_honest_clients_may_have_very_different_numbers_of_images() -> None:
+    """Of FedCCRL, whose message has a row for each; as one norm, it grew with their root."""
+    task = tiny_task(samples=480, classes_of={"left": [0, 1, 2, 3], "right": [0, 1, 2, 3]})
+    samples = {"left": 1.0, "right": 4}
+    clients = {"left": 1, "right": 3}
+    settings = {**TINY, "rounds": 2, "epochs": 1, "samples": samples, "clients": clients}
+    found = run(task, FedCCRL(ratio=1.0), **{**settings, "batch": 64})
+    for record in found.rounds:
+        assert "problems" not in record and record["norms"]["styles"] < 10
+
+
+def test_fedmds_first_logits_may_be_far_larger_than_the_dry_runs() -> None:
+    """They are of more images, and of networks that have been trained."""
+    task = tiny_task(spare=1000)
+    settings = {**TINY, "rounds": 1, "epochs": 40, "participation": 0.5}
+    found = run(task, FedMD(), **settings)
+    assert "problems" not in found.rounds[0]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,18 @@
 """Bounds on what a client sends: a reply out of bounds is refused by name, or clipped on request.
 
 A slot has a *size*: for the model the norm of its change, for prototypes the norm of the longest,
-for anything else its norm. It may be ``Method.size_limit`` times the median over the clients of the
-last ``ROUNDS`` rounds, or of this one: where most move, nobody stands out. There are no rounds
-before the first, so its reference is what the server itself sends in a dry run on noise. With fewer
-than ``FEW`` clients, one of which could choose the median, it is the reference in every round, with
-a wider factor.
+for a slot with a row for each of some images (``Slots.rows``) the root mean square of the rows'
+norms, for anything else its norm. It may be ``Method.size_limit`` times the median over the clients
+of the last ``ROUNDS`` rounds, or of this one: where most move, nobody stands out. There are no
+rounds before the first, so its reference is what the server itself sends in a dry run on noise.
+With fewer than ``FEW`` clients, one of which could choose the median, it is the reference in every
+round, with a wider factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from statistics import median_low
 from typing import Any
 
@@ -39,8 +40,11 @@ def prototypes_of(entries: Slot) -> tuple[Tensor, Tensor] | None:
     return mean, there > 0
 
 
-def size(slot: str, entries: Slot, start: Slot) -> float | None:
-    """How large a slot of a message is; ``start`` is the model that was sent. None: no numbers."""
+def size(slot: str, entries: Slot, start: Slot, rows: Container[str] = ()) -> float | None:
+    """How large a slot of a message is; ``start`` is the model that was sent. None: no numbers.
+
+    ``rows`` are the slots with a row for each of some images.
+    """
     if (table := prototypes_of(entries)) is not None:
         mean, there = table
         # even those that are marked as absent: they are 0, unless somebody hides something
@@ -54,22 +58,27 @@ def size(slot: str, entries: Slot, start: Slot) -> float | None:
     if moved:
         parts += torch._foreach_sub([floats[n] for n in moved], [start[n] for n in moved])
     # a few kernels for all entries: a GPU waits for the host here, once for each client
-    return float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).norm())
+    norm = float(torch.stack(torch._foreach_norm(parts, dtype=torch.float64)).norm())
+    if slot in rows:
+        norm /= math.sqrt(max(1, *(t.shape[:1].numel() for t in parts)))
+    return norm
 
 
-def sizes(message: Tree, start: Slot) -> dict[str, float]:
-    found = {slot: size(slot, entries, start) for slot, entries in message.items()}
+def sizes(message: Tree, start: Slot, rows: Container[str] = ()) -> dict[str, float]:
+    found = {slot: size(slot, entries, start, rows) for slot, entries in message.items()}
     return {slot: value for slot, value in found.items() if value is not None}
 
 
-def shortened(slot: str, entries: Slot, start: Slot, limit: float) -> Slot:
+def shortened(
+    slot: str, entries: Slot, start: Slot, limit: float, rows: Container[str] = ()
+) -> Slot:
     """A slot with its size brought down to ``limit``, if it is larger."""
     if (table := prototypes_of(entries)) is not None:
         mean, _ = table
         norm = mean.double().norm(dim=-1, keepdim=True)
         factor = torch.where(norm > limit, limit / norm, 1.0)
         return {**entries, "mean": (mean * factor).to(mean.dtype)}
-    now = size(slot, entries, start)
+    now = size(slot, entries, start, rows)
     if now is None or now <= limit:
         return entries
     origin = start if slot == "model" else {}
@@ -91,13 +100,14 @@ class Bounds:
         clip: bool = False,
         count_noise: float = 0.0,
         factor: float = FACTOR,
+        rows: Container[str] = (),
     ) -> None:
         if not 1 <= factor < math.inf:
             raise ProtofedError(f"size_limit must be a finite number from 1, got {factor!r}")
         self._dry_run: Callable[[], Mapping[str, float]] | None = dry_run
         self._dry: Mapping[str, float] = {}
         self.few, self.clip, self.count_noise = clients < FEW, clip, count_noise
-        self.factor = factor
+        self.factor, self.rows = factor, rows
         self.history: list[Mapping[str, float]] = []
         """The median size of each slot in the last rounds."""
         self._round: dict[str, dict[str, float]] = {}
@@ -105,11 +115,11 @@ class Bounds:
     def admit(self, name: str, reply: Reply, start: Slot) -> None:
         """Take a reply into the round; ``OutOfBounds`` if it has numbers that nobody can have."""
         _check_numbers(reply, start, self.count_noise)
-        found = sizes(reply.message, start)
+        found = sizes(reply.message, start, self.rows)
         for slot, value in found.items():
             # a norm may overflow while every entry is finite: that can be clipped
             if not math.isfinite(value) and not _are_finite(reply.message[slot]):
-                raise OutOfBounds(f"out of bounds: {_too_large(slot, value)}")
+                raise OutOfBounds(f"out of bounds: {self._too_large(slot, value)}")
         self._round[name] = found
 
     def outside(self) -> dict[str, dict[str, tuple[float, str]]]:
@@ -121,9 +131,9 @@ class Bounds:
             for slot, value in own.items():
                 limit, reference = limits[slot]
                 if value > limit or value == math.inf:  # numbers so large that no norm holds them
-                    why = f"{_norm_of(slot)} {value:.4g}, more than {limit:.4g}: {reference}"
+                    why = f"{self._norm_of(slot)} {value:.4g}, more than {limit:.4g}: {reference}"
                     if value == math.inf:
-                        why = _too_large(slot, value)
+                        why = self._too_large(slot, value)
                     found.setdefault(name, {})[slot] = limit, f"out of bounds: {why}"
         return found
 
@@ -169,19 +179,19 @@ class Bounds:
         """Continue after rounds with these medians."""
         self.history = list(history)[-ROUNDS:]
 
+    def _norm_of(self, slot: str) -> str:
+        if slot == "model":
+            return "its model changed by"
+        return f"'{slot}' has {'rows of' if slot in self.rows else 'the'} norm"
+
+    def _too_large(self, slot: str, value: float) -> str:
+        why = "not finite" if math.isnan(value) else "too large for any bound"
+        return f"{self._norm_of(slot)} {value}: {why}"
+
 
 def recorded(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, float]]:
     """The medians in the records of earlier rounds, for ``Bounds.restore``."""
     return [record["norms"] for record in records if "norms" in record]
-
-
-def _norm_of(slot: str) -> str:
-    return {"model": "its model changed by"}.get(slot, f"'{slot}' has the norm")
-
-
-def _too_large(slot: str, value: float) -> str:
-    why = "not finite" if math.isnan(value) else "too large for any bound"
-    return f"{_norm_of(slot)} {value}: {why}"
 
 
 def _are_finite(entries: Slot) -> bool:

@@ -39,8 +39,9 @@ def dry_run(setup: Setup, network: Network, server: Server, received: Tree) -> d
         message = noise_message(shown, network, server, images, 12, received=received)
     except Diverged:  # so will the clients, whose error says more
         return {}
+    found = sizes(message, {}, setup.method.slots.rows)
     # under privacy, no prototype is longer than a feature that counts in full
-    return sizes(message, {}) | ({} if protos is None else {protos.part: protos.clip})
+    return found | ({} if protos is None else {protos.part: protos.clip})
 
 
 def enough_images(setup: Setup, least: int) -> int:

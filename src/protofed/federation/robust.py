@@ -15,7 +15,7 @@ class the same prototype, so the average that follows is theirs, whatever its we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -34,11 +34,17 @@ BLOCK = 1 << 16
 
 
 def robust_updates(
-    kind: str, fraction: float, updates: Sequence[Update], slots: Iterable[str], start: Slot
+    kind: str,
+    fraction: float,
+    updates: Sequence[Update],
+    slots: Iterable[str],
+    start: Slot,
+    rows: Container[str] = (),
 ) -> list[Update]:
     """The updates that a method gets to see; ``fraction`` of them may be wrong.
 
-    ``slots`` are those that the messages have, ``start`` is the model that was sent.
+    ``slots`` are those that the messages have, ``rows`` those of them with a row for each of some
+    images; ``start`` is the model that was sent.
     """
     if kind == "none" or len(updates) < 2:
         return list(updates)
@@ -48,7 +54,7 @@ def robust_updates(
         kept = sorted(scores, key=lambda name: scores[name])[: len(updates) - wrong]
         return [u for u in updates if u.name in kept]
     if kind == "clip":
-        joined = _Joined(updates, partial(_clipped, start=start))
+        joined = _Joined(updates, partial(_clipped, start=start, rows=rows))
     else:
         joined = _Joined(updates, partial(_middle, fraction=1.0 if kind == "median" else fraction))
     return [replace(u, messages=joined) for u in updates]
@@ -70,12 +76,12 @@ class _Joined:
         return self._done[slot][name]
 
 
-def _clipped(slot: str, sent: list[Slot], start: Slot) -> list[Slot]:
+def _clipped(slot: str, sent: list[Slot], start: Slot, rows: Container[str]) -> list[Slot]:
     """Each client's slot, no larger than the median one."""
-    found = [s for entries in sent if (s := size(slot, entries, start)) is not None]
+    found = [s for entries in sent if (s := size(slot, entries, start, rows)) is not None]
     if not found:
         return sent
-    return [shortened(slot, entries, start, median_low(found)) for entries in sent]
+    return [shortened(slot, entries, start, median_low(found), rows) for entries in sent]
 
 
 def _middle(slot: str, sent: list[Slot], fraction: float) -> list[Slot]:

@@ -107,7 +107,7 @@ class Server:
             found[name] += "; clipped"
             message = {slot: self._spool.get(name, slot) for slot in self._slots}
             for slot, (limit, _) in slots.items():
-                message[slot] = shortened(slot, message[slot], start, limit)
+                message[slot] = shortened(slot, message[slot], start, limit, bounds.rows)
             self._spool.put(name, message)
             bounds.settle(name, {slot: limit for slot, (limit, _) in slots.items()})
         return found
@@ -136,7 +136,14 @@ class Server:
         Updates are taken in the federation's order: the order of arrival cannot change a bit.
         """
         updates, start = updates or self.updates(), self.state.get("model", {})
-        updates = robust_updates(self.robust, self.robust_fraction, updates, self._slots, start)
+        updates = robust_updates(
+            self.robust,
+            self.robust_fraction,
+            updates,
+            self._slots,
+            start,
+            self.method.slots.rows,
+        )
         with self._inputs_unchanged():
             weights = self.method.weights(self.view(), updates)
             if weights is None:

@@ -531,8 +531,8 @@ def make_bounds(config: Config, task: Task, server: Server, privacy: Privacy) ->
         return dry_run(make_setup(config, task, network), network, server, first)
 
     noise = privacy.prototypes.count_noise if privacy.prototypes is not None else 0.0
-    clip, factor = config.bounds == "clip", server.method.size_limit
-    return Bounds(sizes, len(server.clients), clip, noise, factor)
+    clip, method = config.bounds == "clip", server.method
+    return Bounds(sizes, len(server.clients), clip, noise, method.size_limit, method.slots.rows)
 
 
 def initial_network(

@@ -75,7 +75,9 @@ class FedCCRL(Method):
     name = "fedccrl"
     paper = "Wang et al., arXiv 2024"
     slots = Slots(
-        up={"styles": "colors of some images"}, down={"pool": "colors of the clients' images"}
+        up={"styles": "colors of some images"},
+        down={"pool": "colors of the clients' images"},
+        rows=("styles",),
     )
 
     ratio: float = hyper(0.1, "r", "share of images whose colors are sent (1)", above=0, most=1)

@@ -71,8 +71,10 @@ class FedMD(Method):
         model="",
         up={"logits": "logits of public images"},
         down={"consensus": "mean logits of public images"},
+        rows=("logits",),
     )
     evaluates = "everyone"
+    size_limit = 50.0  # logits of trained networks are far larger than those of new ones
 
     public: str = hyper(
         "unused",
