@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from protofed import tree
-from protofed.federation.client_state import ClientStore
+from protofed.errors import ProtofedError
+from protofed.federation.client_state import ClientStore, read_state
 from protofed.tree import Tree
 
 
@@ -94,7 +95,23 @@ def test_an_old_state_is_let_go(tmp_path: Path) -> None:
     assert not found._saved, "the state before is in a file and nowhere else"
     files = found.save(found.accept(), 2)
     found.clean(files)
-    assert on_disk(tmp_path) == set(files.values()) == {"a.2.safetensors"}
+    assert on_disk(tmp_path) == set(files.values()) and files["a"].startswith("a.2-")
+
+
+def test_the_state_of_another_client_is_refused_and_a_name_of_earlier_versions_is_not(
+    tmp_path: Path,
+) -> None:
+    made = store(tmp_path, limit=0)
+    for name in ("a", "b"):
+        made.stage(name, state(ord(name)), 0)
+    files, folder = made.save(made.accept(), 1), tmp_path / "clients"
+    (folder / files["a"]).write_bytes((folder / files["b"]).read_bytes())
+    with pytest.raises(ProtofedError, match=rf"{files['a']}' is damaged: it holds another state"):
+        made.get("a")
+    for name in ("a.1", "a-0.1", "a.1-b.1", "1-b.1"):
+        old = folder / f"{name}.safetensors"
+        tree.save(state(3), old)
+        assert tree.equal(read_state(old), state(3))
 
 
 def test_a_clients_name_is_a_safe_file_name(tmp_path: Path) -> None:

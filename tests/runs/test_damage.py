@@ -123,7 +123,7 @@ def test_two_generations_are_kept(cut: Path) -> None:
     assert len(named) == 8 and {p.name for p in folder.client_states.iterdir()} == named
 
 
-@pytest.mark.parametrize("what", [NEWEST, "client", "records", "lost client"])
+@pytest.mark.parametrize("what", [NEWEST, "client", "records", "lost client", "other client"])
 def test_the_older_generation_is_used_and_the_run_says_so(
     whole: Result, cut: Path, what: str
 ) -> None:
@@ -135,6 +135,9 @@ def test_the_older_generation_is_used_and_the_run_says_so(
     content = file.read_bytes()
     if what == "lost client":
         file.unlink()
+    elif what == "other client":  # a whole file, such as that of another run
+        other = folder.client_states / checkpoint.clients["right-0"]
+        file.write_bytes(other.read_bytes())
     else:
         file.write_bytes(flipped(content, 8 * (len(content) - 20)))
     with pytest.warns(UserWarning, match=rf"{file.name}' is damaged.* before it, of round 2"):

@@ -4,22 +4,25 @@ A private state is what a client keeps from one round to the next and does not s
 BatchNorm statistics. States of a round in progress are staged, and take effect when the round is
 accepted. On disk each state is a file of its own, written next to the old one; a checkpoint says
 which files are current. Those of the checkpoint before it are kept, and all others can be removed.
+A file's name ends with a digest of its state, so the state of another run or client is noticed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from protofed import keys, tree
+from protofed.files import Damaged
 from protofed.tree import Tree
 
 MEMORY_LIMIT = 1 << 30
 """Bytes of client state that a run with a folder keeps in memory."""
 
 LONGEST_STEM = 200
-"""Of the 255 bytes that a file's name may have, a round, an ending and ``.tmp`` take the rest."""
+"""Of the 255 bytes that a file's name may have, a round, a digest and endings take the rest."""
 
 Index = dict[str, Tree | str]
 """For each client its state, or the name of the file that holds it."""
@@ -126,13 +129,26 @@ class ClientStore:
 
     def _write(self, name: str, state: Tree, round: int) -> str:
         assert self.folder is not None
-        file = f"{_file_stem(name)}.{round}.safetensors"
+        file = f"{_file_stem(name)}.{round}-{_digest(state)}.safetensors"
         tree.save(state, self.folder / file, private=True)
         return file
 
     def _read(self, file: str) -> Tree:
         assert self.folder is not None
-        return tree.load(self.folder / file)[0]
+        return read_state(self.folder / file)
+
+
+def read_state(path: Path) -> Tree:
+    """The private state in a file; earlier versions gave files names without a digest."""
+    state, _ = tree.load(path)
+    named = re.search(r"\.[0-9]+-([0-9a-f]+)\.safetensors$", path.name)
+    if named is not None and named[1] != _digest(state):
+        raise Damaged(path, "it holds another state than its name says")
+    return state
+
+
+def _digest(state: Tree) -> str:
+    return tree.digest(state)[:8]
 
 
 def _file_stem(name: str) -> str:

@@ -47,6 +47,7 @@ from protofed.config import (
 )
 from protofed.data.info import FOLDER, TASKS, TaskInfo
 from protofed.errors import Busy, ProtofedError, unknown
+from protofed.federation.client_state import read_state
 from protofed.federation.facts import DIGESTS, FACTS_SHAPE
 from protofed.files import (
     CannotWrite,
@@ -671,7 +672,7 @@ class RunFolder:
 
     def client_state(self, file: str) -> Tree:
         """The private state in a file that the checkpoint names."""
-        return tree.load(self.client_states / file)[0]
+        return read_state(self.client_states / file)
 
     def model(self) -> StoredModel:
         found = read_model(self.path / MODEL)
