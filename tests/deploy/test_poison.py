@@ -157,9 +157,12 @@ def test_by_default_the_run_stops_and_the_operator_decides(world: Callable[..., 
         roll_back(home, None, 1, [])
     run, now = roll_back(home, w.run.name, 1, [BAD])
     assert now == 2 and run.path == w.out
+    before = run.checkpoint().extra["wire"][BAD]
     w.coordinator().run(resume=True)
     records = read_records(w.out / "rounds.jsonl")
     assert [r["clients"] for r in records] == [3, 3, 2, 2]  # for the rest of the run
+    assert RunFolder(w.out).summary()["wire"][BAD] == before  # nor the last model to evaluate
+    assert all(BAD not in r["by_client"] for r in records[2:])
     _, now = roll_back(home, None, 2, [])  # a finished run, too
     assert now == 2 and not (w.out / "summary.json").exists()
     w.grid.spoil = lambda name, reply: reply

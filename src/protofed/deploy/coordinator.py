@@ -387,10 +387,11 @@ class Coordinator:
                 f"protofed deploy rollback --rounds 1{without}, then deploy start ... --resume",
             )
         # sites that were left out before are not let in again
-        until = {n: self.config.rounds if n in self.excluded else last for n in self.suspects}
+        whole = self.config.rounds + 1  # the last evaluation comes after the last round
+        until = {n: whole if n in self.excluded else last for n in self.suspects}
         self._continue(self.ledger.go_back(last - 1, {**self.excluded, **until}))
         self.losses, self.suspects = {}, []
-        each = ", ".join(f"{n} up to round {round}" for n, round in until.items())
+        each = ", ".join(f"{n} up to round {min(r, whole - 1)}" for n, r in until.items())
         log.warning("went back to the end of round %d; left out: %s", self.server.round, each)
 
     def _failed(self, problem: str, got: Exchange) -> bool:

@@ -206,7 +206,7 @@ def roll_back(
         last = run.checkpoint()
         if last is None:
             raise ProtofedError(f"'{path}' has no checkpoint")
-        until = dict.fromkeys(without, last.rounds)
+        until = dict.fromkeys(without, last.rounds + 1)  # the last evaluation, too
         return run, run.roll_back(last.round - rounds, excluded=until).round
 
 
