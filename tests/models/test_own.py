@@ -171,6 +171,49 @@ def test_its_first_parameter_may_be_a_number() -> None:
     assert result.model["encoder.scale"].shape == ()
 
 
+TIED = """
+import torch
+from torch import nn
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 3, padding=1)
+        self.second = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).relu().mean((2, 3))
+
+def encoder(image_size):
+    return Encoder()
+"""
+ONCE = TIED.replace("self.second.weight = self.first.weight", "del self.second").replace(
+    "self.second(self.first(x).relu())",
+    "torch.conv2d(self.first(x).relu(), self.first.weight, padding=1)",
+)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedadam", "feddyn", "scaffold"])
+def test_a_weight_under_two_names_is_one_weight(method: str) -> None:
+    """The server's own step is on the first name, and held for the other one as well."""
+    task, found = tiny_task(), []
+    for folder, code in (("a", TIED), ("b", ONCE)):
+        Path(folder).mkdir()
+        Path(folder, "net.py").write_text(code)
+        model = f"{folder}/net.py:encoder"
+        settings = {**MINE, "model": model, "rounds": 3, "bounds": "off"}
+        result = run(task, method, out=f"{folder}/run", **settings)
+        resumed = run(task, method, out=f"{folder}/run", resume=True, **{**settings, "rounds": 4})
+        assert result.model.keys() == resumed.model.keys()
+        found.append(resumed.model)
+        network = load_run(f"{folder}/run").network()
+        assert torch.equal(network.state_dict()["head.weight"], resumed.model["head.weight"])
+    tied, once = found
+    assert torch.equal(tied["encoder.second.weight"], once["encoder.first.weight"])
+    assert all(torch.equal(tied[name], once[name]) for name in once)
+
+
 WRONG = {
     "net.py": "names no function",
     "net.py:smal": "there is no function smal in .*net.py",

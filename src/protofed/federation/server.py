@@ -18,6 +18,7 @@ from protofed.federation.robust import outlyingness, robust_updates
 from protofed.federation.spool import MEMORY_LIMIT, Spool
 from protofed.method import Method, ServerView, Sizes, Update, weighted_mean
 from protofed.models import Network
+from protofed.models.network import tied
 from protofed.tree import Slot, Tree
 
 
@@ -51,7 +52,7 @@ class Server:
         self.bounds: Bounds | None = None
         """What replies are checked against; None: nothing."""
         state = network.state_dict()
-        self.travels = travel(method, network)
+        self.travels, self._tied = travel(method, network), tied(network)
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
         self.state: Tree = tree.copy({**method.init_server(state, sizes), "model": model}, device)
         self.round = 0
@@ -157,7 +158,13 @@ class Server:
             # entries that only go down are the server's own: the mean leaves them as they are
             averaged = start | weighted_mean(updates, "model", weights)
             state = self.method.aggregate(self.view(), averaged, updates)
+        if self._tied:
+            state = {**state, "model": self._tie(state.get("model", {}))}
         return tree.copy(state, self.device)
+
+    def _tie(self, model: Slot) -> Slot:
+        """The model with one value for all names of an entry."""
+        return {n: model.get(self._tied.get(n, n), t) for n, t in model.items()}
 
     def spoilers(self, works: Callable[[list[Update]], bool]) -> list[str]:
         """Whose replies are at fault if they do not work together; none if it cannot be told.

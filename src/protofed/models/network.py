@@ -132,6 +132,17 @@ def trainable(network: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in network.named_parameters() if name not in fixed}
 
 
+def tied(network: nn.Module) -> dict[str, str]:
+    """The first name of each entry that has several, by its other names.
+
+    Methods go by ``named_parameters``, which has the first name alone.
+    """
+    both = (network.named_parameters, network.named_buffers)
+    named = [entry for each in both for entry in each(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    return {name: own for name, t in named if (own := first.setdefault(id(t), name)) != name}
+
+
 def normalize(norm: str, channels: int) -> nn.Module:
     if norm == "batch":
         return nn.BatchNorm2d(channels)
