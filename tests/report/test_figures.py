@@ -323,3 +323,13 @@ def test_looks_can_be_given():
     looks = looks_of([*runs, history("c")])
     drawn = axes(figures.curves(runs, looks).panels[0]).lines[:2]
     assert [line.get_color() for line in drawn] == [looks["a"].color, looks["b"].color]
+
+
+# ---- t-SNE --------------------------------------------------------------------------------------
+
+
+def test_prototypes_of_a_client_and_of_the_server_at_one_place_are_both_seen():
+    found = figures.Embedding(np.zeros((2, 2)), np.zeros(2, int), ("scan", ""), ("sent", "made"))
+    for panel in figures.embedding("fpl", found, ["0"]).panels:
+        below, above = (float(drawn.get_sizes()[0]) for drawn in axes(panel).collections)
+        assert below > 4 * above

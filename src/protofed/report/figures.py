@@ -564,7 +564,8 @@ def embedding(label: str, found: Embedding, classes: Sequence[str]) -> Plot:
     of_domain = np.array([names.index(d) if d else -1 for d in found.domains])
 
     def scatter(axis: Axes, group: Ints, colors: Sequence[str], shapes: bool) -> None:
-        for kind, size, alpha in (("image", 7, 0.55), ("sent", 15, 1.0), ("made", 85, 1.0)):
+        # large stars below small diamonds: the server's are often where the clients' are
+        for kind, size, alpha in (("image", 7, 0.55), ("made", 190, 1.0), ("sent", 11, 1.0)):
             for g in range(-1, int(group.max()) + 1):
                 own = (kinds == kind) & (group == g)
                 if not own.any():
