@@ -80,6 +80,7 @@ def test_no_row_wins_before_all_have_been_run(tmp_path: Path) -> None:
     assert re.search(r"FPL<br><small>not run · paper</small>.*?<small>49.00</small>", text, re.S)
     text = page_of(made, tmp_path / "all")
     assert "<b>FPL</b> and MOON are level" in text and 'class="best' in text
+    assert text.count('<li class="first"') == 2
     del rows["MOON"]
     text = page_of(study(printed=printed, rows=rows, seeds=1), tmp_path / "two")
     assert "<b>FPL</b> is best" in text and 'class="first"' in text and 'class="best' in text
