@@ -89,7 +89,7 @@ class Results:
         for study, table in self._compared():
             for label, (ours, paper) in table.beside_paper().items():
                 seeds = PAPER_SEEDS.get(study.partition("-")[0])
-                half = ours.half_for(seeds) if seeds else None
+                half = ours.half_for(seeds) if seeds and any(ours.values) else None
                 others = f"{sign(ours.mean - half)} to {sign(ours.mean + half)}" if half else ""
                 cells = [study, table.task, label, _pm(ours), str(ours.seeds), f"{paper:+.2f}"]
                 lines.append(_line([*cells, others, verdict(ours, paper, half)]))
@@ -98,11 +98,15 @@ class Results:
             "Accuracy averaged over the domains minus the baseline's on the same seed, ± standard "
             "error. It *agrees* if the paper's difference is within twice the standard error.",
             "A paper's number also depends on its seeds. FPL prints means of three. I²PFL says the "
-            "same, but 35 of its 36 numbers on Office-Caltech can only come from a single seed. "
+            "same, but 35 of its 36 numbers on Office-Caltech are whole numbers of test images in "
+            "five rounds of a single seed. "
             "*Its range* is where the mean of so many other seeds would fall in 95 % of cases if "
             "the paper had run what was run here, judged by the spread between our seeds. A number "
             "within it *may be the seeds*; one outside *differs*. All rows of a paper share its "
             "baseline: a baseline that is low by chance makes all of its differences high.",
+            "A row that *is the baseline* computes the same numbers as the baseline, and here the "
+            "same bits with every seed. Two runs that round differently would not, so what a paper "
+            "prints for such a row shows its noise, and nothing agrees or differs.",
             _table(header, lines, left=3),
         ]
 
@@ -241,6 +245,8 @@ def verdict(ours: Spread, paper: float, half: float | None) -> str:
     """``half`` is half the range in which the paper's number would fall, if that is known."""
     if ours.error is None:
         return "one seed"
+    if not any(ours.values):
+        return "is the baseline"
     if (away := abs(ours.mean - paper)) <= 2 * ours.error:
         return "agrees"
     return "may be the seeds" if half is not None and away <= half else "differs"

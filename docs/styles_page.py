@@ -240,9 +240,7 @@ class StylesPage:
         tuned = any(label.endswith(TUNED) for label in found)
         names = list(dict.fromkeys(label.removesuffix(TUNED) for label in found))
         lines = []
-        for name in sorted(
-            names, key=lambda n: -(found[n] if n in found else found[n + TUNED]).mean
-        ):
+        for name in names:
             cells = []
             for value in (found.get(name), found.get(name + TUNED))[: 1 + tuned]:
                 cells += [signed(value), "" if value is None else str(value.seeds)]

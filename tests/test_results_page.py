@@ -50,6 +50,9 @@ def test_a_verdict_names_the_seeds_only_where_they_can_explain_the_distance(page
     assert page.verdict(ours, 5.0 - half - 0.01, half) == "differs"
     assert page.verdict(ours, 5.7, None) == "differs"
     assert page.verdict(Spread.of([5.0]), 5.0, None) == "one seed"
+    # equal to the last bit with every seed: the paper's 0.9 can only be its noise
+    assert page.verdict(Spread.of([0.0, 0.0]), 0.9, None) == "is the baseline"
+    assert page.verdict(Spread.of([5.0, 5.0]), 5.9, None) == "differs"
 
 
 def test_best_rounds_are_those_of_each_run(

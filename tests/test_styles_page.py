@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from protofed.report.figures import differences, gains
 from protofed.report.pack import pack
@@ -119,6 +120,24 @@ def test_a_difference_is_of_the_seeds_that_both_have(tmp_path: Path) -> None:
     found = gains(office)
     assert "ProtoStyle" not in found  # no seed in common
     assert found["FedRDN"].seeds == 1 and found["FedRDN"].mean == pytest.approx(5, abs=0.2)
+
+
+def test_rows_that_lack_seeds_are_not_ranked_with_the_others(page: Any, tmp_path: Path) -> None:
+    """FedRDN's 5 points are of one seed: FedAvg's −6 comes before them."""
+    folder = made(tmp_path, skip={("FedRDN", 1)})
+    office, *others = folder.tables()
+    labels = list(gains(office))
+    assert labels[0] == "ProtoStyle, color jitter"
+    assert labels.index("FedAvg") < labels.index("FedRDN") == len(labels) - 1
+    assert labels.index("I²PFL, tuned") < labels.index("FedRDN")
+    plot = differences([office, *others])
+    assert "Rows below the line lack seeds of office_caltech" in plot.caption
+    axis = Figure().subplots()
+    plot.panels[0].draw(axis)
+    names = [text.get_text() for text in axis.get_yticklabels()]
+    assert names[-1] == "FedRDN"
+    assert [len(names) - 1.5] * 2 in [list(line.get_ydata()) for line in axis.lines]
+    assert "below the line" not in differences(made(tmp_path / "whole").tables()).caption
 
 
 def test_the_page_says_first_what_controls_explain(page: Any, tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
@@ -14,9 +17,12 @@ from PIL import Image
 from protofed.config import make_config
 from protofed.report import figures, notebook
 from protofed.report.palette import looks_of, method_look
-from protofed.report.plot import Key, Panel, Plot, render, save, svg
+from protofed.report.plot import POINTS, Key, Panel, Plot, render, save, svg
+from protofed.report.tuning import tuning
 from protofed.runs.records import Records
 from protofed.runs.result import Result
+from protofed.studies.definition import Line, Row, Sweep
+from protofed.studies.effects import Effects
 from protofed.studies.history import RunHistory, join_left_out
 from protofed.studies.tables import Spread, TableRow
 
@@ -245,6 +251,36 @@ def test_a_long_name_of_a_row_leaves_room_for_its_bar():
     assert len(first.splitlines()) == 2 and first.endswith("…")
     assert max(map(len, first.splitlines())) <= 28
     assert second == "FPL, tau=0.02" and long in panel.alt
+
+
+def gaps(panel, side):
+    """The pixels between the labels of neighboring ticks on a side of a panel, as on a page."""
+    with rc_context({"font.size": POINTS}):
+        figure = Figure(figsize=(panel.width, panel.height), layout="constrained")
+        axis = figure.subplots()
+        panel.draw(axis)
+        figure.draw_without_rendering()
+    ticks = axis.get_xticklabels() if side == "x" else axis.get_yticklabels()
+    boxes = [text.get_window_extent() for text in ticks]
+    spans = sorted((box.x0, box.x1) if side == "x" else (box.y0, box.y1) for box in boxes)
+    return [after[0] - before[1] for before, after in pairwise(spans)]
+
+
+def test_long_names_of_rows_do_not_run_into_each_other():
+    names = [f"proto_pass{i}: last_epoch → after the round" for i in range(4)]
+    found = Effects("FPL", "fpl", {name: Spread.of([1.0, 1.2]) for name in names}, "")
+    assert min(gaps(figures.effects([found]).panels[0], "y")) > 0
+    rows = [TableRow(name, {"average": Spread.of([50.0])}) for name in names]
+    assert min(gaps(figures.bars(rows).panels[0], "y")) > 0
+
+
+def test_values_of_a_search_do_not_run_into_each_other():
+    values = (0.00146, 0.00293, 0.00446)
+    row = Row("FPL", "fpl")
+    lines = [Line(f"FPL, lr={lr}", row, {"lr": lr}, 0) for lr in values]
+    study = SimpleNamespace(sweeps=[Sweep({"lr": values}, ("FPL",))], lines=lines)
+    rows = [TableRow(line.label, {"average": Spread.of([50.0])}) for line in lines]
+    assert min(gaps(tuning(study, rows, lines[:1], "").panels[0], "x")) > 10
 
 
 def test_what_a_method_adds_is_only_shown_where_something_is_added():

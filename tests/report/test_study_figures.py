@@ -44,6 +44,14 @@ def test_curves_are_pictures(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "curves.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_curves_say_how_many_seeds_the_rows_have(tmp_path: Path, drawn: list[plot.Plot]) -> None:
+    names(make_study(study(), tmp_path / "all"))
+    names(make_study(study(), tmp_path / "pool" / "some", skip={("FPL", 1)}))
+    assert [each.heading.rpartition(", ")[2] for each in drawn] == [
+        "2 seeds (band: their range)", "1 to 2 seeds (band: their range)",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("over", [{"tau": [0.02, 0.5]}, {"tau": [0.02, 0.5], "upcr": [0, 1]}])
 def test_a_sweep_is_a_line_or_a_heat_map(tmp_path: Path, over: dict[str, Any]) -> None:
     made = study(kind="sweep", sweep=[{"rows": ["FPL"], "over": over}])
@@ -166,7 +174,17 @@ def test_what_a_paper_prints_is_drawn_beside_ours(tmp_path: Path) -> None:
     assert cells.alt == (
         "Ours − paper: 10 cells between -4.5 and +0.5 points, averages -2.0 in the mean."
     )
-    assert "1 of 1 have an interval without 0" in differences.alt
+    assert "1 of 1 have an interval of our seeds without 0" in differences.alt
     assert [key.label for key in made.legend] == ["FedAvg", "FPL", "a domain"]
     for panel in made.panels:
         panel.draw(Figure().subplots())
+
+
+def test_a_row_that_is_the_baseline_has_no_interval(tmp_path: Path) -> None:
+    """Its distance to the paper is the noise of the paper: it has no spread to be judged by."""
+    rows = {"FedAvg": "fedavg", "Same": {"method": "feddyn", "options": {"variant": "reference"}}}
+    paper = {"columns": ["average"], "FedAvg": 40.0, "Same": 42.0}
+    made = study(rows=rows, printed={"glyphs": paper})
+    folder = make_study(made, tmp_path / "s", lambda run: dict.fromkeys(DOMAINS, 40.0 + run.seed))
+    _, differences = against_paper({"mine, glyphs": folder.tables()[0]}).panels
+    assert "0 of 1 have an interval" in differences.alt

@@ -183,6 +183,48 @@ def test_the_main_result_says_how_few_seeds_its_own_row_has(tmp_path: Path) -> N
         assert ("Fewer than 5 seeds" in lead) == said
 
 
+def lead_of(made: Study, place: Path, *args: Any, **more: Any) -> tuple[str, str, list[str]]:
+    """The main result of a study's page, its note on the table, and its ranking."""
+    text = page_of(made, place, *args, **more)
+    lead = text.split('class="lead">')[1].split("</p>")[0]
+    (note,) = re.findall(r"Test accuracy in %; [^<]*", text)
+    return lead, note, re.findall(r'<span class="name">([^<]*)<', text)
+
+
+def test_validation_alone_says_what_is_best(tmp_path: Path) -> None:
+    """By test accuracy, τ = 0.5 is better."""
+    over = [{"rows": ["FPL"], "over": {"tau": [0.02, 0.5]}}]
+    made = study(kind="sweep", sweep=over, settings={**TINY, "validate": "unused"})
+
+    def accuracy(run: PlannedRun) -> dict[str, float]:
+        return dict.fromkeys(DOMAINS, 40.0 + 10 * run.line.point.get("tau", 0))
+
+    def validation(run: PlannedRun) -> float:
+        return 50.0 + (run.line.point.get("tau") == 0.02)
+
+    lead, note, ranks = lead_of(made, tmp_path, accuracy, validation=validation)
+    assert lead.startswith(
+        "<b>FPL, tau=0.02</b> is best by validation accuracy. Its test accuracy on average over 4 "
+        "domains is <b>40.2&nbsp;%</b>, +0.2 points from FedAvg"
+    )
+    assert "partly chance" not in lead and "by validation accuracy alone" in note
+    assert ranks == ["FPL, tau=0.02", "FedAvg", "FPL, tau=0.5"]
+
+
+def test_a_lead_that_test_images_chose_is_partly_chance(tmp_path: Path) -> None:
+    over = [{"rows": ["FPL"], "over": {"tau": [0.02, 0.5]}}]
+
+    def accuracy(run: PlannedRun) -> dict[str, float]:
+        return dict.fromkeys(DOMAINS, 40.0 + 10 * run.line.point.get("tau", 0))
+
+    lead, note, ranks = lead_of(study(kind="sweep", sweep=over), tmp_path / "a", accuracy)
+    assert lead.startswith("<b>FPL, tau=0.5</b> is best on average over 4 domains: <b>45.0")
+    assert "Test images say which setting is best, so its lead is partly chance." in lead
+    assert "validation" not in note and ranks[0] == "FPL, tau=0.5"
+    lead, *_ = lead_of(study(), tmp_path / "b")  # two methods are no settings to choose from
+    assert "partly chance" not in lead
+
+
 def test_features_over_rounds_say_so_and_which_rounds_are_not_there(tmp_path: Path) -> None:
     given = {"rows": {"FedAvg": "fedavg"}, "seeds": 1, "kind": "tsne", "tsne": {"rounds": [1, 7]}}
     settings = {**TINY, "rounds": 2, "engine": "loop"}

@@ -441,6 +441,8 @@ def test_a_study_that_tunes_chooses_for_each_row(tmp_path: Path) -> None:
         best, key=lambda label: "FPL" in label
     )
     assert any("FedAvg, lr=0.1 (of 2 tried); FPL, " in note for note in validated.notes)
+    assert "Runs: 4, " in validated.details
+    assert "Runs: 2, " in tested.details and "9 s in all" in tested.details  # 4.5 s each
     assert len(folder.chosen_runs()) == 2
     plot = tuning(made, validated.rows, folder.choices(), "")
     assert [panel.title for panel in plot.panels] == [

@@ -27,7 +27,14 @@ from protofed.runs.records import VALIDATION, over_rounds
 from protofed.studies.definition import DIFFERENCES, TUNE, TUNED, Study, point_label, show
 from protofed.studies.effects import Effects, effect_caption, parameters
 from protofed.studies.history import RunHistory
-from protofed.studies.tables import AVERAGE, Spread, TableRow, column_title, paired
+from protofed.studies.tables import (
+    AVERAGE,
+    Spread,
+    TableRow,
+    column_title,
+    comparable,
+    paired,
+)
 
 if TYPE_CHECKING:
     from protofed.studies.folder import TaskTable
@@ -371,17 +378,16 @@ def effects(found: Sequence[Effects], heading: str = "") -> Plot:
 
 
 def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
-    """Every row minus the baseline, a panel for each task, the best of the first task first.
+    """Every row minus the baseline, a panel for each task, in the order of the first task's gains.
 
     A row that is tuned shares the line of the same row without, and is compared with the tuned
     baseline where there is one.
     """
     there = [table for table in tables if table.runs]
     found = [gains(table) for table in there]
-    best: dict[str, float] = {}
-    for label, value in (item for own in found for item in own.items()):
-        best.setdefault(label.removesuffix(TUNED), value.mean)
-    names = sorted(best, key=lambda name: -best[name])
+    names = list(dict.fromkeys(label.removesuffix(TUNED) for own in found for label in own))
+    complete = found[0].keys() & {row.label for row in comparable(there[0].rows)}
+    ranked = [name for name in names if complete & {name, name + TUNED}]
     any_tuned = any(label.endswith(TUNED) for own in found for label in own)
     plain, tuned = Key("default settings", INK, "o"), Key("tuned", INK, "D")
     base = there[0].baseline
@@ -397,6 +403,8 @@ def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
                 at = names.index(name) + shift * beside
                 key = replace(kind, color=method_look(methods[label]).color)
                 _draw_intervals(axis, key, [at], [value])
+            if len(ranked) < len(names):
+                axis.axhline(len(ranked) - 0.5, color=faint(), linewidth=scaled(0.7))
             _interval_axis(axis, names, f"points above {table.baseline}")
 
         said = ", ".join(f"{label} {s.mean:+.1f}" for label, s in own.items())
@@ -411,6 +419,11 @@ def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
         "(hollow: the interval contains 0, or there is one seed). A line without a mark was not "
         "run on that task."
     )
+    if len(ranked) < len(names):
+        caption += (
+            f" Rows below the line lack seeds of {there[0].task} and cannot be compared with those "
+            "above: other seeds are other clients."
+        )
     if any_tuned:
         caption += (
             f" Diamonds: with what validation chose, minus {base} with what it chose for that; on "
@@ -427,8 +440,13 @@ def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
 
 
 def gains(table: TaskTable) -> dict[str, Spread]:
-    """By row: its difference to the baseline in the column that counts, tuned to tuned."""
+    """By row: its difference to the baseline in the column that counts, tuned to tuned.
+
+    The best comes first, except that tuned rows follow the others, and rows that lack seeds follow
+    all that have them.
+    """
     rows = {row.label: row for row in table.rows if row.accuracy}
+    complete = {row.label for row in comparable(table.rows)}
     found = {}
     for label, row in rows.items():
         base = rows.get(table.baseline)
@@ -439,7 +457,11 @@ def gains(table: TaskTable) -> dict[str, Spread]:
         value = paired(row, base, row.main) if base is not None and base is not row else None
         if value is not None:
             found[label] = value
-    return found
+
+    def order(label: str) -> tuple[bool, bool, float]:
+        return label not in complete, label.endswith(TUNED), -found[label].mean
+
+    return {label: found[label] for label in sorted(found, key=order)}
 
 
 def against_paper(tables: Mapping[str, TaskTable]) -> Plot:
@@ -456,7 +478,9 @@ def against_paper(tables: Mapping[str, TaskTable]) -> Plot:
                 averages.append((cells[AVERAGE], y, row.method))
             if (both := table.beside_paper().get(row.label)) is not None:
                 ours, paper = both
-                gap = Spread.of([v - paper for v in ours.values])
+                # a row that is the baseline, bit for bit, has no spread to judge a distance by
+                values = ours.values if any(ours.values) else (ours.mean,)
+                gap = Spread.of([v - paper for v in values])
                 differences.append((gap, y, row.method))
     keys = {m: Key(label, method_look(m).color, "o") for m, label in _HEART.items()}
     other, one = Key("another method", OLIVE, "o"), Key("a domain", SKY, ".")
@@ -486,7 +510,7 @@ def against_paper(tables: Mapping[str, TaskTable]) -> Plot:
     apart = sum(not s.noise for s, *_ in differences)
     alt_2 = (
         f"Differences to the baseline, ours − paper: {apart} of {len(differences)} "
-        "have an interval without 0."
+        "have an interval of our seeds without 0."
     )
     height = 0.9 + 0.5 * len(names)
     panels = (
@@ -497,8 +521,9 @@ def against_paper(tables: Mapping[str, TaskTable]) -> Plot:
     legend = [key for m, key in keys.items() if m in used] + [other] * bool(used - keys.keys())
     caption = (
         "Every number that a paper prints and that was measured here, ours − paper. Right: of the "
-        "differences to the baseline on average, paired by seed, with 95 % intervals (hollow: the "
-        "interval contains 0; without one: a single seed)."
+        "differences to the baseline on average, paired by seed, with 95 % intervals of our seeds "
+        "alone, without the paper's (hollow: the interval contains 0; without one: a single seed, "
+        "or a row that is the baseline)."
     )
     return Plot("ours-minus-paper", caption, panels, (*legend, one), columns=2)
 

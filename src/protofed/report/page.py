@@ -31,6 +31,7 @@ from protofed.report.page_table import (
 from protofed.report.palette import STYLES, TONES
 from protofed.report.plot import Plot
 from protofed.report.stored_analysis import PARTS, GroupAnalysis
+from protofed.runs.records import VALIDATION
 from protofed.studies import tables
 from protofed.studies.effects import Effects
 from protofed.studies.history import RunHistory, join_left_out
@@ -204,9 +205,10 @@ def _section(group: Group, runs: Sequence[RunHistory], painter: Painter) -> dict
         "title": group.title,
         "headline": largest_effects(table.effects)
         if table is not None and effects
-        else headline(rows, seeds, baseline),
+        else headline(rows, seeds, baseline, swept),
         "ranks": [] if effects else _ranks(rows, looks),
         "ranked": all(row.was_run for row in rows),
+        "validated": any(VALIDATION in row.beside for row in rows),
         "table": result_table(rows, looks, table.columns if table is not None else (), baseline),
         "effects": effect_table(table) if table is not None and table.effects else None,
         "costs": cost_table(rows, looks, baseline) if runs else None,
@@ -274,18 +276,19 @@ def largest_effects(found: Sequence[Effects]) -> str:
 
 
 def headline(
-    rows: Sequence[TableRow], seeds: int, baseline: str = BASELINE
+    rows: Sequence[TableRow], seeds: int, baseline: str = BASELINE, swept: bool = False
 ) -> dict[str, Any] | None:
     """The main result, and how far to trust it; None until a row is complete.
 
-    Until all rows have been run, no row is called the best, and never one that lacks seeds.
+    Until all rows have been run, no row is called the best, and never one that lacks seeds. Where
+    there is a validation accuracy, it alone says which is best. ``swept``: the rows are settings.
     """
     every = [r for r in rows if r.accuracy]
     if not every:
         return None
-    there = tables.comparable(every)
-    main = there[0].main
-    best = max(there, key=lambda r: r.accuracy[main].mean)
+    enough, there = tables.comparable(every), _ranking(every)
+    best, main = there[0], there[0].main
+    validated = VALIDATION in best.beside
     equal = [r.label for r in there if r.accuracy[main].mean == best.accuracy[main].mean]
     domains = {d: s.mean for d, s in best.accuracy.items() if d != "average"}
     scope = f"on average over {len(domains)} domains"
@@ -297,13 +300,15 @@ def headline(
     warning = tables.seed_warning(min(seeds, best.seeds)).strip(" ()")
     return {
         "label": best.label,
-        "equal": equal[1:],
+        "validated": validated,
+        "by_test": swept and not validated,
+        "equal": [] if validated else equal[1:],
         "mean": best.accuracy[main].mean,
         "scope": scope,
         "alone": len(there) == 1,
         "some": "" if all(r.was_run for r in rows) else f"{len(every)} of {len(rows)} rows",
         "values": [(r.label, r.accuracy[r.main].mean) for r in every],
-        "unranked": [r.label for r in every if r not in there and r.unseen == best.unseen],
+        "unranked": [r.label for r in every if r not in enough and r.unseen == best.unseen],
         "is_baseline": best.label == baseline,
         "baseline": tables.baseline_name(baseline),
         "difference": best.differences.get(main),
@@ -313,11 +318,19 @@ def headline(
     }
 
 
+def _ranking(rows: Sequence[TableRow]) -> list[TableRow]:
+    """The rows that may be ranked, from the best down: by validation accuracy if there is one."""
+    there = tables.comparable(rows)
+    validated = [r for r in there if VALIDATION in r.beside]
+    if validated:
+        return sorted(validated, key=lambda r: -r.beside[VALIDATION].mean)
+    return sorted(there, key=lambda r: -r.accuracy[there[0].main].mean)
+
+
 def _ranks(rows: Sequence[TableRow], looks: figures.Looks) -> list[tuple[str, Spread, str]]:
     """Label, accuracy and color of the rows that may be ranked, from the best down."""
-    there = [(row.label, row.accuracy[row.main]) for row in tables.comparable(rows)]
-    there.sort(key=lambda pair: -pair[1].mean)
-    return [(label, spread, looks[label].color) for label, spread in there[:MOST_RANKS]]
+    found = _ranking(rows)[:MOST_RANKS]
+    return [(r.label, r.accuracy[r.main], looks[r.label].color) for r in found]
 
 
 def _gaps(found: GroupAnalysis) -> PageTable | None:

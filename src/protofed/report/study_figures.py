@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -60,7 +61,11 @@ def _plots(
         alike = [run for run in runs if run.unseen == runs[0].unseen]
         left_out = ", each domain left out in turn" if alike[0].unseen == EACH else ""
         seeds = sorted({run.seed for run in alike})
-        shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds (band: their range)"
+        counts = sorted(Counter(run.label for run in alike).values())
+        few = f"{counts[0]} to " if counts[0] < counts[-1] else ""
+        shown = f"{few}{counts[-1]} seeds (band: their range)"
+        if len(seeds) == 1:
+            shown = f"seed {seeds[0]}"
         made.append(figures.curves(alike, looks, f"{title}{left_out}, {shown}"))
     if study.kind == "bars":
         made.append(replace(figures.bars(table.rows, looks, title), name="bars"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from html import escape
@@ -262,11 +262,12 @@ class StudyFolder:
             for label, runs in found.items()
             for m in runs.values()
         ]
+        stored = self._stored(task.name, found)
         head, details = "No run is there yet.", ""
         if every:
             what = "Validation accuracy" if validated else "Test accuracy"
             head, details = tables.describe(every, what, base, study.target)
-            details += f" {self.origin(task.name)}"
+            details += f" {Origin.of(stored)}"
         notes = (*study.notes, *task.notes) if "on" not in study.override else ()
         absent = [r.label for r in rows if not r.was_run] if every else []
         if absent:
@@ -274,7 +275,7 @@ class StudyFolder:
             notes = (*notes, text)
         choices = self._choices(lines, rows) if study.kind != TUNE else self._choice(task)
         left_out = (f"A run of the pool was left out: {text}." for text in self.pool.damaged)
-        notes = (*notes, *self._mixed(task.name), *self._equal(task.name), *choices, *left_out)
+        notes = (*notes, *_mixed(stored), *self._equal(task.name), *choices, *left_out)
         found_effects = effects(study, rows)
         return TaskTable(
             task.name, shown, rows, base or "FedAvg", head, details, notes, found_effects
@@ -311,23 +312,17 @@ class StudyFolder:
         known = label in self.study.diverged.get(task, ())
         return tables.DIVERGED if known or any(found.diverged for found in stopped) else ""
 
-    def origin(self, task: str = "") -> Origin:
-        """What the runs of a task, or of all tasks, were made with and what they took."""
-        return Origin.of(self._stored(task))
+    def origin(self) -> Origin:
+        """What the study's runs were made with and what they took."""
+        return Origin.of([stored for stored in self.runs.values() if stored is not None])
 
-    def _stored(self, task: str = "") -> list[StoredRun]:
-        return [s for run, s in self.runs.items() if task in ("", run.task) and s is not None]
-
-    def _mixed(self, task: str) -> list[str]:
-        """Which of the runs' facts differ although the runs share one table."""
-        stored = self._stored(task)
-        notes = []
-        for name, words in FACTS_IN_WORDS.items():
-            values = sorted({str(s.facts.get(name)) for s in stored})
-            if len(values) > 1:
-                shown = " and ".join(v[:12] for v in values)
-                notes.append(f"The runs of this table differ in {words}: {shown}.")
-        return notes
+    def _stored(self, task: str, labels: Collection[str]) -> list[StoredRun]:
+        """The runs of some lines on a task that are there."""
+        return [
+            stored
+            for run, stored in self.runs.items()
+            if stored is not None and run.task == task and run.line.label in labels
+        ]
 
     def _equal(self, task: str) -> list[str]:
         """The rows that a frozen backbone made equal."""
@@ -414,6 +409,17 @@ FACTS_IN_WORDS = {
     "weights_digest": "weights (digest)",
     "model_digest": "the model's code (digest)",
 }
+
+
+def _mixed(stored: Sequence[StoredRun]) -> list[str]:
+    """Which of the runs' facts differ although the runs share one table."""
+    notes = []
+    for name, words in FACTS_IN_WORDS.items():
+        values = sorted({str(s.facts.get(name)) for s in stored})
+        if len(values) > 1:
+            shown = " and ".join(v[:12] for v in values)
+            notes.append(f"The runs of this table differ in {words}: {shown}.")
+    return notes
 
 
 def _joined(runs: Mapping[str, Measure], rounds: Records) -> Measure:
