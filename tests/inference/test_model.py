@@ -69,6 +69,27 @@ def test_every_form_of_an_image_gives_the_same(trained: Result, tmp_path: Path) 
     assert repr(model).startswith("<fpl on glyphs: ")
 
 
+def test_an_image_in_memory_is_turned_upright_and_not_changed(trained: Result) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(4, 16))
+    image.getexif()[0x0112] = 6
+    upright = np.asarray(image.rotate(-90, expand=True))
+    np.testing.assert_array_equal(model.pixels(image), model.pixels(upright))
+    assert image.size == (16, 4) and image.getexif()[0x0112] == 6
+
+
+def test_images_larger_than_the_limit_can_be_allowed(trained: Result) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    image = Image.new("L", (300, 300))
+    model.max_image_pixels = 89_999
+    with pytest.raises(ProtofedError, match="--max-image-pixels 90000 allows that"):
+        model.pixels(image)
+    model.max_image_pixels = 90_000
+    assert model.pixels(image).shape == (3, 32, 32)
+
+
 def test_numbers_that_are_not_intensities_are_refused(trained: Result, tmp_path: Path) -> None:
     assert trained.folder is not None
     model = load_model(trained.folder)
@@ -85,6 +106,8 @@ def test_numbers_that_are_not_intensities_are_refused(trained: Result, tmp_path:
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(ProtofedError, match=r"cannot decode '.*a.png': it is not an image"):
         model.predict(tmp_path / "a.png")
+    with pytest.raises(ProtofedError, match=r"cannot decode '.*b.png': No such file or directory$"):
+        model.predict(tmp_path / "b.png")
     with pytest.raises(ProtofedError, match="there is no folder"):
         load_model(tmp_path / "nothing")
 
