@@ -124,9 +124,13 @@ class StoredModel:
     model: Slot
     clients: Mapping[str, Slot] = field(default_factory=dict)
     received: Tree = field(default_factory=dict)
+    trained_by: Method | None = field(default=None, compare=False)
+    """The method that trained it, if this process did: it may be from a notebook."""
 
     @property
     def method(self) -> Method:
+        if self.trained_by is not None:
+            return self.trained_by
         known = known_class(self.card.method)
         if known is None:
             name = self.card.method.rpartition(":")[2].lower()
@@ -171,7 +175,7 @@ class StoredModel:
         kept = tree.copy(received)
         model = kept.pop("model", {})
         own_rule = type(method).predict is not Method.predict
-        return cls(card, model, clients, kept if own_rule else {})
+        return cls(card, model, clients, kept if own_rule else {}, method)
 
     def of_client(self, client: str) -> StoredModel:
         """The model of one client alone: without what the others have of theirs."""
