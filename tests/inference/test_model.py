@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.studies.made_runs import image_folder
 
 from protofed import load_model, run, tree
 from protofed.data import load_task
 from protofed.errors import ProtofedError
+from protofed.federation.batches import evaluation_batch
 from protofed.inference.model import cosine_distances, softmax
 from protofed.runs import Result
 
@@ -67,6 +69,17 @@ def test_every_form_of_an_image_gives_the_same(trained: Result, tmp_path: Path) 
         np.testing.assert_array_equal(model.pixels(same), model.pixels(gray))
     assert model.predict([]) == [] and model.embed([]).shape == (0, model.network.features)
     assert repr(model).startswith("<fpl on glyphs: ")
+
+
+def test_large_images_come_in_the_batches_of_the_run(tmp_path: Path) -> None:
+    """Else they would take gigabytes, and a method that draws (FedSR) would draw other numbers."""
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 1, "image_size": 128}
+    run(f"folder:{image_folder(tmp_path / 'images')}", out=tmp_path / "r", device="cpu", **settings)
+    model, seen = load_model(tmp_path / "r"), []
+    method = model.scores
+    model.scores = lambda x: (seen.append(len(x)), method(x))[1]  # type: ignore[method-assign]
+    assert model.logits(torch.zeros(100, 3, 128, 128, dtype=torch.uint8)).shape == (100, 2)
+    assert seen == [64, 36] and evaluation_batch(128) == 64
 
 
 def test_an_image_in_memory_is_turned_upright_and_not_changed(trained: Result) -> None:

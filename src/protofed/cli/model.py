@@ -74,7 +74,7 @@ def predict(
     files = _image_files(images)
     rows: list[dict[str, Any]] = []
     bad: list[str] = []
-    chunks = [files[i : i + 64] for i in range(0, len(files), 64)]
+    chunks = [files[i : i + trained.batch] for i in range(0, len(files), trained.batch)]
     for chunk in track(chunks, "predicting", console=errors, transient=True):
         rows += _predictions(trained, chunk, bad if skip_bad else None)
     for line in bad:

@@ -31,6 +31,7 @@ from protofed.data.augment import normalized
 from protofed.data.decode import BadImage, Budget, decode, no_other_limit
 from protofed.data.task import MAX_IMAGE_PIXELS, Augment
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.batches import evaluation_batch
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES, find_device
 from protofed.files import expand_user
@@ -41,7 +42,6 @@ from protofed.runs.result import load_run
 
 Picture = str | Path | Image.Image | NDArray[Any] | Tensor
 Floats = NDArray[np.float64]
-BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class TrainedModel:
     ) -> None:
         card = self.card = stored.card
         self.classes, self.image_size = card.classes, card.image_size
+        self.batch = evaluation_batch(card.image_size)  # as in the run, draws included
         self.method, self.device = stored.method, _device(device)
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
             (client,) = stored.clients  # a site's own file has one
@@ -147,7 +148,7 @@ class TrainedModel:
     ) -> Floats:
         remaining, outputs = _each_image(images), [np.zeros((0, columns))]
         with torch.no_grad(), one_thread():
-            while batch := list(islice(remaining, BATCH)):
+            while batch := list(islice(remaining, self.batch)):
                 x = torch.from_numpy(np.stack([self.pixels(image) for image in batch]))
                 output = function(normalized(x.to(self.device), self._augment, self.dtype))
                 outputs.append(output.double().cpu().numpy())

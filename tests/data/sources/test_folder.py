@@ -168,7 +168,7 @@ def test_the_range_of_all_images_of_a_folder(tmp_path: Path, pictures: Any) -> N
     (root / "b/dog/4.png").write_bytes(pictures.encoded(Image.fromarray(pixels)))
     task = load_task(f"folder:{root}")
     assert task.pixel_range == "100:4095"
-    assert "Pixel values from 100:4095 became 0 to 255." in task.note
+    assert "with more than 8 bits, values from 100:4095 became 0 to 255." in task.note
     x = task.domains["a"].train.x
     assert (x[0].numpy() == decode(pictures.one(), 40)).all()
     assert len(np.unique(x[1])) > 200
