@@ -36,8 +36,11 @@ def is_file(name: str) -> bool:
 
 def code_withheld(what: str, reference: str) -> ProtofedError:
     """The error for what needs code, where only a name was read; ``what`` is e.g. "method x"."""
+    needed = f"this needs the code of {what}, '{reference}'"
+    if not is_file(reference):
+        return ProtofedError(f"{needed}, which is in no file", "train with its class in a file")
     return ProtofedError(
-        f"this needs the code of {what}, '{reference}', and reading a run does not execute code",
+        f"{needed}, and reading a run does not execute code",
         "if you trust it: --trust-code, or protofed.methods.trust_code() in Python",
     )
 

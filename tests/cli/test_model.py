@@ -73,6 +73,17 @@ def test_predict(trained: Result, images: Path, tmp_path: Path) -> None:
     assert "far" not in alone.splitlines()[0]
 
 
+def test_predict_finds_the_images_that_training_would_find(trained: Result, images: Path) -> None:
+    (images / "0.png").rename(images / "0001")  # as DICOM files are named
+    (images / "._1.png").write_text("left behind by macOS")
+    (images / "report.pdf").write_text("a side file")
+    rows = list(csv.DictReader(io.StringIO(call("predict", str(trained.folder), images))))
+    assert [Path(row["file"]).name for row in rows] == ["0001", "1.png", "2.png"]
+    limit = ("--max-image-pixels", "255", "--skip-bad")  # the images have 256
+    with pytest.raises(ProtofedError, match="none of the files could be decoded"):
+        call("predict", str(trained.folder), images, *limit)
+
+
 def test_predict_errors(trained: Result, images: Path, tmp_path: Path) -> None:
     assert trained.folder is not None
     (images / "bad.png").write_text("nothing")
@@ -138,10 +149,12 @@ def test_evaluate(trained: Result, tmp_path: Path) -> None:
 
 def test_the_table_of_an_evaluation_fits_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr(model, "console", Console(file=out, width=80))
+    monkeypatch.setattr(model, "wide_console", lambda: Console(file=out, width=80))
     found = measure(np.eye(3), np.arange(3))
-    model._print_metrics({"art_painting": found, "photo": found}, None)
-    assert {"art_painting", "accuracy", "precision", "calibration"} <= {*out.getvalue().split()}
+    model._print_metrics({"art_painting": found, "photo of the north gate": found}, None)
+    words = out.getvalue().split()
+    assert {"art_painting", "accuracy", "precision", "calibration"} <= {*words}
+    assert words.count("0.0") == 3, "the calibration error of both domains and on average"
 
 
 def test_export(trained: Result, tmp_path: Path) -> None:
@@ -164,6 +177,42 @@ def test_a_client_s_export_has_no_other_client_s_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(exported.logits(x), whole.logits(x))
     assert [*read_model(tmp_path / "x" / "model.safetensors").clients] == ["photo-0"]
     assert "photo-0's own entries" in (tmp_path / "x" / "MODEL_CARD.md").read_text()
+
+
+def test_a_method_without_a_global_model_needs_a_client(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"scan": 1, "photo": 1}}
+    run("glyphs", "fedbn", out=tmp_path / "r", device="cpu", **settings)
+    for command in ("evaluate", "export"):
+        with pytest.raises(ProtofedError, match=r"fedbn has no global model.*'scan-0'"):
+            call(command, tmp_path / "r", *(["--pt2"] if command == "export" else []))
+    out = tmp_path / "x"
+    call("export", tmp_path / "r", "--pt2", "--client", "photo-0", "-o", out)
+    assert "photo-0's own entries" in (out / "MODEL_CARD.md").read_text("utf-8")
+
+
+def test_images_that_nobody_trained_on_are_all_tested_if_asked(tmp_path: Path) -> None:
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 4, "image_size": 16}
+    run(f"folder:{image_folder(tmp_path / 'one')}", out=tmp_path / "r", device="cpu", **settings)
+    other = image_folder(tmp_path / "two")
+    files = len([*other.rglob("*.png")])
+    bad = other / "day" / "cat" / "bad.png"
+    bad.write_bytes(b"")
+    asked = ("evaluate", tmp_path / "r", "--task", f"folder:{other}")
+    with pytest.raises(ProtofedError, match="--skip-bad"):
+        call(*asked)
+
+    def images(*more: str) -> int:
+        call(*asked, "--skip-bad", "-o", tmp_path / "e", *more)
+        domains = json.loads((tmp_path / "e/evaluation.json").read_text())["domains"]
+        return sum(domain["images"] for domain in domains.values())
+
+    assert images("--all-images") == files > images()
+    assert "The last fifth of each class" in call(*asked, "--skip-bad")
+    with pytest.raises(ProtofedError, match="trained on images of"):
+        call("evaluate", tmp_path / "r", "--all-images")
+    Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16)).save(bad)
+    with pytest.raises(ProtofedError, match="more than 8 bits; the model was trained on"):
+        call(*asked)
 
 
 def test_a_domain_that_the_run_left_out_is_tested_on_all_its_images(tmp_path: Path) -> None:
@@ -197,7 +246,7 @@ def test_calibrate(trained: Result, images: Path, tmp_path: Path) -> None:
     task = load_task("glyphs")
     held = held_out_images(trained)
     x, y = (torch.cat([getattr(i, n) for i in held.values()]) for n in "xy")
-    assert held.keys() == {"scan", "photo"} and f"fitted on {len(y)} training images" in said
+    assert held.keys() == {"scan", "photo"} and f"fitted on {len(y)} images" in said
     expected = fit_temperature(before.logits(x), y.numpy())
     exact = torch.from_numpy(before.logits(x)).double()
     losses = [F.cross_entropy(exact / t, y).item() for t in (1, expected)]

@@ -102,6 +102,9 @@ def test_a_run_whose_method_is_nowhere(received):
         load_run(received)
     reseal(config)
     assert load_run(received).config.method.reference == "__main__:Mine"
+    trust_code()
+    with pytest.raises(ProtofedError, match="'__main__:Mine', which is in no file"):
+        analysis.confusion(received, "scan")
 
 
 def test_a_received_config_names_code(received):

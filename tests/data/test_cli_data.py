@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -56,6 +57,13 @@ def test_show_writes_nothing_unless_asked(
     result = invoke("data", "show", name)
     assert result.exit_code == 0 and "16 + 4" in result.output
     assert list((tmp_path / "here").iterdir()) == []
+
+
+def test_show_takes_a_range_of_values(name: str, tmp_path: Path) -> None:
+    deep = Image.fromarray(np.full((40, 40), 300, np.uint16))
+    deep.save(tmp_path / "pets" / "b" / "cat" / "3.png")
+    result = invoke("data", "show", name, "--pixel-range", "0:4095")
+    assert "values from 0:4095 became 0 to 255" in result.output
 
 
 def test_show_lists_what_it_skips(name: str, tmp_path: Path) -> None:

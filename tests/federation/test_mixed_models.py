@@ -285,8 +285,13 @@ def test_fedbn_has_its_clients_batchnorm_in_the_file(tmp_path: Path) -> None:
     assert "beside" not in result.rounds[-1]  # a domain's figure is its own clients' already
     scores = [accuracy(result.network(f"left-{i}"), task, "left", None) for i in range(2)]
     assert result.rounds[-1]["accuracy"]["left"] == pytest.approx(sum(scores) / 2, abs=1e-3)
-    shared, own = result.network(), result.network("left-0")
-    assert shared.state_dict().keys() == own.state_dict().keys()
+    with pytest.raises(ProtofedError, match="fedbn has no global model"):
+        result.network()  # its BatchNorm would be untrained
+
+
+def test_fedbn_without_batchnorm_has_a_global_model() -> None:
+    result = run(tiny_task(), FedBN(), **{**TINY, "rounds": 1, "norm": "none"})
+    assert torch.equal(result.network().head.weight, result.model["head.weight"])
 
 
 def test_a_shared_model_has_no_client_of_its_own() -> None:

@@ -235,7 +235,7 @@ def _try_tensors(given: TensorFile, folder: Path) -> None:
     if given.name.startswith("model"):
         model = RunFolder(run).model()
         if model.card.width == int(tiny.SETTINGS["width"]):  # others may take gigabytes
-            for client in (None, *model.clients):
+            for client in model.clients or (None,):
                 model.network(client)
         return
     checkpoint = RunFolder(run).checkpoint()

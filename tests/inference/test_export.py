@@ -59,7 +59,7 @@ def test_card(model: TrainedModel, tmp_path: Path) -> None:
         "# fpl on glyphs\n", "tau = ", model.card.hash, "| scan | 1 (scan-0) |",
         f"{model.card.accuracy['average']:.1f}", ", ".join(model.classes),
         'InferenceSession("model.onnx")', 'torch.export.load("model.pt2")',
-        'protofed.load_model("model.safetensors")', "## Limits",
+        'protofed.load_model("model.safetensors")', "turned upright", "## Limits",
     ):  # fmt: skip
         assert part in text, part
     assert "trained from" not in text

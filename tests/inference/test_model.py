@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.studies.made_runs import image_folder
 
 from protofed import load_model, run, tree
 from protofed.data import load_task
 from protofed.errors import ProtofedError
+from protofed.federation.batches import evaluation_batch
 from protofed.inference.model import cosine_distances, softmax
 from protofed.runs import Result
 
@@ -69,6 +71,38 @@ def test_every_form_of_an_image_gives_the_same(trained: Result, tmp_path: Path) 
     assert repr(model).startswith("<fpl on glyphs: ")
 
 
+def test_large_images_come_in_the_batches_of_the_run(tmp_path: Path) -> None:
+    """Else they would take gigabytes, and a method that draws (FedSR) would draw other numbers."""
+    settings = {"rounds": 1, "epochs": 1, "model": "cnn2", "width": 1, "image_size": 128}
+    run(f"folder:{image_folder(tmp_path / 'images')}", out=tmp_path / "r", device="cpu", **settings)
+    model, seen = load_model(tmp_path / "r"), []
+    method = model.scores
+    model.scores = lambda x: (seen.append(len(x)), method(x))[1]  # type: ignore[method-assign]
+    assert model.logits(torch.zeros(100, 3, 128, 128, dtype=torch.uint8)).shape == (100, 2)
+    assert seen == [64, 36] and evaluation_batch(128) == 64
+
+
+def test_an_image_in_memory_is_turned_upright_and_not_changed(trained: Result) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    image = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(4, 16))
+    image.getexif()[0x0112] = 6
+    upright = np.asarray(image.rotate(-90, expand=True))
+    np.testing.assert_array_equal(model.pixels(image), model.pixels(upright))
+    assert image.size == (16, 4) and image.getexif()[0x0112] == 6
+
+
+def test_images_larger_than_the_limit_can_be_allowed(trained: Result) -> None:
+    assert trained.folder is not None
+    model = load_model(trained.folder)
+    image = Image.new("L", (300, 300))
+    model.max_image_pixels = 89_999
+    with pytest.raises(ProtofedError, match="--max-image-pixels 90000 allows that"):
+        model.pixels(image)
+    model.max_image_pixels = 90_000
+    assert model.pixels(image).shape == (3, 32, 32)
+
+
 def test_numbers_that_are_not_intensities_are_refused(trained: Result, tmp_path: Path) -> None:
     assert trained.folder is not None
     model = load_model(trained.folder)
@@ -85,6 +119,8 @@ def test_numbers_that_are_not_intensities_are_refused(trained: Result, tmp_path:
     (tmp_path / "a.png").write_text("no image")
     with pytest.raises(ProtofedError, match=r"cannot decode '.*a.png': it is not an image"):
         model.predict(tmp_path / "a.png")
+    with pytest.raises(ProtofedError, match=r"cannot decode '.*b.png': No such file or directory$"):
+        model.predict(tmp_path / "b.png")
     with pytest.raises(ProtofedError, match="there is no folder"):
         load_model(tmp_path / "nothing")
 

@@ -18,6 +18,7 @@ from protofed.data.augment import normalized
 from protofed.errors import ProtofedError
 from protofed.federation.facts import Facts
 from protofed.inference import load_model
+from protofed.method import Method
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import Records
 from protofed.runs.result import Result, load_run
@@ -88,6 +89,17 @@ def test_config_repeats_the_run(glyphs_run: Result, tmp_path: Path) -> None:
     other = run(config=str(path), seed=7)
     assert other.config.seed == 7
     assert not same(other, glyphs_run)
+
+
+def test_the_result_of_a_class_in_this_process_predicts() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Own(Method):
+        name = "own"
+
+    result = run(**GLYPHS, method=Own())
+    x = load_task("glyphs").domains["scan"].test.x[:3]
+    fedavg = run(**GLYPHS, method="fedavg")
+    assert result.predict(x) == fedavg.predict(x)
 
 
 def test_load_run_equals_the_result(glyphs_run: Result) -> None:

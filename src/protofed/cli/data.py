@@ -32,7 +32,7 @@ FILES = ("data", "test_split", "max_image_pixels", "max_unpacked_gb")
 
 
 @data_app.command()
-@with_settings(only=(*FILES, "image_size", "skip_bad"))
+@with_settings(only=(*FILES, "image_size", "skip_bad", "pixel_range"))
 def show(
     *,
     task: TaskArgument,

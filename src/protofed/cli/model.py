@@ -15,13 +15,13 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from protofed.cli.options import TrustOption
-from protofed.cli.output import console, say
+from protofed.cli.options import TrustOption, with_settings
+from protofed.cli.output import say, wide_console
 from protofed.errors import ProtofedError, printable, unknown
 from protofed.files import write_atomic
 
 if TYPE_CHECKING:
-    from protofed.data import Task
+    from protofed.data import Images, Task
     from protofed.inference import TrainedModel
     from protofed.inference.metrics import Metrics
 
@@ -36,9 +36,13 @@ ClientOption = Annotated[
 ]
 errors = Console(stderr=True, emoji=False)
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
+READING = ("skip_bad", "max_image_pixels")
+"""The settings of commands that read images from elsewhere."""
 
 
+@with_settings(only=READING)
 def predict(
+    *,
     model: ModelArgument,
     images: Annotated[
         list[Path], typer.Argument(help="Image files, or folders to search for images.")
@@ -48,12 +52,13 @@ def predict(
     ] = None,
     client: ClientOption = None,
     device: DeviceOption = "auto",
-    skip_bad: Annotated[
-        bool, typer.Option(help="Skip files that cannot be decoded instead of stopping.")
-    ] = False,
     trust_code: TrustOption = False,
+    settings: dict[str, Any],
 ) -> None:
     """Predict the classes of images: [bold]protofed predict runs/my-run photos/ -o out.csv[/bold].
+
+    In a folder, hidden files and side files (.txt, .csv, ...) are ignored; all
+    other files must be images.
 
     Columns: file, class, probability, runner_up and its probability. If the run
     has prototypes (a client's mean feature of a class), also the nearest one:
@@ -64,10 +69,12 @@ def predict(
     from protofed.inference import load_model
 
     trained = load_model(model, client, device)
+    trained.max_image_pixels = settings.get("max_image_pixels", trained.max_image_pixels)
+    skip_bad = settings.get("skip_bad", False)
     files = _image_files(images)
     rows: list[dict[str, Any]] = []
     bad: list[str] = []
-    chunks = [files[i : i + 64] for i in range(0, len(files), 64)]
+    chunks = [files[i : i + trained.batch] for i in range(0, len(files), trained.batch)]
     for chunk in track(chunks, "predicting", console=errors, transient=True):
         rows += _predictions(trained, chunk, bad if skip_bad else None)
     for line in bad:
@@ -134,14 +141,14 @@ def _predictions(
 
 
 def _image_files(paths: list[Path]) -> list[Path]:
-    from PIL import Image
+    from protofed.data.listing import walk
+    from protofed.data.sources.image_tree import is_side_file
 
-    endings = {*Image.registered_extensions(), ".dcm", ".dicom"}
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = (p for p in path.rglob("*") if p.suffix.lower() in endings and p.is_file())
-            found += sorted(inside)
+            inside = (e.path for e in walk(path) if not (e.is_folder or e.problem))
+            found += [file for file in inside if not is_side_file(file.name)]
         elif path.is_file():
             found.append(path)
         else:
@@ -152,12 +159,22 @@ def _image_files(paths: list[Path]) -> list[Path]:
     return found
 
 
+@with_settings(only=(*READING, "max_unpacked_gb"))
 def evaluate(
+    *,
     model: ModelArgument,
     task: Annotated[
         str | None,
         typer.Option("--task", help="A task, or folder:PATH; default: the task of the run."),
     ] = None,
+    all_images: Annotated[
+        bool,
+        typer.Option(
+            "--all-images",
+            help="Also evaluate on the images of --task that are not for testing: nobody must "
+            "have trained on any of them.",
+        ),
+    ] = False,
     data: Annotated[
         Path | None,
         typer.Option("--data", help="Folder of the downloaded images; default: the run's."),
@@ -170,13 +187,15 @@ def evaluate(
         bool,
         typer.Option(
             "--calibrate",
-            help="First fit the temperature of the probabilities on training images that no client "
-            "trained on, and write it into the run's model, for predict and export.",
+            help="First fit the temperature of the probabilities on images that no client trained "
+            "on and that are not for testing, and write it into the run's model, for predict and "
+            "export.",
         ),
     ] = False,
     client: ClientOption = None,
     device: DeviceOption = "auto",
     trust_code: TrustOption = False,
+    settings: dict[str, Any],
 ) -> None:
     """Evaluate a trained model on the test images of a task, per domain and class.
 
@@ -193,13 +212,18 @@ def evaluate(
     if calibrate:
         fitted = fit(model, client, device, data)
         say(
-            f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} training images that "
-            f"no client trained on: cross-entropy on them {_change(fitted.cross_entropy, 3)}, "
+            f"temperature {fitted.temperature:.3g}, fitted on {fitted.images} images that no "
+            f"client trained on: cross-entropy on them {_change(fitted.cross_entropy, 3)}, "
             f"calibration error {_change(fitted.error, 1)} %"
         )
     trained = load_model(model, client, device)
     name = task or trained.card.task
     given, unseen = _settings_of_run(model, name) if name == trained.card.task else ({}, None)
+    if all_images and name == trained.card.task:
+        raise ProtofedError(
+            f"the model was trained on images of {name}", "--all-images is for another --task"
+        )
+    given |= settings
     given |= {"image_size": trained.image_size, "pixel_range": trained.card.pixel_range}
     if name == "glyphs":
         given["image_size"] = None  # it has one size
@@ -207,13 +231,32 @@ def evaluate(
         given["data"] = data
     loaded = load_task(name, **given)
     order = _class_order(trained, loaded)
+    if name != trained.card.task:
+        say(f"{name}: {loaded.note}{' Evaluated on all images.' * all_images}")
+    if loaded.pixel_range and not trained.card.pixel_range:
+        raise ProtofedError(
+            f"images of {name} have more than 8 bits; the model was trained on images of 8 bits",
+            "convert them as the images of the run were",
+        )
     found: dict[str, Metrics] = {}
     for domain in track(loaded.domains, "evaluating", console=errors, transient=True):
         images = tested_images(loaded, domain, unseen)
+        if all_images:
+            images = _every_image(loaded, domain)
         found[domain] = measure(trained.predict_proba(images.x), order[images.y.numpy()])
     _print_metrics(found, unseen)
     if out is not None:
         _write_evaluation(trained, name, found, out)
+
+
+def _every_image(task: Task, name: str) -> Images:
+    import torch
+
+    from protofed.data import Images
+
+    domain = task.domains[name]
+    parts = [part for part in (domain.train, domain.test, domain.validation) if part is not None]
+    return Images(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
 
 
 def _change(values: tuple[float, float], digits: int) -> str:
@@ -266,13 +309,13 @@ def _print_metrics(found: dict[str, Metrics], unseen: str | None) -> None:
         rows[label] = {"images": images, **mean}
     rows = first | rows
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    table.add_column("domain", no_wrap=True)
+    table.add_column("domain")  # a terminal that is too narrow breaks names, not numbers
     for name in next(iter(rows.values())):
-        table.add_column(name, justify="right", min_width=max(map(len, name.split())))
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for domain, row in rows.items():
         cells = [f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()]
         table.add_row(escape(domain), *cells)
-    console.print(table)
+    wide_console().print(table)
 
 
 def _write_evaluation(
@@ -355,7 +398,6 @@ def export(
         stored = read_model(model if model.is_file() else model / MODEL)
         if trained.client is not None:  # no other client's
             stored = stored.of_client(trained.client)
-            trained.card = stored.card
         stored.save(out / MODEL)
         files.append(MODEL)
     write_card(trained, out / "MODEL_CARD.md", files)

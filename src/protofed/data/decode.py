@@ -49,6 +49,8 @@ _CHUNK = 32
 # Not all the formats that Pillow knows: it would hand PostScript to a program that runs it.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000", "AVIF")
 
+_NOT_AN_IMAGE = "it is not an image, or its format (HEIC, SVG, raw, ...) cannot be read"
+
 # What Pillow's plugins raise on bytes that are not an image, or a truncated one.
 _BAD = (OSError, ValueError, SyntaxError, EOFError, struct.error, IndexError, TypeError, KeyError,
         OverflowError, ZeroDivisionError, MemoryError, RuntimeError,
@@ -187,10 +189,10 @@ def _pixels(
             yield image
             return
         with budget.hold(pixels):
-            yield _loaded(image, plain=isinstance(content, np.ndarray))
+            yield _loaded(image, content)
     except _BAD as error:
         known = not isinstance(error, UnidentifiedImageError)
-        raise BadImage(str(error) if known else "it is not an image") from None
+        raise BadImage(str(error) if known else _NOT_AN_IMAGE) from None
 
 
 def _opened(content: bytes | NDArray[Any] | Image.Image) -> Image.Image | Dicom:
@@ -208,15 +210,18 @@ def _is_deep(image: Image.Image) -> bool:
     return image.mode.startswith(("I", "F"))
 
 
-def _loaded(image: Image.Image | Dicom, plain: bool) -> Image.Image | Deep:
+def _loaded(image: Image.Image | Dicom, content: object) -> Image.Image | Deep:
     if isinstance(image, Dicom):
         x = image.load()
         if x.dtype != np.uint8:
             return Deep(x, image.window, image.inverted)
         return Image.fromarray(255 - x if image.inverted else x)
-    if plain and not _is_deep(image):
+    if isinstance(content, np.ndarray) and not _is_deep(image):
         return image
-    ImageOps.exif_transpose(image, in_place=True)
+    if image is content:  # the caller's own, which stays as it is
+        image = ImageOps.exif_transpose(image)
+    else:
+        ImageOps.exif_transpose(image, in_place=True)
     return Deep(np.asarray(image)) if _is_deep(image) else _rgb(image)
 
 
@@ -301,7 +306,7 @@ def _for_all(
     task = progress.add_task(escape(text), total=len(samples))
     with (
         warnings.catch_warnings(action="ignore"),  # Pillow warns about unusual metadata
-        _no_other_limit(),
+        no_other_limit(),
         ThreadPoolExecutor(core_count()) as pool,
         contextlib.ExitStack() as at_end,
     ):
@@ -317,7 +322,7 @@ def _for_all(
 
 
 @contextlib.contextmanager
-def _no_other_limit() -> Iterator[None]:
+def no_other_limit() -> Iterator[None]:
     """Lift Pillow's own limit on pixels, which cannot be set for one image."""
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:

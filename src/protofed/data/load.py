@@ -121,7 +121,8 @@ def load_task(
         for text in class_warnings(images.classes, images.domains):
             warnings.warn(f"{name}: {text}", stacklevel=2)
         if reading.pixel_range:
-            notes.append(f"Pixel values from {reading.pixel_range} became 0 to 255.")
+            more = "In images with more than 8 bits, values"
+            notes.append(f"{more} from {reading.pixel_range} became 0 to 255.")
     if images.skipped:
         notes.append(f"Left out {len(images.skipped)} files that are not images.")
     return Task(

@@ -28,9 +28,10 @@ from protofed import keys, tree
 from protofed.analysis import RoundPrototypes, prototypes
 from protofed.config import AUTO, DEVICES
 from protofed.data.augment import normalized
-from protofed.data.decode import BadImage, decode
-from protofed.data.task import Augment
+from protofed.data.decode import BadImage, Budget, decode, no_other_limit
+from protofed.data.task import MAX_IMAGE_PIXELS, Augment
 from protofed.errors import ProtofedError, unknown
+from protofed.federation.batches import evaluation_batch
 from protofed.federation.cpu import one_thread
 from protofed.federation.facts import DTYPES, find_device
 from protofed.files import expand_user
@@ -41,7 +42,6 @@ from protofed.runs.result import load_run
 
 Picture = str | Path | Image.Image | NDArray[Any] | Tensor
 Floats = NDArray[np.float64]
-BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ class TrainedModel:
     """A trained network with its preprocessing and its method's rule; ``load_model`` makes one.
 
     ``card`` describes the model; ``kept`` has the prototypes of the run's last round, if any.
+    ``max_image_pixels`` may be raised to read larger images.
     """
+
+    max_image_pixels = MAX_IMAGE_PIXELS
 
     def __init__(
         self,
@@ -78,12 +81,15 @@ class TrainedModel:
     ) -> None:
         card = self.card = stored.card
         self.classes, self.image_size = card.classes, card.image_size
+        self.batch = evaluation_batch(card.image_size)  # as in the run, draws included
         self.method, self.device = stored.method, _device(device)
         if client is None and self.method.evaluates != "global" and len(stored.clients) == 1:
             (client,) = stored.clients  # a site's own file has one
         self.client, self.kept = client, kept
         self.temperature = card.temperature.get(client or "", 1.0)
         self.network = stored.network(client).to(self.device)
+        if client is not None:
+            card = self.card = stored.of_client(client).card
         sizes = Sizes.of(self.network, len(card.classes), card.image_size)
         own = {"model": stored.clients[client]} if client else {}
         received = {**stored.received, "model": stored.model}
@@ -142,7 +148,7 @@ class TrainedModel:
     ) -> Floats:
         remaining, outputs = _each_image(images), [np.zeros((0, columns))]
         with torch.no_grad(), one_thread():
-            while batch := list(islice(remaining, BATCH)):
+            while batch := list(islice(remaining, self.batch)):
                 x = torch.from_numpy(np.stack([self.pixels(image) for image in batch]))
                 output = function(normalized(x.to(self.device), self._augment, self.dtype))
                 outputs.append(output.double().cpu().numpy())
@@ -158,10 +164,13 @@ class TrainedModel:
                 content = _array((plain.movedim(0, -1) if plain.ndim == 3 else plain).numpy())
             else:
                 content = image if isinstance(image, Image.Image) else _array(np.asarray(image))
-            return decode(content, self.image_size, pixel_range=self.card.pixel_range)
+            with no_other_limit():
+                budget = Budget(self.max_image_pixels)
+                return decode(content, self.image_size, budget, self.card.pixel_range)
         except (BadImage, OSError) as error:
             name = f"'{image}'" if isinstance(image, str | Path) else "an image"
-            raise ProtofedError(f"cannot decode {name}: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ProtofedError(f"cannot decode {name}: {why}") from None
 
     def nearest(self, features: Floats) -> Nearest | None:
         """The clients' prototypes nearest to features [n, d].

@@ -124,9 +124,13 @@ class StoredModel:
     model: Slot
     clients: Mapping[str, Slot] = field(default_factory=dict)
     received: Tree = field(default_factory=dict)
+    trained_by: Method | None = field(default=None, compare=False)
+    """The method that trained it, if this process did: it may be from a notebook."""
 
     @property
     def method(self) -> Method:
+        if self.trained_by is not None:
+            return self.trained_by
         known = known_class(self.card.method)
         if known is None:
             name = self.card.method.rpartition(":")[2].lower()
@@ -136,27 +140,26 @@ class StoredModel:
         return method.for_mixed_models() if mixed else method
 
     def network(self, client: str | None = None) -> Network:
-        """The trained network in evaluation mode: the global one, or a client's own.
-
-        Entries that clients do not share have their initial values in the global one.
-        """
+        """The trained network in evaluation mode: the global one, or a client's own."""
         card, method = self.card, self.method
-        if client is None and method.evaluates == "everyone":
-            raise ProtofedError(
-                f"{method.name} has no global model: every client has its own",
-                f"name one of them, e.g. '{next(iter(card.models))}'",
-            )
         if client is not None and client not in card.models:
             raise unknown("client", client, card.models)
         if client is not None and client not in self.clients:
             raise ProtofedError(
-                f"client {client} has no model of its own here", "leave it out for the global one"
+                f"client {client} has no model of its own here", f"the file has {card.holds}"
             )
         name = card.models[client] if client else next(iter(card.models.values()))
         with keys.torch_draws("to be replaced"):
             backbone = build(name, len(card.classes), card.image_size, card.width, card.norm)
             sizes = Sizes.of(backbone, len(card.classes), card.image_size)
             network = method.network(backbone, sizes).to(DTYPES[card.precision])
+        # with FedBN, a network without BatchNorm is the same for all
+        kept_back = method.evaluates != "global" and network.state_dict().keys() - self.model.keys()
+        if client is None and (method.evaluates == "everyone" or kept_back):
+            raise ProtofedError(
+                f"{method.name} has no global model: every client has its own",
+                f"name one of them, e.g. '{next(iter(card.models))}'",
+            )
         own = self.clients[client] if client else {}
         try:
             network.load_state_dict({**network.state_dict(), **own, **self.model})
@@ -172,7 +175,7 @@ class StoredModel:
         kept = tree.copy(received)
         model = kept.pop("model", {})
         own_rule = type(method).predict is not Method.predict
-        return cls(card, model, clients, kept if own_rule else {})
+        return cls(card, model, clients, kept if own_rule else {}, method)
 
     def of_client(self, client: str) -> StoredModel:
         """The model of one client alone: without what the others have of theirs."""

@@ -102,6 +102,28 @@ def test_splits_without_domains_are_refused(tmp_path: Path, pictures: Any) -> No
     assert "domain/{train,test}/class/image" in error.value.hint
 
 
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        ("a/unlabeled/c/0.png", "'a' has test, train and beside them 'unlabeled'"),
+        ("a/c/stray.png", "'a/CLASS' has test, train and beside them images"),
+        ("other/a/c/0.png", "test, train and beside them 'other'"),
+    ],
+)
+def test_split_folders_beside_others_are_refused(
+    tmp_path: Path, pictures: Any, other: str, found: str
+) -> None:
+    """They were classes or domains, and their test images were trained on."""
+    trees = {"unlabeled": "{d}/{s}/{c}", "c": "{d}/{c}/{s}", "a": "{s}/{d}/{c}"}
+    tree = trees[other.split("/")[1]]
+    parts = [tree.format(d=d, s=s, c=c) for d in "ab" for c in "cd" for s in ("train", "test")]
+    root = pictures.tree(tmp_path / "x", [f"{p}/{i}.png" for p in parts for i in range(3)])
+    assert len(load_task(f"folder:{root}").domains["a"].test) == 6
+    pictures.tree(root, [other])
+    with pytest.raises(ProtofedError, match=found):
+        load_task(f"folder:{root}")
+
+
 def test_every_class_is_trained_and_tested_with_few_images(tmp_path: Path, pictures: Any) -> None:
     """By the papers' split of the whole domain, the classes of 2 could be all for testing."""
     counts = {"many": 23, "nine": 9, "one": 1, "two": 2, "two more": 2}
@@ -146,7 +168,7 @@ def test_the_range_of_all_images_of_a_folder(tmp_path: Path, pictures: Any) -> N
     (root / "b/dog/4.png").write_bytes(pictures.encoded(Image.fromarray(pixels)))
     task = load_task(f"folder:{root}")
     assert task.pixel_range == "100:4095"
-    assert "Pixel values from 100:4095 became 0 to 255." in task.note
+    assert "with more than 8 bits, values from 100:4095 became 0 to 255." in task.note
     x = task.domains["a"].train.x
     assert (x[0].numpy() == decode(pictures.one(), 40)).all()
     assert len(np.unique(x[1])) > 200
@@ -316,6 +338,14 @@ def test_skip_bad_counts_and_lists(tmp_path: Path, pictures: Any) -> None:
         assert labels(task.domains["b"].test) == [0, 0]  # d/9.png and notes.doc are bad
     with pytest.raises(ProtofedError, match="cannot decode 3"):  # the cache does not hide them
         load_task(f"folder:{root}")
+
+
+def test_skip_bad_warns_of_a_class_that_it_leaves_nothing_of(tmp_path: Path, pictures: Any) -> None:
+    root = pictures.tree(tmp_path / "x", names(("a", "b"), ("c", "d")))
+    (root / "a" / "ghost").mkdir()
+    (root / "a" / "ghost" / "0.png").write_bytes(b"")
+    with pytest.warns(UserWarning, match="classes without an image that can be read: 'ghost'"):
+        load_task(f"folder:{root}", skip_bad=True)
 
 
 def test_skip_bad_where_nothing_is_bad_is_the_same_task(tmp_path: Path, pictures: Any) -> None:

@@ -136,6 +136,8 @@ def class_warnings(classes: Sequence[str], domains: Mapping[str, Domain]) -> Ite
                 yield f"the {what} {' and '.join(found)} differ only in case"
     have = {d: {*i.train.y.tolist(), *i.test.y.tolist()} for d, i in domains.items()}
     owners = [[d for d in have if label in have[d]] for label in range(len(classes))]
+    if none := [f"'{c}'" for c, own in zip(classes, owners, strict=True) if not own]:
+        yield f"classes without an image that can be read: {', '.join(none)}"
     alone = [f"'{c}' ({own[0]})" for c, own in zip(classes, owners, strict=True) if len(own) == 1]
     if alone and len(domains) > 1:
         shown = ", ".join(alone[:5]) + (f" and {len(alone) - 5} more" if len(alone) > 5 else "")
@@ -163,8 +165,25 @@ def _split_names(folders: set[FileParts]) -> dict[str, set[str]]:
     below: dict[str, set[str]] = {}
     for parts in folders:
         if len(parts) > 1:
-            below.setdefault(parts[0], set()).add(plain(parts[1]))
-    return {domain: names for domain, names in below.items() if names <= _SPLIT_NAMES}
+            below.setdefault(parts[0], set()).add(parts[1])
+    return {d: {*map(plain, names)} for d, names in below.items() if _are_splits(names, d)}
+
+
+def _are_splits(names: Iterable[str], where: str) -> bool:
+    """Whether all of these folders are splits; an error if there are others beside train and test.
+
+    They would be domains or classes, or be trained on together. ``""`` stands for images.
+    """
+    folders = {plain(n): n for n in names}
+    splits, others = folders.keys() & _SPLIT_NAMES, folders.keys() - _SPLIT_NAMES
+    if others and splits & {*_TRAINING} and splits - {*_TRAINING}:
+        beside = ", ".join(f"'{folders[n]}'" if n else "images" for n in sorted(others)[:5])
+        raise ProtofedError(
+            f"'{where}' has {', '.join(sorted(splits))} and beside them {beside}: it is unclear "
+            "which images are for training",
+            "move what belongs to no split out of the tree",
+        )
+    return bool(splits) and not others
 
 
 def _splits_second(
@@ -176,12 +195,7 @@ def _splits_second(
     this, and how their trees are read. Split folders are above all domains, or below all classes of
     a domain.
     """
-
-    def are_splits(names: Iterable[str]) -> bool:
-        found = {plain(n) for n in names}
-        return bool(found) and found <= _SPLIT_NAMES
-
-    if not one_domain and are_splits(p[0] for p in paths):
+    if not one_domain and _are_splits((p[0] for p in paths), str(path)):
         if any(len(p) < 4 for p in paths):
             raise ProtofedError(
                 f"'{path}' has classes in its folders {', '.join(sorted({p[0] for p in paths}))}, "
@@ -196,7 +210,7 @@ def _splits_second(
     below = {
         domain: "domain/class/{train,test}/image"
         for domain, own in by_domain.items()
-        if are_splits(p[2] if len(p) > 3 else "" for p in own)
+        if _are_splits((p[2] if len(p) > 3 else "" for p in own), f"{domain}/CLASS")
     }
 
     def up(p: FileParts) -> FileParts:
