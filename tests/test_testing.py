@@ -401,7 +401,7 @@ def test_a_broadcast_that_lives_from_replies():
     class Hasty(Base):
         def broadcast(self, server):
             seen = torch.tensor(float(server.round))
-            return {**server.state, "seen": {"rate": 1 / (1 - seen / 2)}}
+            return {**server.state, "seen": {"rate": 1 / (1 - seen / 3)}}
 
         def aggregate(self, server, mean, updates):
             rate = self.broadcast(server)["seen"]["rate"]
@@ -409,6 +409,19 @@ def test_a_broadcast_that_lives_from_replies():
 
     fails(result_of(Hasty, "empty round"), "not finite")
     assert result_of(Base, "empty round").status == "passed"
+
+
+def test_a_broadcast_that_is_made_of_replies_alone():
+    @dataclass(frozen=True)
+    class Remembering(Base):
+        def loss(self, client, batch):
+            known = client.received["last"]["mean"] if client.progress > 0 else 0
+            return {"ce": super().loss(client, batch)["ce"] + 0 * known}
+
+        def aggregate(self, server, mean, updates):
+            return {"model": mean, "last": {"mean": torch.ones(())}}
+
+    fails(result_of(Remembering, "empty round"), "KeyError", "'last'")
 
 
 def test_different_models_need_a_method_that_sends_none():

@@ -31,8 +31,8 @@ Where the paper is silent or differs, and what is done here
          mode. Public images are not augmented.
     (3)  One epoch in batches of 256 with Adam at learning rate 0.001, within the
          authors' range.
-    A round without any reply leaves ℓ as it was, for images that are gone: the term
-    of the next digest is then 0.
+    A round without any reply leaves ℓ as it was, for images that are gone, or leaves
+    none: the term of the next digest is then 0.
 """
 
 from __future__ import annotations
@@ -106,8 +106,10 @@ class FedMD(Method):
 
     def digest(self, client: Client, batch: Batch) -> Terms:
         """(3)."""
-        consensus = client.received["consensus"]
         logits = client.forward(batch.x).logits
+        if "consensus" not in client.received:  # no round has had a reply yet
+            return {"digest": 0 * logits.sum()}
+        consensus = client.received["consensus"]
         distance = full_precision(F.l1_loss)(logits, consensus["logits"][batch.rows])
         return {"digest": distance * (consensus["round"] == client.round)}
 
