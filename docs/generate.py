@@ -348,8 +348,8 @@ def _index() -> str:
             "In the headers: M clients, of which client m has n_m samples; K classes; features of "
             "size d; θ^t is the global model of round t and θ_m what client m made of it; z or h "
             "is the feature of an image and y its label; CE is the cross-entropy. Losses are means "
-            "over the batch. Where a header numbers equations, the numbers are the paper's, "
-            "unless it says otherwise.",
+            "over the batch. Where a header has the equations as printed, their numbers are the "
+            "paper's; elsewhere they are the header's own.",
             "",
         ]
     )
