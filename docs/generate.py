@@ -201,11 +201,12 @@ def _traffic(cls: type[Method]) -> list[str]:
             what = words[where][slot]
             size = f"{tree.nbytes({slot: entries}):,}"
             lines.append(f"| {where} | `{slot}` | {what} | {_shapes(entries)} | {size} |")
+    keeps = "also keeps the `model` that goes down" if "model" in sent["down"] else "has no model"
     return [
         *lines,
         "",
         "Per client and round, for a ResNet-10 with 10 classes, 512 features, 32×32 images and ten "
-        "clients. The server also keeps the model.",
+        f"clients. The server {keeps}.",
     ]
 
 
