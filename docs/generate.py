@@ -201,11 +201,12 @@ def _traffic(cls: type[Method]) -> list[str]:
             what = words[where][slot]
             size = f"{tree.nbytes({slot: entries}):,}"
             lines.append(f"| {where} | `{slot}` | {what} | {_shapes(entries)} | {size} |")
+    keeps = "also keeps the `model` that goes down" if "model" in sent["down"] else "has no model"
     return [
         *lines,
         "",
         "Per client and round, for a ResNet-10 with 10 classes, 512 features, 32×32 images and ten "
-        "clients. The server also keeps the model.",
+        f"clients. The server {keeps}.",
     ]
 
 
@@ -348,8 +349,8 @@ def _index() -> str:
             "In the headers: M clients, of which client m has n_m samples; K classes; features of "
             "size d; θ^t is the global model of round t and θ_m what client m made of it; z or h "
             "is the feature of an image and y its label; CE is the cross-entropy. Losses are means "
-            "over the batch. Where a header numbers equations, the numbers are the paper's, "
-            "unless it says otherwise.",
+            "over the batch. Where a header has the equations as printed, their numbers are the "
+            "paper's; elsewhere they are the header's own.",
             "",
         ]
     )

@@ -45,6 +45,14 @@ def test_generated_pages_are_up_to_date(single_thread: None, generator: ModuleTy
         assert path.read_text("utf-8") == text, f"run python docs/generate.py: {path.name} differs"
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_page_says_whether_the_server_has_a_model(name: str) -> None:
+    text = (DOCS / "methods" / f"{name}.md").read_text("utf-8")
+    has = bool(METHODS[name]().slots.model)
+    assert ("The server also keeps the `model` that goes down." in text) == has
+    assert ("The server has no model." in text) != has
+
+
 def anchors(page: Path) -> set[str]:
     """What a link may name after ``#``, as GitHub and the site make it from the headings."""
     headings = HEADING.findall(FENCE.sub("", page.read_text("utf-8")))

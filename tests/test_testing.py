@@ -411,6 +411,19 @@ def test_a_broadcast_that_lives_from_replies():
     assert result_of(Base, "empty round").status == "passed"
 
 
+def test_a_broadcast_that_is_made_of_replies_alone():
+    @dataclass(frozen=True)
+    class Remembering(Base):
+        def loss(self, client, batch):
+            known = client.received["last"]["mean"] if client.progress > 0 else 0
+            return {"ce": super().loss(client, batch)["ce"] + 0 * known}
+
+        def aggregate(self, server, mean, updates):
+            return {"model": mean, "last": {"mean": torch.ones(())}}
+
+    fails(result_of(Remembering, "empty round"), "KeyError", "'last'")
+
+
 def test_different_models_need_a_method_that_sends_none():
     result = result_of(Base, "different models")
     assert result.status == "skipped"

@@ -163,7 +163,8 @@ def test_the_clients_objective_is_cross_entropy_alone_and_defaults():
         "tau": 1e-3,
         "variant": "adam",
     }
-    for wrong in ({"tau": 0.0}, {"variant": "sgd"}, {"beta2": 1.1}, {"eta_g": 0.0}):
+    wrongs = ({"tau": 0.0}, {"variant": "sgd"}, {"beta2": 1.1}, {"eta_g": 0.0}, {"beta1": 1.0})
+    for wrong in wrongs:  # with a β₁ of 1, m would stay 0 and the model as it is
         with pytest.raises(ProtofedError):
             FedAdam(**wrong)
 

@@ -89,6 +89,8 @@ def test_the_pool_keeps_the_last_colors_of_those_who_do_not_take_part():
     pool = aggregate({"m2": c}, state)["pool"]
     assert pool["there"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 1]]
     assert torch.equal(pool["style"][0, :2], a) and torch.equal(pool["style"][2], c)
+    pool = aggregate({"m1": b}, FedCCRL().init_server({}, SIZES))["pool"]  # m0 has sent nothing yet
+    assert torch.equal(pool["style"][1], b)  # in double precision, like all others
 
 
 def test_colors_are_drawn_evenly_from_the_images_of_others():

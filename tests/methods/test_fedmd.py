@@ -80,6 +80,15 @@ def test_a_consensus_on_other_images_is_not_digested():
     assert not net.logits.grad.any()
 
 
+def test_a_federation_without_a_consensus_has_nothing_to_digest():
+    """Nobody may have replied to the first round, e.g. since its only sites were left out."""
+    one = federation(FedMD())
+    one.server.finish()
+    record = one.run_round()
+    assert record["loss"]["digest"] == 0 < record["loss"]["ce"]
+    assert one.run_round()["loss"]["digest"] > 0
+
+
 def test_the_consensus_is_the_plain_mean_of_who_took_part():
     spool, names = Spool(), ["a", "b", "c"]
     for i, name in enumerate(names):

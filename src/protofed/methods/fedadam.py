@@ -48,7 +48,7 @@ class FedAdam(ServerOptimizer):
     slots = Slots(server={"m": "mean of Δ", "v": "mean of Δ²"})
 
     eta_g: float = hyper(0.01, "η_g", "learning rate at the server", above=0)
-    beta1: float = hyper(0.9, "β₁", "decay of m, the mean of Δ", least=0, most=1)
+    beta1: float = hyper(0.9, "β₁", "decay of m, the mean of Δ", least=0, most=0.999)
     beta2: float = hyper(0.99, "β₂", "decay of v, the mean of Δ² (not adagrad)", least=0, most=1)
     tau: float = hyper(1e-3, "τ", "added to √v; smaller is more adaptive", above=0)
     variant: str = hyper("adam", "", "how v is updated", choices=("adam", "yogi", "adagrad"))

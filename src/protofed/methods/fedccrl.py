@@ -143,7 +143,9 @@ class FedCCRL(Method):
         old = server.each_client("pool")
         kept = [style[own] for style, own in zip(old["style"], old["there"] > 0, strict=True)]
         sent = {u.name: u["styles"][PIXELS] for u in updates}
-        rows = [sent.get(name, last) for name, last in zip(server.clients, kept, strict=True)]
+        like = sent[updates[0].name]  # in float64 runs, the first zeros are float32
+        last = [style.to(like) for style in kept]
+        rows = [sent.get(name, own) for name, own in zip(server.clients, last, strict=True)]
         there = [torch.ones(len(row), device=row.device) for row in rows]
         pool = {"style": pad_sequence(rows, True), "there": pad_sequence(there, True)}
         return {"model": mean, "pool": {**pool, "id": server.client_ids()}}

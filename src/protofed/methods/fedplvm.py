@@ -17,7 +17,8 @@ per class at each client keep that spread, which a single mean would lose.
     cost       a clean pass and FINCH per round
 
 Round 0 is CE alone. A sample whose class has no prototype adds 0 and still
-counts in the mean. In cos^α cosines are clamped to [1e-6, 1].
+counts in the mean. Prototypes are those of the round's clients. In cos^α
+cosines are clamped to [1e-6, 1].
 
 Deviations
     λ    100 in the authors' code (lr 0.01, momentum 0.5, 2 epochs); 1 here,

@@ -3,7 +3,7 @@
 Mu, Shen, Cheng, Geng, Fu, Zhang, Zhang: "FedProc: Prototypical Contrastive
 Federated Learning on Non-IID Data", 2021 (FGCS 2023).
 
-    prototypes    C^k = mean over its owners of the clients' class means
+    prototypes    C^k = mean of the class means of the round's clients with class k
     client        α_t L_gpc + (1 − α_t) CE,  α_t = 1 − t/(T−1),  t = 0 .. T−1
                   L_gpc = −log e^{cos(z,C^y)/τ} / Σ_k e^{cos(z,C^k)/τ},  τ = 1
     server        as FedAvg

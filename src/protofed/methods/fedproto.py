@@ -13,7 +13,7 @@ domains. `share` selects the form of the method:
     auto          model; prototypes where the clients' models differ
 
     (1) prototype of client m    C_m^k = mean of f_m(x) over its samples of class k
-    (2) global prototype         C^k   = mean of C_m^k over the clients that have class k
+    (2) global prototype         C^k   = mean of C_m^k over the round's clients with class k
     (3) local objective          CE + λ · (1/d) ‖f_m(x) − C^y‖²,  mean over the batch
 
 In round 0, and for a sample whose class has no prototype, the term is 0; the sample

@@ -45,7 +45,9 @@ Equations as printed; → says where each is computed, and how if it differs.
 
 (1) defines a prototype in general, and (9) rewrites (8) for an analysis. Round
 0 is CE alone. A sample whose class has no prototype adds 0 and still counts in
-the mean. With three prototypes or fewer in a class, FINCH gives one cluster.
+the mean. Prototypes are those of the round's clients: a class that none of them
+has is without any in the next. With three or fewer in a class, FINCH gives one
+cluster.
 The paper prints 3/7/6/4 clients for Digits (MNIST/USPS/SVHN/SYN); its code now has
 6/4/3/7, as here.
 
