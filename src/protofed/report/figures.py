@@ -146,7 +146,7 @@ def traffic(runs: Sequence[RunHistory], looks: Looks | None = None) -> Plot:
         f"{label} {accuracy[label][-1]:.1f} % after {megabytes[label][-1]:.0f} MB"
         for label in accuracy
     )
-    height = max(2.6, _bars_height(len(keys)))
+    height = max(2.6, _bars_height(extra))
     alt = f"Accuracy on {title} against megabytes: {ends}."
     panels = [Panel(title, alt, draw, height=height)]
     if max(extra.values()) >= 0.5:  # kB: otherwise there is nothing to compare
@@ -183,7 +183,7 @@ def bars(rows: Sequence[TableRow], looks: Looks | None = None, heading: str = ""
             axis.set(xlim=(0, 118), xticks=[0, 25, 50, 75, 100], xlabel="test accuracy, %")
 
         said = ", ".join(f"{label} {s.mean:.1f} %" for label, s in found.items())
-        height = _bars_height(len(there))
+        height = _bars_height([row.label for row in there])
         return Panel(title, f"Accuracy on {title}: {said}.", draw, height=height)
 
     return Plot(
@@ -373,7 +373,8 @@ def effects(found: Sequence[Effects], heading: str = "") -> Plot:
         if not s.noise
     )
     alt = f"Effects whose interval does not contain 0: {'; '.join(clear) or 'none'}."
-    panel = Panel("effects", alt, draw, 6.4, 0.8 + 0.09 * (len(found) + 1) * len(names))
+    row = _row_height(names, 0.09 * (len(found) + 1))
+    panel = Panel("effects", alt, draw, 6.4, 0.8 + row * len(names))
     return Plot("effects", effect_caption(found), (panel,), keys, heading=heading)
 
 
@@ -412,7 +413,7 @@ def differences(tables: Sequence[TaskTable], heading: str = "") -> Plot:
         few = f"{seeds[0]} to " if len(seeds) > 1 else ""
         title = f"{table.task}, {few}{seeds[-1]} seed{'s' * (seeds[-1] != 1)}"
         alt = f"Above {table.baseline} on {table.task}: {said}."
-        return Panel(title, alt, draw, 4.6, _bars_height(len(names)))
+        return Panel(title, alt, draw, 4.6, _bars_height(names))
 
     caption = (
         f"Average accuracy minus that of {base} on the same seeds, in points, with 95 % intervals "
@@ -844,8 +845,13 @@ def _interval_axis(axis: Axes, names: Sequence[str], xlabel: str) -> None:
     axis.grid(axis="x")
 
 
-def _bars_height(count: int) -> float:
-    return max(1.7, 0.9 + 0.27 * count)
+def _bars_height(names: Collection[str]) -> float:
+    return max(1.7, 0.9 + _row_height(names, 0.27) * len(names))
+
+
+def _row_height(names: Collection[str], least: float) -> float:
+    """What a row takes, in inches: more where a name is on two lines."""
+    return max(least, 0.34 * any("\n" in name for name in _wrapped(names)))
 
 
 def _heat_map(

@@ -47,6 +47,8 @@ def tuning(study: Study, rows: Sequence[TableRow], choices: Sequence[Line], head
                 axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
                 axis.xaxis.set_minor_locator(NullLocator())
+            else:
+                axis.xaxis.set_major_locator(MaxNLocator(4))  # more would run into each other
             axis.set(xlabel=name, ylabel="validation accuracy, %")
             axis.grid(axis="y")
             axis.yaxis.set_major_locator(MaxNLocator(5))
