@@ -385,6 +385,7 @@ class Federation:
                     for d, t in images.items()
                     if who == "everyone" or d == share.domain or d not in seen
                 },
+                share.domain,
             )
             for share in self._tested_clients(round)
         ]
