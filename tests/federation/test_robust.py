@@ -177,6 +177,8 @@ def test_a_fraction_that_is_no_client_is_refused() -> None:
     """An attack in name only would make any method look robust."""
     with pytest.raises(ProtofedError, match=r"attackers = 0.2 of 2 clients is none: .*to 0.5 for"):
         run(tiny_task(), **{**TINY, "clients": 1, "attack": "flip"})
+    with pytest.raises(ProtofedError, match=r"none: .*to 0.99 for one client"):  # 1 is too many
+        choose_attackers(["left-0"], 0.2, seed=0)
 
 
 def settings(**more: Any) -> dict[str, Any]:
