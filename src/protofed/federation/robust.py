@@ -82,18 +82,21 @@ def _middle(slot: str, sent: list[Slot], fraction: float) -> list[Slot]:
     tables = [prototypes_of(entries) for entries in sent]
     if all(table is not None for table in tables):
         return _middle_prototypes(sent, fraction)
-    joined: Slot = {}
-    for name, t in sent[0].items():
-        if not t.is_floating_point():
-            continue
-        if any(entries[name].shape != t.shape for entries in sent):
-            raise ProtofedError(
-                f"entry '{name}' of slot '{slot}' has a different shape at every client, so it has "
-                "no coordinates to compare",
-                "use --robust clip or krum",
-            )
-        joined[name] = trimmed_mean(torch.stack([entries[name] for entries in sent]), fraction)
+    names = _common_entries(sent)
+    if names is None:
+        raise ProtofedError(
+            f"slot '{slot}' has other entries, or entries of another shape, at some clients, so it "
+            "has no coordinates to compare",
+            "use --robust clip or krum",
+        )
+    joined = {n: trimmed_mean(torch.stack([s[n] for s in sent]), fraction) for n in names}
     return [{**entries, **joined} for entries in sent]
+
+
+def _common_entries(sent: list[Slot]) -> list[str] | None:
+    """The floating-point entries, if all clients have the same ones in the same shapes."""
+    shapes = [{n: t.shape for n, t in s.items() if t.is_floating_point()} for s in sent]
+    return [*shapes[0]] if all(found == shapes[0] for found in shapes) else None
 
 
 def _middle_prototypes(sent: list[Slot], fraction: float) -> list[Slot]:
@@ -146,8 +149,8 @@ def _distances(sent: list[Slot]) -> Tensor | None:
     """
     tables = [table for entries in sent if (table := prototypes_of(entries)) is not None]
     if len(tables) < len(sent):
-        floats = [n for n, t in sent[0].items() if t.is_floating_point()]
-        if not floats or any(s[n].shape != sent[0][n].shape for s in sent for n in floats):
+        floats = _common_entries(sent)
+        if not floats:
             return None
         total = torch.zeros(len(sent), len(sent), dtype=torch.float64)
         for n in floats:
