@@ -371,6 +371,9 @@ def test_a_step_is_a_third_of_the_rounds():
     assert make_config().step_every is None
     with pytest.raises(ProtofedError, match="step_every = 3 has no effect without a schedule"):
         make_config(step_every=3)
+    with pytest.raises(ProtofedError, match=r"step_factor = 0\.5 has no effect without"):
+        make_config(step_factor=0.5)
+    assert make_config(step_factor=0.1) == make_config()  # as in a run's config.toml
     other = make_config(schedule="cosine", step_every=3, step_factor=0.5)  # as in a sweep
     assert other == make_config(schedule="cosine")
 

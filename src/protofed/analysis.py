@@ -170,7 +170,7 @@ def outputs(
     images = _images(run, task, domain, split, limit)
     config = run.found_config
     received: Tree | None = None
-    for model, mine in _evaluated(run, domain, round):
+    for model, mine, name, its_domain in _evaluated(run, domain, round):
         network = initial_network(config, task, model)
         sizes = Sizes.of(network, len(task.classes), task.image_size)
         initial = {name: t.clone() for name, t in network.state_dict().items()}
@@ -184,6 +184,10 @@ def outputs(
             mine=mine,
             round=at,
             rounds=config.rounds,
+            name=name,
+            domain=its_domain,
+            mean=task.augment.mean,
+            std=task.augment.std,
         )
         load_model(network, initial | client.start)
         network.eval()
@@ -233,10 +237,13 @@ def _received(run: Result, round: int | None, sizes: Sizes) -> Tree:
     return run.config.method.broadcast(ServerView(checkpoint.state, done, rounds, clients, sizes))
 
 
-def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree]]:
-    """Model name and private state of the domain's clients, or of the server, which has none."""
+def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[str, Tree, str, str]]:
+    """Model name, private state, name and domain of the domain's clients, or of the server.
+
+    The server has neither private state nor domain.
+    """
     if run.config.method.evaluates == "global":
-        yield "", {}
+        yield "", {}, "server", ""
         return
     folder = RunFolder(run.folder) if run.folder else None
     checkpoint = folder.checkpoint() if folder else None
@@ -248,10 +255,11 @@ def _evaluated(run: Result, domain: str, round: int | None) -> Iterator[tuple[st
     rows = run.summary["clients"]
     for row in [row for row in rows if row["domain"] == domain] or rows:
         if folder is None or checkpoint is None:
-            yield row.get("model", ""), {"model": run.client_models[row["client"]]}
+            mine: Tree = {"model": run.client_models[row["client"]]}
         else:
             file = checkpoint.clients.get(row["client"])
-            yield row.get("model", ""), folder.client_state(file) if file else {}
+            mine = folder.client_state(file) if file else {}
+        yield row.get("model", ""), mine, row["client"], row["domain"]
 
 
 def _artifact(run: Result, kind: str, round: int) -> tuple[Tree, dict[str, Any]]:

@@ -1120,12 +1120,13 @@ def _steps(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     """The steps of the learning rate; with another schedule they mean nothing and are dropped."""
     if values["schedule"] == "step":
         return {"step_every": values["step_every"] or math.ceil(values["rounds"] / 3)}
-    if "step_every" in given and "schedule" not in given:
-        every = given["step_every"]
-        raise ProtofedError(
-            f"step_every = {every} has no effect without a schedule", "add --schedule step"
-        )
-    return {name: SETTINGS[name].default for name in ("step_every", "step_factor")}
+    defaults = {name: SETTINGS[name].default for name in ("step_every", "step_factor")}
+    for name, default in defaults.items():
+        if given.get(name, default) != default and "schedule" not in given:
+            raise ProtofedError(
+                f"{name} = {given[name]} has no effect without a schedule", "add --schedule step"
+            )
+    return defaults
 
 
 def _keep_rounds(value: Any) -> tuple[int | str, ...] | None:

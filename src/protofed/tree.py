@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,26 @@ def equal(a: Tree, b: Tree) -> bool:
         t.dtype == flat_b[k].dtype and t.shape == flat_b[k].shape and _same_bits(t, flat_b[k])
         for k, t in flat_a.items()
     )
+
+
+@contextmanager
+def unchanged(given: Mapping[str, Tree], error: Callable[[str], Exception]) -> Iterator[None]:
+    """Raise an error if a tensor of these Trees is changed in place meanwhile.
+
+    The error is made from words for the first such tensor: ``slot/name of`` and the Tree's key.
+    """
+    before = [
+        (f"{slot}/{name} of {what}", t, t._version)
+        for what, tree in given.items()
+        for slot, entries in tree.items()
+        for name, t in entries.items()
+    ]
+    try:
+        yield
+    finally:
+        for what, t, version in before:
+            if t._version != version:
+                raise error(what)
 
 
 def digest(tree: Tree, *about: str) -> str:

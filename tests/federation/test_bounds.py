@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from protofed import engines as engines
 from protofed.config import make_config
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import dry_run
-from protofed.federation.bounds import Bounds, OutOfBounds, shortened, size, sizes
+from protofed.federation.bounds import Bounds, OutOfBounds, recorded, shortened, size, sizes
 from protofed.federation.client_round import Reply
 from protofed.federation.simulation import Federation
 from protofed.method import Method
@@ -22,6 +22,7 @@ from protofed.methods.fedavg import FedAvg
 from protofed.methods.fedccrl import FedCCRL
 from protofed.methods.fedmd import FedMD
 from protofed.methods.ga import FedAvgGA
+from protofed.runs.records import to_line, without_times
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
 from protofed.tree import Tree
@@ -326,6 +327,36 @@ def test_a_resumed_run_refuses_the_same(
     parts = run(tiny_task(), config=three, out=tmp_path / "parts", resume=True)
     assert parts.rounds[2]["problems"] == whole.rounds[2]["problems"]
     assert parts.rounds["norms.model"] == whole.rounds["norms.model"]
+
+
+def test_a_resumed_run_looks_back_on_rounds_without_prototypes() -> None:
+    """They count: or it would look further back than a run that was not interrupted."""
+    whole, resumed = (Bounds(lambda: {"prototypes": 1.0}, clients=4) for _ in range(2))
+    rounds(whole, four(50, 50, 50, 50), *[{}] * 5)
+    norms = [{"prototypes": 50.0}, *[{}] * 5]
+    resumed.restore(recorded({"norms": n} if n else {} for n in norms))
+    assert rounds(whole, four(11)) == rounds(resumed, four(11)) == [{"a"}]
+
+
+def test_records_do_not_depend_on_the_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    def partly(round: int, name: str, message: Tree) -> Tree:
+        if name.startswith("left"):  # both are refused
+            slot = message["prototypes"]
+            return {**message, "prototypes": {**slot, "count": -slot["count"] - 1}}
+        return message if name == "right-0" else dict(reversed(message.items()))
+
+    lying(monkeypatch, partly)
+    lines = []
+    for step in (1, -1):
+        fed = Federation(config(attackers=0.99), tiny_task())
+        train = fed.engine.train
+
+        def in_order(*given: Any, train: Any = train, step: int = step) -> Iterator[Any]:
+            yield from [*train(*given)][::step]
+
+        fed.engine.train = in_order  # type: ignore[method-assign, assignment]
+        lines += map(to_line, without_times([fed.run_round()]))
+    assert lines[0] == lines[1] and lines[0].count("out of bounds") == 2
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])

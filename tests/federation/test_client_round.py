@@ -554,16 +554,52 @@ def test_a_loss_that_is_not_terms_says_what_to_return(loss: Any, words: str) -> 
         train(setup(Wrong()), client_data(10))
 
 
-def test_an_upload_without_a_private_state_says_what_is_missing() -> None:
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"a": {"x": torch.zeros(2)}, "b": {}}, r"returns \{'a': .*return two trees"),
+        ((None, {}), r"returns \(None, \{\}\) .*return two trees"),
+        # it would be replaced without a word by the trained model
+        (({"model": {"head.bias": torch.zeros(4)}}, {}), "returns a slot 'model', .*another name"),
+        (({}, {"model": {}}), "returns a slot 'model'"),
+    ],
+)
+def test_an_upload_that_is_not_what_it_must_be(sent: Any, words: str) -> None:
     @dataclass(frozen=True)
-    class Half(Method):
-        name: ClassVar[str] = "half"
+    class Wrong(Method):
+        name: ClassVar[str] = "wrong"
 
         def upload(self, client: Client) -> Any:
-            return {"a": {"x": torch.zeros(2)}, "b": {}}
+            return sent
 
-    with pytest.raises(ProtofedError, match=r"upload of half returns \{'a': .*return two trees"):
-        train(setup(Half()), client_data(10))
+    with pytest.raises(ProtofedError, match=f"upload of wrong {words}"):
+        train(setup(Wrong()), client_data(10))
+
+
+@pytest.mark.parametrize("hook", ["loss", "upload"])
+@pytest.mark.parametrize("given", ["received", "mine"])
+def test_what_a_client_is_given_cannot_be_changed(hook: str, given: str) -> None:
+    """Other clients would get it, or a resumed run would repeat the round from it."""
+
+    @dataclass(frozen=True)
+    class InPlace(Method):
+        name: ClassVar[str] = "in_place"
+
+        def loss(self, client: Client, batch: Batch) -> Terms:
+            if hook == "loss":
+                getattr(client, given)["h"]["x"].add_(1)
+            return super().loss(client, batch)
+
+        def upload(self, client: Client) -> tuple[Tree, Tree]:
+            x = getattr(client, given)["h"]["x"]
+            if hook == "upload":
+                x.mul_(2)
+            return {}, {"h": {"x": x + 1}}
+
+    net, slot = network(), {"h": {"x": torch.zeros(2)}}
+    received, mine = {**start(net), **tree.copy(slot)}, tree.copy(slot)
+    with pytest.raises(ProtofedError, match=f"in_place changes h/x of client.{given} in place"):
+        train_client(setup(InPlace()), net, client_data(10), received, mine, 0)
 
 
 def test_prototypes_of_a_loss_without_a_forward_pass() -> None:

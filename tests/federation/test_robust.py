@@ -99,10 +99,15 @@ def test_of_a_table_with_several_prototypes_a_class() -> None:
     assert found == [[3.0, 3.0, 99.0], [3.0], [3.0, 3.0]]
 
 
-def test_a_slot_without_common_coordinates_is_an_error() -> None:
-    given = updates({"model": {"x": torch.ones(2)}}, {"model": {"x": torch.ones(3)}})
-    with pytest.raises(ProtofedError, match="entry 'x' of slot 'model'"):
+@pytest.mark.parametrize("other", [{"x": torch.ones(3)}, {"y": torch.ones(2)}, {}])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_slot_without_common_coordinates(other: Slot, first: bool) -> None:
+    """A first client without it would let through what the others send."""
+    messages: list[Tree] = [{"model": {"x": torch.ones(2)}}, {"model": other}]
+    given = updates(*messages[:: -1 if first else 1])
+    with pytest.raises(ProtofedError, match="slot 'model' has other entries, or entries of an"):
         joined("median", given)[0]["model"]
+    assert len(joined("krum", given)) == 1
 
 
 def test_clip_shortens_to_the_median_norm() -> None:
@@ -185,6 +190,8 @@ def test_a_fraction_that_is_no_client_is_refused() -> None:
     """An attack in name only would make any method look robust."""
     with pytest.raises(ProtofedError, match=r"attackers = 0.2 of 2 clients is none: .*to 0.5 for"):
         run(tiny_task(), **{**TINY, "clients": 1, "attack": "flip"})
+    with pytest.raises(ProtofedError, match=r"none: .*to 0.99 for one client"):  # 1 is too many
+        choose_attackers(["left-0"], 0.2, seed=0)
 
 
 def settings(**more: Any) -> dict[str, Any]:

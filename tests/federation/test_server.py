@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -68,6 +68,32 @@ def finish(s: Server, replies: dict[str, Reply]) -> Tree:
         s.accept(name, r)
     s.finish()
     return s.state
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda model: {},
+            r"lacks entries: encoder.0.weight, encoder.1.bias, \S+ \.\.\. .*aggregate",
+        ),
+        (lambda model: model | {"more": torch.zeros(1)}, "has entries that do not travel: more"),
+    ],
+)
+def test_a_broadcast_without_the_model_is_the_methods_fault(change: Any, words: str) -> None:
+    """The clients could only say that what they got does not fit their network."""
+
+    @dataclass(frozen=True)
+    class Wrong(Method):
+        name: ClassVar[str] = "wrong"
+
+        def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+            return {"model": change(mean)}
+
+    s = server(Wrong())
+    finish(s, {"a": reply(message(1))})
+    with pytest.raises(ProtofedError, match=f"the model that wrong broadcasts {words}"):
+        s.broadcast()
 
 
 # ---- the mean ------------------------------------------------------------------------------------

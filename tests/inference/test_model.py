@@ -11,11 +11,12 @@ import torch
 from PIL import Image
 from tests.studies.made_runs import image_folder
 
-from protofed import load_model, run, tree
+from protofed import analysis, load_model, run, tree
 from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.federation.batches import evaluation_batch
 from protofed.inference.model import cosine_distances, softmax
+from protofed.methods import method_class
 from protofed.runs import Result
 
 SMALL = {"rounds": 2, "epochs": 1, "batch": 16, "width": 4, "seed": 3, "device": "cpu"}
@@ -46,6 +47,52 @@ def test_predictions_are_those_of_the_run(method: str, trained: Result, tmp_path
             found = model.predict(test.x)
             right = [name == task.classes[y] for name, y in zip(found, test.y, strict=True)]
             assert 100 * np.mean(right) == pytest.approx(accuracy[domain], abs=1e-3)
+
+
+LOOKS = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from protofed.method import Method
+
+
+@dataclass(frozen=True)
+class Looks(Method):
+    evaluates = "clients"
+    seen: ClassVar[set] = set()
+
+    def shared(self, entry):
+        return "no" if entry.kind == "bn" else "both"
+
+    def init_server(self, model, sizes):
+        return {"sent": {"number": torch.tensor(7.0)}}
+
+    def forward(self, client, x):
+        tensors = (client.id, client.domain, client.pixel_mean, client.pixel_std)
+        number = client.received["sent"]["number"].item()
+        self.seen.add((number, *(str(t.flatten().tolist()) for t in tensors)))
+        return super().forward(client, x)
+"""
+
+
+def test_a_client_is_the_same_wherever_its_model_is_used(tmp_path: Path) -> None:
+    """A hot hook may look at who the client is, and at what it received."""
+    file = tmp_path / "looks.py"
+    file.write_text(LOOKS)
+    result = run(
+        "glyphs", f"{file}:Looks", clients={"scan": 1}, engine="loop", bounds="off",
+        out=tmp_path / "r", **SMALL,
+    )  # fmt: skip
+    seen = method_class(f"{file}:Looks").seen  # type: ignore[attr-defined]
+    assert len(seen) == 1  # in training and in the run's evaluation
+    assert result.folder is not None
+    load_model(result.folder / "model.safetensors", "scan-0").predict(
+        load_task("glyphs").domains["scan"].test.x[:2]
+    )
+    analysis.features(result, "scan", limit=2)
+    assert len(seen) == 1
 
 
 def test_every_form_of_an_image_gives_the_same(trained: Result, tmp_path: Path) -> None:

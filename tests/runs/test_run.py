@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -235,6 +235,17 @@ def test_an_average_that_is_not_finite_names_the_hook() -> None:
 def test_a_class_is_not_a_method() -> None:
     with pytest.raises(ProtofedError, match=r"write FPL\(\)"):
         run(TASK, FPL, **QUICK)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given", [{"flip": False}, {"augment": "color"}, {"image_size": 16}, {"test_split": "mod10"}]
+)
+def test_a_loaded_task_takes_no_settings_of_its_loading(given: dict[str, Any]) -> None:
+    """They would be recorded and change nothing."""
+    task = replace(TASK, test_split="mod10")
+    (name,) = given
+    with pytest.raises(ProtofedError, match=f"{name} has no effect .*load_task.*task='tiny'"):
+        run(task, "fedavg", **{**TINY, **given})
 
 
 def test_a_ready_config_takes_no_task_by_name() -> None:

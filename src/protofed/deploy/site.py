@@ -35,7 +35,7 @@ from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import Diverged, ProtofedError, unknown
 from protofed.federation.client_round import train_client
 from protofed.federation.cpu import keep_freed_memory, one_thread
-from protofed.federation.evaluation import evaluate
+from protofed.federation.evaluation import EvalJob, evaluate_job
 from protofed.federation.facts import find_device
 from protofed.federation.privacy import system_normal
 from protofed.federation.public_images import (
@@ -314,9 +314,11 @@ def _answer(
     report: dict[str, Any] = {}
     if request.evaluate:
         tests = {site.name: _on(test, site.device)}
-        seen = {} if method.evaluates == "global" else mine
+        job = EvalJob(model, None, tests)
+        if method.evaluates != "global":
+            job = EvalJob(model, site.name, tests, site.members.sites[site.name].domain)
         at = max(0, request.round - 1)
-        score = evaluate(setup, network, received, seen, tests, at)["accuracy"]
+        score = evaluate_job(setup, {model: network}, job, received, lambda _: mine, at)["accuracy"]
         report |= {"right": round(score[site.name] * len(test) / 100), "tested": len(test)}
         if request.round == config.rounds:  # the run is over: the site gets its model
             _save_model(site, run, model, mine, received, score[site.name])

@@ -25,7 +25,8 @@ def choose_attackers(names: Sequence[str], fraction: float, seed: int) -> frozen
     if fraction and not count:
         raise ProtofedError(
             f"attackers = {fraction:g} of {len(names)} clients is none: nobody would attack",
-            f"raise --attackers, to {1 / len(names):.2g} for one client, or leave out --attack",
+            f"raise --attackers, to {min(1 / len(names), 0.99):.2g} for one client, or leave out "
+            "--attack",
         )
     chosen = keys.generator(seed, "attackers").permutation(len(names))[:count]
     return frozenset(names[i] for i in chosen)

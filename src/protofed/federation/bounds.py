@@ -167,7 +167,7 @@ class Bounds:
             for slot, value in found.items():
                 each.setdefault(slot, []).append(value)
         # rounded as it is recorded: a resumed run, which reads the records, decides the same way
-        medians = {slot: float(f"{median_low(values):.6g}") for slot, values in each.items()}
+        medians = {slot: float(f"{median_low(each[slot]):.6g}") for slot in sorted(each)}
         self.restore([*self.history, medians])
         self.abandon()
         return medians
@@ -190,8 +190,8 @@ class Bounds:
 
 
 def recorded(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, float]]:
-    """The medians in the records of earlier rounds, for ``Bounds.restore``."""
-    return [record["norms"] for record in records if "norms" in record]
+    """The medians in the records of earlier rounds, for ``Bounds.restore``; some have none."""
+    return [record.get("norms", {}) for record in records]
 
 
 def _are_finite(entries: Slot) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from protofed.federation.model_state import load_model, travel
 from protofed.federation.optimizers import make_optimizer
 from protofed.federation.privacy import collect_private, protected
 from protofed.federation.setup import ClientData, Setup
-from protofed.method import Batch, Client, Phase, Terms
+from protofed.method import Batch, Client, Method, Phase, Terms
 from protofed.models import Network
 from protofed.models.network import trainable
 from protofed.tree import Slot, Tree
@@ -78,7 +79,9 @@ def train_client(
     network.train()
     reply = Reply({}, {}, client.samples, 0, 0.0)
     phases = method.phases(round, setup.training.epochs)
-    with setup.autocast(device):
+    # in memory, both may be what other clients get, or what an interrupted round is repeated from
+    given = {"client.received": received, "client.mine": mine}
+    with setup.autocast(device), tree.unchanged(given, partial(_changed, method)):
         for number, phase in enumerate(phases):
             collect = setup.proto_pass == "last_epoch" and number == len(phases) - 1
             images = data.for_phase(setup, phase, round)
@@ -89,6 +92,13 @@ def train_client(
         reply.message, reply.mine = finish_round(setup, client, key)
     reply.steps, reply.lr = client.steps, client.lr
     return reply
+
+
+def _changed(method: Method, what: str) -> ProtofedError:
+    return ProtofedError(
+        f"{method.name} changes {what} in place",
+        "a client's hooks must make new tensors; upload returns the next private state",
+    )
 
 
 def finish_round(
@@ -109,10 +119,17 @@ def finish_round(
         client.begin_prototypes()
         client.collect_post()
     sent = method.upload(client)
-    if not isinstance(sent, tuple) or len(sent) != 2:
+    two = isinstance(sent, tuple) and len(sent) == 2
+    if not two or not all(isinstance(slots, Mapping) for slots in sent):
         raise ProtofedError(
             f"upload of {method.name} returns {_in_words(sent):.200}",
             "it must return two trees: the message, and the client's next private state",
+        )
+    if any("model" in slots for slots in sent):
+        raise ProtofedError(
+            f"upload of {method.name} returns a slot 'model', which is not the method's to fill",
+            "shared says which entries of the trained model are sent; give what you send another "
+            "name",
         )
     message, private = sent
     state = client.network.state_dict()

@@ -26,12 +26,14 @@ from protofed.tree import Slot, Tree
 class EvalJob:
     """Which model is tested on what: a client's, or (``client`` is None) the server's.
 
-    ``model`` is the name of its architecture. The server has no private state.
+    ``model`` is the name of its architecture, ``domain`` the client's. The server has no private
+    state and no domain.
     """
 
     model: str
     client: str | None
     tests: Mapping[str, Images]
+    domain: str = ""
 
 
 Scores = dict[str, dict[str, float]]
@@ -48,9 +50,9 @@ def evaluate_job(
     batch: int | None = None,
 ) -> Scores:
     """The scores of a job, computed in the network of its model."""
-    private = {} if job.client is None else mine(job.client)
-    network = networks[job.model]
-    return evaluate(setup, network, received, private, job.tests, round, batch)
+    own = {} if job.client is None else mine(job.client)
+    whose = {} if job.client is None else {"name": job.client, "domain": job.domain}
+    return evaluate(setup, networks[job.model], received, own, job.tests, round, batch, **whose)
 
 
 def evaluate(
@@ -61,10 +63,13 @@ def evaluate(
     tests: Mapping[str, Images],
     round: int = 0,
     batch: int | None = None,
+    name: str = "server",
+    domain: str = "",
 ) -> Scores:
     """Accuracy in percent on each test set of the model ``mine | received``.
 
-    The server evaluates with ``mine`` empty: its view has the broadcast and nothing private.
+    The server evaluates with ``mine`` empty: its view has the broadcast and nothing private. A
+    client with a model of its own has the same name and domain as in training.
     """
     device = next(network.parameters()).device
     client = Client(
@@ -75,16 +80,20 @@ def evaluate(
         mine=tree.to(mine, device),
         round=round,
         rounds=setup.rounds,
+        name=name,
+        domain=domain,
+        mean=setup.augment.mean,
+        std=setup.augment.std,
     )
     missing = private_as_nan(setup.method, network, given=client.start)
     load_model(network, client.start | missing)
     network.eval()
     scores: Scores = {}
     with torch.no_grad(), setup.autocast(device):
-        for name, images in tests.items():
-            accuracies = _accuracies(setup, client, missing, name, images, round, batch)
+        for test, images in tests.items():
+            accuracies = _accuracies(setup, client, missing, test, images, round, batch)
             for rule, accuracy in accuracies.items():
-                scores.setdefault(rule, {})[name] = accuracy
+                scores.setdefault(rule, {})[test] = accuracy
     return scores
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -72,7 +71,17 @@ class Server:
 
     def broadcast(self) -> Tree:
         """What every client of this round receives."""
-        return self.method.broadcast(self.view())
+        sent = self.method.broadcast(self.view())
+        model = sent.get("model", {}) if isinstance(sent, Mapping) else {}
+        expected = {name for name, way in self.travels.items() if way != "no"}
+        if wrong := sorted(model.keys() ^ expected):
+            what = "has entries that do not travel" if model.keys() > expected else "lacks entries"
+            raise ProtofedError(
+                f"the model that {self.method.name} broadcasts {what}: {', '.join(wrong[:3])} ...",
+                'aggregate must return it, {**server.state, "model": mean}, and broadcast must '
+                "send it",
+            )
+        return sent
 
     def initial_client(self, model: Slot, sizes: Sizes | None = None) -> Tree:
         """A client's private state before its first round; ``model`` is its initial network.
@@ -145,7 +154,9 @@ class Server:
             start,
             self.method.slots.rows,
         )
-        with self._inputs_unchanged():
+        # if the round fails halfway, it is repeated from them, at once or by a resumed run
+        given = {"the server's state": self.state, **self._spool.in_memory()}
+        with tree.unchanged(given, self._changed):
             weights = self.method.weights(self.view(), updates)
             if weights is None:
                 weights = [1.0 if self.average == "uniform" else u.samples for u in updates]
@@ -190,28 +201,11 @@ class Server:
         """The accepted replies of the round, in the federation's order."""
         return [self._updates[name] for name in self.clients if name in self._updates]
 
-    @contextmanager
-    def _inputs_unchanged(self) -> Iterator[None]:
-        """Require that a method does not modify its inputs in place.
-
-        If the round fails halfway, it is repeated from them, at once or by a resumed run.
-        """
-        given = {"the server's state": self.state, **self._spool.in_memory()}
-        before = [
-            (f"{slot}/{name} of {what}", t, t._version)
-            for what, content in given.items()
-            for slot, entries in content.items()
-            for name, t in entries.items()
-        ]
-        try:
-            yield
-        finally:
-            for what, t, version in before:
-                if t._version != version:
-                    raise ProtofedError(
-                        f"{self.method.name} changes {what} in place",
-                        "weights and aggregate must return new tensors and not modify their inputs",
-                    )
+    def _changed(self, what: str) -> ProtofedError:
+        return ProtofedError(
+            f"{self.method.name} changes {what} in place",
+            "weights and aggregate must return new tensors and not modify their inputs",
+        )
 
     def abandon(self) -> None:
         """Discard the replies of an unfinished round."""

@@ -279,6 +279,7 @@ class Federation:
                 "try a smaller --lr, or check the method's hyper-parameters; --bounds off turns "
                 "the check off",
             )
+        problems = {name: problems[name] for name in names if name in problems}
         counted = len(server.updates())
         norms = self._aggregate()
         require_finite_model(
@@ -384,6 +385,7 @@ class Federation:
                     for d, t in images.items()
                     if who == "everyone" or d == share.domain or d not in seen
                 },
+                share.domain,
             )
             for share in self._tested_clients(round)
         ]

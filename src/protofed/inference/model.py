@@ -101,6 +101,10 @@ class TrainedModel:
             mine=tree.to(own, self.device),
             round=card.rounds - 1,
             rounds=card.rounds,
+            name=client or "server",
+            domain=card.domains.get(client or "", ""),
+            mean=card.mean,
+            std=card.std,
         )
         self.dtype = DTYPES[card.precision]
         self._augment = Augment(mean=card.mean, std=card.std)  # type: ignore[arg-type]

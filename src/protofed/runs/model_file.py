@@ -174,7 +174,8 @@ class StoredModel:
         """The model at the end of a run: of what the server sends, what predictions need."""
         kept = tree.copy(received)
         model = kept.pop("model", {})
-        own_rule = type(method).predict is not Method.predict
+        hooks, own = ("predict", "forward"), type(method)
+        own_rule = any(getattr(own, hook) is not getattr(Method, hook) for hook in hooks)
         return cls(card, model, clients, kept if own_rule else {}, method)
 
     def of_client(self, client: str) -> StoredModel:

@@ -29,6 +29,9 @@ from protofed.runs.result import Result
 from protofed.runs.summary import pretrained, summarize
 from protofed.tree import Tree
 
+LOADING = ("image_size", "flip", "test_split", "augment")
+"""Settings that count only while a task is loaded."""
+
 
 def run(
     task: str | Task | None = None,
@@ -55,6 +58,12 @@ def run(
             raise ProtofedError("a ready Config takes no further settings", "use make_config")
     else:
         config = merged_config(config, task, method, options, settings)
+        late = [name for name in LOADING if settings.get(name) is not None]
+        if isinstance(task, Task) and late:
+            raise ProtofedError(
+                f"{late[0]} has no effect on a task that is already loaded",
+                f"give it to load_task, or name the task: task={task.name!r}",
+            )
     loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
     asked, config = config, config.settled(loaded.info)
     folder = RunFolder(out) if out is not None else None
