@@ -618,7 +618,7 @@ class Coordinator:
             if reply is not None:
                 self.server.accept(name, reply)
         except (Refused, OutOfBounds) as error:
-            self._problem(got, name, f"refused: {error.message}")
+            self._problem(got, name, f"refused: {error}")
             return
         except Exception as error:
             self._problem(got, name, f"refused: cannot be read ({error!r:.300})")
