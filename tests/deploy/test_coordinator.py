@@ -19,6 +19,7 @@ from tests.some_methods import REPEATS
 
 from protofed import tree
 from protofed.deploy import operator
+from protofed.deploy.audit import AuditLog
 from protofed.deploy.coordinator import POLLS_PER_SECOND, Coordinator
 from protofed.deploy.spec import unpack
 from protofed.deploy.wire import read_tree, to_array
@@ -249,6 +250,8 @@ def test_a_sites_error_names_no_file(world: Callable[..., Any]) -> None:
     w.coordinator().run()
     problem = read_records(w.out / "rounds.jsonl")[0]["problems"][BAD]
     assert "ProtofedError" in problem and "site.toml" not in problem and "/" not in problem
+    entry, *_ = AuditLog(w.folder / "homes" / BAD).entries()
+    assert entry["event"] == "failed" and "site.toml" in entry["why"]
 
 
 def test_a_node_with_an_unknown_key_is_no_site(world: Callable[..., Any]) -> None:

@@ -15,7 +15,9 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 from tests.deploy.flower_world import images, make_members, write_homes, write_site
 from tests.deploy.spoiled import set_values
+from typer.testing import CliRunner
 
+from protofed.cli.app import app
 from protofed.config import make_config
 from protofed.deploy.counts import Count, Counts, expected_work
 from protofed.deploy.spec import make_spec, pack, unpack
@@ -212,3 +214,28 @@ def test_a_declaration_above_the_cap_is_not_admitted(
     with pytest.raises(ProtofedError, match="0 sites are connected"):
         coordinator.run()
     assert "site north-0 is not admitted: it declares" in caplog.text
+
+
+def test_a_site_whose_images_have_changed_declares_them_again(
+    folders: Callable[..., Any], tmp_path: Path
+) -> None:
+    coordinator = folders()
+    stale, south = Count(19, 4), Count(20, 4)
+    for site, count in (("north-0", stale), ("south-0", south)):
+        coordinator.counts.declare(site, count)
+    coordinator.counts.confirm(())
+    with pytest.raises(ProtofedError, match=r"north-0: refused: .*deploy confirm --again SITE"):
+        coordinator.run()
+
+    (tmp_path / "server.crt").touch()
+    (tmp_path / "federation.toml").write_bytes(
+        (tmp_path / "homes" / "north-0" / "federation.toml").read_bytes()
+    )
+    command = ["deploy", "confirm", "--dir", str(tmp_path), "--again"]
+    assert CliRunner().invoke(app, command).exit_code != 0  # whose?
+    assert CliRunner().invoke(app, [*command, "nobody"]).exit_code != 0
+    assert CliRunner().invoke(app, [*command, "north-0"]).exit_code == 0
+    counts = Counts(tmp_path, {}, 1000)
+    assert counts.confirmed("north-0") is None and counts.confirmed("south-0") == south
+    assert not counts.declare("north-0", south) and counts.confirm(()) == {"north-0": south}
+    assert counts.confirmed("north-0") == south

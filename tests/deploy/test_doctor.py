@@ -127,6 +127,7 @@ def test_what_cannot_be_read_is_a_problem(
 ) -> None:
     folder, _ = federation(client_certificates=True)
     site = folder / "sites" / "a"
+    (site / "gone.key").symlink_to("nowhere")
 
     def no_password(*_: Any) -> None:
         raise TypeError("Password was not given but private key is encrypted")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ pytest.importorskip("flwr")
 
 import torch
 from flwr.app import ArrayRecord, Error, Message, RecordDict
+from tests.deploy.flower_world import FakeGrid
 from tests.deploy.spoiled import Spoil, set_values
 
 from protofed import tree
@@ -103,6 +106,63 @@ def test_one_site_cannot_end_a_run_or_escape_its_bounds(
         assert record["clients"] == 2
         assert record["problems"][BAD].startswith("refused: ")
         assert words in record["problems"][BAD]
+
+
+def test_a_site_that_holds_back_part_of_its_reply_delays_no_other(
+    world: Callable[..., Any],
+) -> None:
+    """Flower waits for the rest of a reply, for hours if it trickles in."""
+    w = world(rounds=2, round_seconds=1.0, wait_seconds=60.0)
+    pull, asked, complete = w.grid.pull_messages, dict[str, str](), threading.Event()
+
+    def slow_pull(ids: list[str]) -> Any:
+        name = asked[ids[0]]
+        if name == BAD:
+            complete.wait(20)
+        return pull(ids)
+
+    def push(messages: Any) -> Any:
+        messages, names = list(messages), {i: n for n, i in w.grid.ids.items()}
+        numbers = FakeGrid.push_messages(w.grid, messages)
+        to = [names[m.metadata.dst_node_id] for m in messages]
+        asked.update(zip(numbers, to, strict=True))
+        return numbers
+
+    w.grid.pull_messages, w.grid.push_messages = slow_pull, push
+    try:
+        w.coordinator().run()
+    finally:
+        complete.set()
+    problems = [record["problems"] for record in read_records(w.out / "rounds.jsonl")]
+    assert problems == [
+        {BAD: "no reply within 1 s"}, {BAD: "is still sending an earlier reply"}
+    ]  # fmt: skip
+    assert list(asked.values()).count(BAD) == 1
+
+
+def test_a_reply_that_is_complete_while_nobody_looks_is_taken(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower gives a reply only once."""
+    w = world(rounds=1, round_seconds=1.0)
+    pull, sleep = w.grid.pull_messages, time.sleep
+    begun, complete = threading.Event(), threading.Event()
+
+    def slow_pull(ids: list[str]) -> Any:
+        begun.set()
+        complete.wait(20)
+        return pull(ids)
+
+    def look_away(seconds: float) -> None:
+        if begun.is_set():
+            complete.set()
+            seconds = 0.2
+        sleep(seconds)
+
+    w.grid.pull_messages = slow_pull
+    monkeypatch.setattr(time, "sleep", look_away)
+    w.coordinator().run()
+    assert len(w.grid.seen) == 6  # nobody was asked twice
 
 
 @pytest.mark.parametrize("method", ["fedrdn", "protostyle", "fedccrl", "stablefdg", "fedplvm"])

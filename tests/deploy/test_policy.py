@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import tomllib
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -26,6 +27,7 @@ from protofed.deploy.setup import init
 from protofed.deploy.site import SITE_FILE, answer, read_site_config
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import ProtofedError
+from protofed.files import CannotWrite
 from protofed.method import Slots
 from protofed.methods import METHODS
 from protofed.runs.records import read_records
@@ -425,6 +427,20 @@ def test_long_entries_and_a_torn_last_line(tmp_path: Path) -> None:
     assert log.path.read_bytes().count(b"\n") == 4  # the torn line stays apart from the next
     with pytest.raises(ProtofedError, match="line 3 is not an entry"):
         list(log.entries())
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    log.append("asked")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.path.stat().st_size + 50, hard))
+    try:
+        with pytest.raises(CannotWrite):
+            log.append("sent", why="x" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.append("failed")
+    assert [entry["event"] for entry in log.entries()] == ["asked", "failed"]
 
 
 def cli_audit(folder: Path) -> str:

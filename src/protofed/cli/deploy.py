@@ -415,15 +415,30 @@ def confirm(
         list[str] | None, typer.Argument(metavar="SITE...", help="Default: all that are waiting.")
     ] = None,
     folder: DirOption = Path(),
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            help="The images of these sites have changed: forget what they declared, so that they "
+            "declare it again in the next run.",
+        ),
+    ] = False,
 ) -> None:
     """Confirm the image counts that sites declared: they decide a site's weight in every round."""
     _need_flower()
+    if again and not sites:
+        raise ProtofedError("--again needs the names of sites", "deploy confirm --again SITE...")
     from protofed.deploy.counts import Counts
     from protofed.deploy.members import read_members
     from protofed.deploy.setup import server_folder
 
     home = server_folder(folder)
-    new = Counts(home, {}, read_members(home).max_samples).confirm(sites or ())
+    counts = Counts(home, {}, read_members(home).max_samples)
+    if again:
+        counts.forget(sites or ())
+        say(f"{', '.join(sites or ())}: to declare again in the next run, and to be confirmed then")
+        return
+    new = counts.confirm(sites or ())
     for name, count in new.items():
         say(f"site {name}: {count}, confirmed")
     if not new:

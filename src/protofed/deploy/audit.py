@@ -13,8 +13,9 @@ import json
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from protofed import tree
 from protofed.errors import ProtofedError
@@ -41,17 +42,22 @@ class AuditLog:
         """Add an entry; it is on disk when this returns."""
         with writing(self.path):
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(handle, "r+b") as file:
+            with os.fdopen(handle, "r+b", buffering=0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
-                last = _last_line(file)
+                end, last = file.seek(0, os.SEEK_END), _last_line(file)
                 entry = {"time": now(), "event": event, **about, "before": _hash(last)}
-                # a line that was cut short by a crash stays as it is, for ``verify`` to find
+                # a line that was cut short by a crash stays as it is, for ``entries`` to find
                 missing = b"" if last is None or last.endswith(b"\n") else b"\n"
                 text = json.dumps(entry, ensure_ascii=False)
                 # half a character, which JSON can carry and UTF-8 cannot, stays an escape
-                file.write(missing + text.encode(errors="backslashreplace") + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+                line = missing + text.encode(errors="backslashreplace") + b"\n"
+                try:
+                    while line:
+                        line = line[file.write(line) :]
+                    os.fsync(handle)
+                except OSError:  # of what a full disk took, nothing may look like an alteration
+                    os.ftruncate(handle, end)
+                    raise
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """The entries in order; an error names the first line that was altered."""
@@ -101,7 +107,7 @@ def _hash(line: bytes | None) -> str:
     return START if line is None else hashlib.sha256(line.rstrip(b"\n")).hexdigest()
 
 
-def _last_line(file: BinaryIO) -> bytes | None:
+def _last_line(file: FileIO) -> bytes | None:
     """The last line of a file that may be long."""
     end, part = file.seek(0, os.SEEK_END), 1 << 14
     while end:

@@ -33,6 +33,7 @@ MAX_LOSS = 1e9
 """The largest mean of a loss term, in either direction: records average it over the sites."""
 SLACK_BYTES = 64 << 20
 """Bytes that a reply may have beyond four times the expected size."""
+CHANGED = "if its images have changed: protofed deploy confirm --again SITE, and start a new run"
 
 NOISE_PUBLIC = (13, 17)
 """How many noise images stand in for a round's public ones, for the first and the second client.
@@ -141,7 +142,9 @@ def check_answer(
     if not 0 <= answer.right <= answer.tested:
         raise Refused(f"the reply has {answer.right} of {answer.tested} test images right")
     if count is not None and answer.tested != (count.tests if request.evaluate else 0):
-        raise Refused(f"the reply is about {answer.tested} test images, and the site has {count}")
+        raise Refused(
+            f"the reply is about {answer.tested} test images, and the site has {count}", CHANGED
+        )
     message = read_tree(content, expected.limit)
     if not request.train:
         if message:
@@ -152,7 +155,8 @@ def check_answer(
     if (answer.samples, answer.steps, answer.lr) != work:
         raise Refused(
             f"the reply has {answer.samples} samples, {answer.steps} steps, lr {answer.lr}; "
-            f"with {count} it must be {work[0]}, {work[1]}, {work[2]}"
+            f"with {count} it must be {work[0]}, {work[1]}, {work[2]}",
+            CHANGED,
         )
     if not min(1, expected.releases) <= answer.releases <= expected.releases:
         raise Refused(

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from flwr.app import Context, Error, Message
 
+from protofed.deploy.audit import AuditLog
 from protofed.deploy.messages import SITE_FAILED, SITE_WAITS
 from protofed.deploy.policy import NotApproved
 from protofed.deploy.run_log import one_line
-from protofed.deploy.site import answer, read_site_config
+from protofed.deploy.site import MAX_REASON, SiteConfig, answer, read_site_config
 from protofed.deploy.wire import Refused
 from protofed.errors import Diverged
 
@@ -25,7 +26,7 @@ def handle(message: Message, context: Context) -> Message:
     try:
         node = {key: str(value) for key, value in context.node_config.items()}
         paths = (node.get(key) or None for key in ("data", "public"))
-        site = read_site_config(Path(node["site-folder"]), *paths)
+        site = _read_settings(Path(node["site-folder"]), *paths)
         content = answer(site, str(context.run_config["spec"]), message.content)
     except (Refused, Diverged) as error:
         log.error("protofed: %s", one_line(str(error)))
@@ -36,6 +37,15 @@ def handle(message: Message, context: Context) -> Message:
         reason = f"{type(error).__name__}; see the site's log"
         return Message(Error(SITE_FAILED, reason), reply_to=message)
     return Message(content, reply_to=message)
+
+
+def _read_settings(folder: Path, *paths: str | None) -> SiteConfig:
+    """The site's settings; if they cannot be read, that is in the audit log, too."""
+    try:
+        return read_site_config(folder, *paths)
+    except Exception as error:
+        AuditLog(folder).append("failed", why=str(error)[:MAX_REASON])
+        raise
 
 
 app = handle

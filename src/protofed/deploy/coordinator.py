@@ -20,6 +20,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -118,6 +120,8 @@ class Coordinator:
         """When each site was asked for its images."""
         self.unready: dict[str, str] = {}
         """Why sites that are connected do not take part."""
+        self.pulls: dict[str, Future[list[Message]]] = {}
+        """What fetches a site's reply. One that the site holds back may take Flower two hours."""
         self.excluded: dict[str, int] = {}
         """The sites that are left out, and up to which round."""
         self.releases = 0
@@ -230,7 +234,8 @@ class Coordinator:
         nodes = {n: node for n, node in self._connected().items() if n not in left_out}
         new = [n for n in nodes if n not in self.fixed and self.counts.confirmed(n) is None]
         long_ago = time.monotonic() - self.poll * APPROVAL_POLLS
-        if unasked := {n: nodes[n] for n in new if self.asked.get(n, -math.inf) < long_ago}:
+        free = [n for n in new if not self._is_sending(n)]
+        if unasked := {n: nodes[n] for n in free if self.asked.get(n, -math.inf) < long_ago}:
             got = self._exchange(unasked, (), evaluate=False)
             answers = got.answers
             self.unready |= got.problems
@@ -240,8 +245,10 @@ class Coordinator:
         for name in nodes:
             if name not in self.fixed and (count := self.counts.confirmed(name)) is not None:
                 self.fixed[name] = count
-                self.unready.pop(name, None)
-        return {n: node for n, node in nodes.items() if n in self.fixed}
+        self.unready = {n: why for n, why in self.unready.items() if n not in self.fixed}
+        sending = [n for n in nodes if self._is_sending(n)]
+        self.unready |= dict.fromkeys(sending, "is still sending an earlier reply")
+        return {n: node for n, node in nodes.items() if n in self.fixed and n not in sending}
 
     def _declare(self, name: str, count: Count) -> None:
         if problem := self.counts.check(count):
@@ -522,26 +529,35 @@ class Coordinator:
         }
         waiting = self._send(got, asked, nodes)
         unreadable = Counter[str]()
+        # one thread for each site: none can keep the others' replies from being taken
+        pool = ThreadPoolExecutor(max(1, len(waiting)))
+        for name in waiting:
+            self.pulls.pop(name, None)  # of an earlier message, whose reply came too late
         while waiting:
-            for message_id, name in list(waiting.items()):
+            for name in waiting.keys() - self.pulls.keys():
+                self.pulls[name] = pool.submit(self._pull, waiting[name])
+            left = max(0.0, began + limit - time.monotonic())
+            pause = min(max(self.poll, len(waiting) / POLLS_PER_SECOND), left)
+            wait_for([self.pulls[name] for name in waiting], max(pause, self.poll))
+            for name in [n for n in waiting if self.pulls[n].done()]:
                 try:
-                    pulled = list(self.grid.pull_messages([message_id]))
+                    pulled = self.pulls.pop(name).result()
                 except Exception as error:  # a reply that Flower itself cannot read
                     unreadable[name] += 1
                     if unreadable[name] >= ATTEMPTS:
-                        del waiting[message_id]
+                        del waiting[name]
                         self._problem(got, name, f"refused: unreadable ({type(error).__name__})")
                     continue
                 for message in pulled:
-                    waiting.pop(message_id, None)
+                    waiting.pop(name, None)
                     self._take(got, name, nodes[name], asked[name], message)
-            left = began + limit - time.monotonic()
             if waiting and left <= 0:
-                for name in waiting.values():
+                for name in waiting:
                     self._problem(got, name, f"no reply within {limit:g} s")
                 break
             if waiting:
-                time.sleep(min(max(self.poll, len(waiting) / POLLS_PER_SECOND), left))
+                time.sleep(pause)
+        pool.shutdown(wait=False)
         got.seconds = time.monotonic() - began
         self.ledger.count_bytes(got.wire)
         return got
@@ -549,7 +565,7 @@ class Coordinator:
     def _send(
         self, got: Exchange, asked: Mapping[str, Request], nodes: Mapping[str, int]
     ) -> dict[str, str]:
-        """Send each site its message; returns the site of each message's number."""
+        """Send each site its message; returns the number of each one that was sent."""
         received, round = self.server.broadcast(), self.server.round + 1
         what = f"round {round}" if round <= self.config.rounds else "last evaluation"
         if not any(request.train or request.evaluate for request in asked.values()):
@@ -569,10 +585,17 @@ class Coordinator:
         waiting: dict[str, str] = {}
         for name, message_id in zip_longest(messages, self.grid.push_messages(messages.values())):
             if message_id:
-                waiting[message_id] = name
+                waiting[name] = message_id
             else:
                 self._problem(got, name, "the message could not be sent")
         return waiting
+
+    def _pull(self, message_id: str) -> list[Message]:
+        return list(self.grid.pull_messages([message_id]))
+
+    def _is_sending(self, name: str) -> bool:
+        """Whether a site's reply, perhaps to an earlier message, has arrived only in part."""
+        return name in self.pulls and not self.pulls[name].done()
 
     def _take(
         self, got: Exchange, name: str, node: int, request: Request, message: Message
@@ -596,7 +619,7 @@ class Coordinator:
             if reply is not None:
                 self.server.accept(name, reply)
         except (Refused, OutOfBounds) as error:
-            self._problem(got, name, f"refused: {error.message}")
+            self._problem(got, name, f"refused: {error}")
             return
         except Exception as error:
             self._problem(got, name, f"refused: cannot be read ({error!r:.300})")

@@ -61,13 +61,25 @@ class Counts:
         """Confirm what these sites, or all if none is named, declared; returns the new counts."""
         sites = list(sites)
         with self._locked():
-            said = self._read()
-            for site in sites:
-                if site not in said:
-                    raise unknown("site that has declared its images:", site, said)
+            said = self._said_by(sites)
             new = {s: c for s, (c, done) in said.items() if not done and (s in sites or not sites)}
             self._write(said | {site: (count, True) for site, count in new.items()})
         return new
+
+    def forget(self, sites: Iterable[str]) -> None:
+        """Let these sites declare their images again, in the next run that reaches them."""
+        sites = list(sites)
+        with self._locked():
+            said = self._said_by(sites)
+            self._write({site: about for site, about in said.items() if site not in sites})
+
+    def _said_by(self, sites: Iterable[str]) -> dict[str, tuple[Count, bool]]:
+        """What all sites have declared; an error if one of these has not."""
+        said = self._read()
+        for site in sites:
+            if site not in said:
+                raise unknown("site that has declared its images:", site, said)
+        return said
 
     def check(self, count: Count) -> str:
         """What is wrong with a declaration, in words; empty if nothing is."""

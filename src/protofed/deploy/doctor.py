@@ -105,10 +105,14 @@ def _machine(folder: Path) -> Iterator[Finding]:
     loose = []
     for path in (folder, *sorted(folder.glob("*.key")), *sorted((folder / "flower").glob("*"))):
         forbidden = 0o077 if path == folder or path.suffix in (".key", ".secret") else 0o022
-        if stat.S_IMODE(path.stat().st_mode) & forbidden:
+        try:
+            about = path.stat()
+        except FileNotFoundError:  # a link to nothing, or a file that a program has just replaced
+            continue
+        if stat.S_IMODE(about.st_mode) & forbidden:
             loose.append(path.name)
-        if path.stat().st_uid not in (os.getuid(), 0):
-            loose.append(f"{path.name} (of user {path.stat().st_uid})")
+        if about.st_uid not in (os.getuid(), 0):
+            loose.append(f"{path.name} (of user {about.st_uid})")
     yield Finding(not loose, f"permissions: {', '.join(loose) or 'only you can read the secrets'}")
 
 
