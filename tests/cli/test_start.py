@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.studies.made_runs import make_runs, study
 
 import protofed
+from protofed.studies.folder import StudyFolder
 
 SOURCE = Path(protofed.__file__).parents[1]
 INTERRUPTS = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
@@ -46,6 +48,25 @@ def test_ctrl_c_after_the_last_line_is_quiet(tmp_path: Path) -> None:
     done = python("-m", "protofed", "--version", first=tmp_path)
     assert "protofed" in done.stdout and "Traceback" not in done.stderr
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize("given", [["--help"], ["methods", "fpl"], ["study", "table", "{study}"]])
+def test_a_closed_pipe_is_no_traceback(given: list[str], tmp_path: Path) -> None:
+    """As in ``protofed methods | head -1``."""
+    made = study(seeds=1)
+    StudyFolder.create(tmp_path / "it", made, tmp_path)
+    make_runs(made, tmp_path)
+    words = [word.format(study=tmp_path / "it") for word in given]
+    command = [sys.executable, "-m", "protofed", *words, *["--format", "csv"] * ("study" in given)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=100
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_an_ignored_ctrl_c_stays_ignored(tmp_path: Path) -> None:
