@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 import protofed
-from protofed.cli.app import app
+from tests.cli.commands import whole
 
 INTERFACE = Path(__file__).parent / "interface.json"
 CHANGELOG = (Path(__file__).parents[1] / "CHANGELOG.md").read_text("utf-8")
@@ -25,7 +24,7 @@ BEFORE = json.loads(INTERFACE.read_text("utf-8"))
 
 def commands(command: Any = None, name: str = "protofed") -> Iterator[tuple[str, list[str]]]:
     """Every command with its options, as they are typed."""
-    command = command or typer.main.get_command(app)
+    command = command or whole()
     options = [p for p in command.params if p.param_type_name == "option"]
     names = {n for option in options for n in (*option.opts, *option.secondary_opts)}
     yield name, sorted(names - {"--help", "-h"})

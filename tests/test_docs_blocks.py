@@ -22,12 +22,10 @@ import click
 import numpy as np
 import pytest
 import safetensors.torch
-import typer.main
 from PIL import Image
 
 import protofed
-from protofed.cli.app import app
-from tests.cli.commands import call
+from tests.cli.commands import call, whole
 from tests.models.test_weights import public_state
 from tests.studies.in_process import run_in_process
 
@@ -175,7 +173,7 @@ def commands() -> Iterator[tuple[Path, str]]:
 
 
 def test_commands_and_options_exist() -> None:
-    protofed = typer.main.get_command(app)
+    protofed = whole()
     for page, line in commands():
         command: Any = protofed
         words = shlex.split(line, comments=True)[1:]

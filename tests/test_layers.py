@@ -10,7 +10,8 @@ import protofed
 ROOT = Path(protofed.__file__).parent
 
 ORDER = (
-    "version errors control_groups cores fused keys files shape toml tree user_code cluster",
+    "version errors control_groups cores fused keys files shape silence toml tree user_code "
+    "cluster",
     "prototypes models",
     "augmix styles",
     "method",

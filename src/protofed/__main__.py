@@ -1,5 +1,5 @@
 """``python -m protofed``."""
 
-from protofed.cli.app import main
+from protofed.cli import main
 
 main()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from protofed.cli.app import main
+import typer
+
+from protofed.cli.app import COMMANDS, app, load, main
 
 TINY = (
     "--rounds", "1", "--epochs", "1", "--clients", "1", "--samples", "10", "--device", "cpu",
@@ -35,6 +37,13 @@ DIVERGES = (
     MINE.replace("Mine", "Nanny").replace('"mine"', '"nanny"').replace("self.scale", "float('nan')")
 )
 """One whose loss is not finite."""
+
+
+def whole() -> Any:
+    """The command line with all of its commands imported."""
+    group: Any = typer.main.get_command(app)
+    group.commands = {name: load(name) for name in COMMANDS}
+    return group
 
 
 class Done(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Callable
@@ -9,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from tests.cli.commands import Done, call
+from tests.cli.commands import Done, call, whole
 
-from protofed.cli.app import app
+from protofed.cli import app
 from protofed.cli.deploy import DEPLOYED
 from protofed.config import PANELS, SETTINGS
 from protofed.version import __version__
 
 Protofed = Callable[..., Done]
-COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = whole().commands
 WHOLE = {  # those of groups too
     (name, *more): command
     for name, one in COMMANDS.items()
@@ -115,6 +115,12 @@ def test_commands_are_in_the_order_of_a_person_s_path() -> None:
     assert set(COMMANDS) == set(order)
     assert re.findall(rf"^│ ({'|'.join(order)}) ", page, re.M) == order
     assert list(COMMANDS["study"].commands) == ["list", "show", "run", "table", "pack", "unpack"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_says_of_a_command_what_its_own_help_says_first(name: str) -> None:
+    paragraph = inspect.cleandoc(COMMANDS[name].help).partition("\n\n")[0]
+    assert app.COMMANDS[name] == " ".join(paragraph.split())
 
 
 @pytest.mark.parametrize("command", [(), *WHOLE], ids=" ".join)

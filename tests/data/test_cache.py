@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import stat
@@ -154,8 +155,12 @@ def test_a_long_build_says_so(
     load_task(name)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(decode, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(decode, "_CHUNK", 10)
+    clock = itertools.count(0, 6)
+    monkeypatch.setattr("protofed.silence.monotonic", lambda: next(clock))
     load_task(name, image_size=16)
-    assert "decoding 40 images of folder" in capsys.readouterr().err
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("decoding 40 images of folder") and second == "20 of 40 decoded"
 
 
 def test_the_cache_folder_follows_the_environment(

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import re
 import struct
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.filesize import decimal
 from scipy.io import savemat
 from typer.testing import CliRunner
 
@@ -185,6 +187,18 @@ def test_a_terminal_sees_a_bar(site: Site, tmp_path: Path) -> None:
     client = Client(tmp_path, terminal=True)
     client(remote(site, "usps/usps.bz2", libsvm(3), 3))
     assert "━" in client.text.getvalue()
+
+
+def test_without_a_terminal_a_long_download_has_a_few_lines(
+    site: Site, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protofed.data.download._CHUNK", 10)
+    clock = itertools.count()
+    monkeypatch.setattr("protofed.silence.monotonic", lambda: next(clock))
+    client(remote(site, "usps/usps.bz2", content := libsvm(3), 3))
+    lines = [line for line in client.text.getvalue().splitlines() if " of " in line]
+    assert 1 <= len(lines) <= 3
+    assert all(line.endswith(f" of {decimal(len(content))}") for line in lines)
 
 
 def test_already_there_is_not_fetched_again(site: Site, client: Client) -> None:

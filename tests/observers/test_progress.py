@@ -64,6 +64,47 @@ def test_a_narrow_terminal_shows_round_and_time() -> None:
         assert ("seen average" in last, "unseen" in last) == (width > 100, width > 50)
 
 
+class Clock(Observer):
+    """Time that passes only while clients train and models are tested."""
+
+    def __init__(self, client: float, tested: float) -> None:
+        self.now, self.by_client, self.by_test = 0.0, client, tested
+
+    def client(self, round: int, done: int, total: int) -> None:
+        self.now += self.by_client
+
+    def tested(self, round: int, done: int, total: int) -> None:
+        self.now += self.by_test
+
+
+@pytest.mark.parametrize(
+    ("client", "tested", "terminal", "lines"),
+    [
+        (2, 0, False, []),
+        (9, 0, False, ["2 of 4 clients trained, 18 s so far"]),
+        (60, 0, False, ["1 of 4 clients trained, 1:00 min so far",
+                        "3 of 4 clients trained, 3:00 min so far"]),
+        (60, 0, True, []),
+        (0, 9, False, ["2 of 4 models tested, 18 s so far"]),
+    ],
+)  # fmt: skip
+def test_a_long_round_has_a_few_lines_where_there_is_no_bar(
+    client: float,
+    tested: float,
+    terminal: bool,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, clock = io.StringIO(), Clock(client, tested)
+    monkeypatch.setattr("protofed.silence.monotonic", lambda: clock.now)
+    console = Console(file=file, width=120, force_terminal=terminal)
+    settings = {**TINY, "epochs": 1, "samples": 8, "rounds": 2, "method": "local"}
+    run(tiny_task(), observers=[clock, RunProgress(console)], **settings)
+    said = [line for line in file.getvalue().splitlines() if "so far" in line]
+    assert said == [f"round {t}/2  {line}" for t in (1, 2) for line in lines]
+    assert terminal or not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", file.getvalue())
+
+
 def test_quiet_says_nothing(tmp_path: Path) -> None:
     assert call("run", *OPTIONS, "--quiet", "--out", tmp_path / "x") == (0, "", "")
 

@@ -439,6 +439,26 @@ def test_the_display_of_a_narrow_terminal_keeps_what_matters(tmp_path: Path, wid
     assert "a=1.0," in said and "b=2.0" in said
 
 
+def test_a_long_silence_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no terminal: by a line after 10 seconds, and one after 40."""
+
+    class Slow(LocalRunner):
+        def start(self, job: Job) -> None:
+            pass
+
+        def poll(self, job: Job, console: Console) -> None:
+            clock.append(clock[-1] + 9)
+            job.state = "done" if clock[-1] > 60 else "running"
+
+    clock, out = [0], io.StringIO()
+    monkeypatch.setattr("protofed.silence.monotonic", lambda: clock[-1])
+    monkeypatch.setattr(execution, "POLL_SECONDS", 0)
+    jobs = jobs_of(study(seeds=1), tmp_path)[:1]
+    run_all(jobs, Slow(1), Console(file=out, width=200))
+    lines = [line for line in out.getvalue().splitlines() if "so far" in line]
+    assert lines == ["0 of 1 done, 1 running, 0 s so far"] * 2
+
+
 def test_a_terminal_gets_the_table_and_no_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

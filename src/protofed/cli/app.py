@@ -2,46 +2,81 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
-from click import Context
+from click import Command, Context
 from rich.console import Console
 from rich.markup import escape
 
-from protofed.cli.compare import compare, sweep, tune
-from protofed.cli.data import data_app
-from protofed.cli.deploy import deploy_app
-from protofed.cli.methods import methods
-from protofed.cli.model import evaluate, export, predict
-from protofed.cli.options import HELP, CommandGroup
+from protofed.cli import INTERRUPTED, quiet_interrupt
+from protofed.cli.groups import HELP, CommandGroup
 from protofed.cli.output import console
-from protofed.cli.report import report
-from protofed.cli.run import run, show
-from protofed.cli.runs import runs_app
-from protofed.cli.study import study_app
-from protofed.cli.tasks import tasks
 from protofed.errors import ProtofedError, printable
 from protofed.version import __version__
 
-ORDER = (
-    "tasks", "data", "methods", "run", "show", "predict", "evaluate", "export", "compare", "sweep",
-    "tune", "study", "runs", "report", "deploy",
-)  # fmt: skip
+COMMANDS = {
+    "tasks": "List the tasks: domains, classes, images, and the clients they are split into.",
+    "data": "Download, check and show the images of a task.",
+    "methods": "List the methods, show one (protofed methods fpl), or check one.",
+    "run": "Run one method on one task and keep everything in a folder.",
+    "show": "Print a run's summary, with a sparkline of every domain's accuracy over the rounds.",
+    "predict": "Predict the classes of images: "
+    "[bold]protofed predict runs/my-run photos/ -o out.csv[/bold].",
+    "evaluate": "Evaluate a trained model on the test images of a task, per domain and class.",
+    "export": "Export a trained model for other programs, with a card that says what it is.",
+    "compare": "Run several methods on the same clients and show them in one table and one figure.",
+    "sweep": "Run a method over values of one parameter (a curve) or two (a heat map), with a "
+    "table.",
+    "tune": "Choose hyper-parameters by validation accuracy, and report the test accuracy of the "
+    "choice.",
+    "study": "Reproduce the papers' tables and figures, or run studies of your own.",
+    "runs": "Check runs for damaged files.",
+    "report": "Write one self-contained HTML page: tables, curves, features, prototypes, "
+    "configuration.",
+    "deploy": "Run a federation across real machines (Flower, TLS, authenticated sites).",
+}
+"""Every command with the first paragraph of its help."""
+_MODULES = {"show": "run", "predict": "model", "evaluate": "model", "export": "model"}
+_MODULES |= {"sweep": "compare", "tune": "compare"}
+"""Where in this package a command is, if its module is not named after it."""
 
 
-class InOrder(CommandGroup):
-    """Lists the commands in ``ORDER``; typer would list groups of commands last."""
+class Commands(CommandGroup):
+    """Imports a command when it is called: the list of all commands does without PyTorch."""
 
-    def list_commands(self, ctx: Context) -> list[str]:
-        return sorted(self.commands, key=ORDER.index)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = {name: Command(name, help=text) for name, text in COMMANDS.items()}
+
+    def resolve_command(
+        self, ctx: Context, args: list[str]
+    ) -> tuple[str | None, Command | None, list[str]]:
+        if args[0] in COMMANDS:
+            self.commands[args[0]] = load(args[0])
+        return super().resolve_command(ctx, args)
+
+
+@functools.cache
+def load(name: str) -> Command:
+    """A command, or group of commands, from its module."""
+    with quiet_interrupt():
+        module = import_module(f"protofed.cli.{_MODULES.get(name, name)}")
+    whole = typer.Typer(cls=CommandGroup, rich_markup_mode="rich")
+    if (group := getattr(module, f"{name}_app", None)) is not None:
+        whole.add_typer(group)
+    else:
+        whole.command(name, context_settings=HELP)(getattr(module, name))
+    return typer.main.get_group(whole).commands[name]
 
 
 app = typer.Typer(
     name="protofed",
-    cls=InOrder,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -51,10 +86,6 @@ app = typer.Typer(
     "Start with [bold]protofed compare --task glyphs --methods fedavg,fedproto,fpl[/bold]: "
     "three methods on a task that needs no download.",
 )
-for command in (tasks, methods, run, show, predict, evaluate, export, compare, sweep, tune, report):
-    app.command(context_settings=HELP)(command)
-for group in (data_app, study_app, runs_app, deploy_app):
-    app.add_typer(group)
 
 
 @app.callback(invoke_without_command=True)
@@ -87,7 +118,7 @@ def main() -> None:
         Console(stderr=True, emoji=False).print(f"[red]error:[/red] {text}", soft_wrap=True)
         sys.exit(ProtofedError.exit_code)
     except SystemExit as end:
-        if end.code == 130:  # typer's code for Ctrl-C
+        if end.code == INTERRUPTED:
             text = "stopped; finished work is kept: the same command resumes (run: add --resume)"
             Console(stderr=True, emoji=False).print(text)
         raise

@@ -12,7 +12,9 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli.options import CommandGroup, with_settings
+from protofed.cli import INTERRUPTED
+from protofed.cli.groups import CommandGroup
+from protofed.cli.options import with_settings
 from protofed.cli.output import console, say, wide_console
 from protofed.config import SETTINGS
 from protofed.errors import unknown
@@ -129,7 +131,7 @@ def fetch(
         Downloader(console).fetch(files, root / task)
     except KeyboardInterrupt:
         say("interrupted; run the command again for the remaining files")
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
     finally:
         for by_hand in left:  # also after an error
             say(instructions(task, by_hand, root))

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from protofed.cli.options import HELP, CommandGroup, MethodOption, SetOption, with_settings
+from protofed.cli.groups import HELP, CommandGroup
+from protofed.cli.options import MethodOption, SetOption, with_settings
 from protofed.cli.output import say
 from protofed.cli.parse import assignments, words
 from protofed.errors import ProtofedError, unknown

@@ -10,7 +10,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.cli.output import console
+from protofed.data.info import TASKS
 from protofed.errors import ProtofedError, unknown
+from protofed.method import READING, READINGS
+from protofed.methods import METHODS, method_class
 
 CHECK = "check"
 
@@ -29,8 +32,6 @@ def methods(
     [bold]protofed methods check file.py:Class[/bold] runs the whole battery of checks on a method:
     gradients, weights at 0, a missing class, one client, resume, serialization, capture safety.
     """
-    from protofed.methods import METHODS
-
     if name == CHECK:
         if target is None:
             raise ProtofedError("check what?", "protofed methods check path/to/file.py:Class")
@@ -51,10 +52,6 @@ def methods(
 
 
 def _show(name: str, task: str) -> None:
-    from protofed.data import TASKS
-    from protofed.method import READING, READINGS
-    from protofed.methods import method_class
-
     if task and task not in TASKS:
         raise unknown("task", task, TASKS)
     cls = method_class(name)
@@ -92,7 +89,6 @@ def _show(name: str, task: str) -> None:
 
 
 def _check(target: str) -> None:
-    from protofed.methods import method_class
     from protofed.testing import CheckResult, run_checks
 
     def show(verdict: CheckResult) -> None:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from click import Command, Context
-from typer.core import TyperGroup
 
 from protofed.cli.parse import parse_jobs, parse_setting, parse_shard
 from protofed.config import (
@@ -29,20 +26,6 @@ if TYPE_CHECKING:
     from protofed.studies.execution import Execution as Execution
 else:
     Execution = object  # the real one imports PyTorch, which --help can do without
-
-HELP = {"help_option_names": ["-h", "--help"]}
-"""Settings of every command: ``-h`` works too."""
-
-
-class CommandGroup(TyperGroup):
-    """Shows a command's docstring in the width of the terminal, not with its own line breaks."""
-
-    def get_command(self, ctx: Context, name: str) -> Command | None:
-        found = super().get_command(ctx, name)
-        if found is not None and found.help:
-            found.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(found.help))
-        return found
-
 
 METHOD = "Method"
 PANELS = ("", TRAINING, CLIENTS, METHOD, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)

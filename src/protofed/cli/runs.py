@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from protofed.cli.options import HELP, CommandGroup
+from protofed.cli.groups import HELP, CommandGroup
 from protofed.cli.output import say, status, wide_console
 from protofed.errors import ProtofedError
 

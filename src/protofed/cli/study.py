@@ -16,9 +16,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.cli.compare import run_and_print
+from protofed.cli.groups import HELP, CommandGroup
 from protofed.cli.options import (
-    HELP,
-    CommandGroup,
     Execution,
     ImagesOption,
     PoolOption,

@@ -6,6 +6,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from protofed.cli.output import console
+from protofed.config import TASK_PROTOCOL
+from protofed.data import TASKS, DataMissing, describe, load_task
+from protofed.data.locate import locate
+from protofed.data.sources import PUBLISHED
 
 
 def tasks() -> None:
@@ -13,11 +17,6 @@ def tasks() -> None:
 
     Image counts are the published ones; protofed data show TASK counts the images on disk.
     """
-    from protofed.config import TASK_PROTOCOL
-    from protofed.data import TASKS, DataMissing, describe, load_task
-    from protofed.data.locate import locate
-    from protofed.data.sources import PUBLISHED
-
     for name in TASKS:
         info, published = describe(name), PUBLISHED.get(name)
         assert info.domains and info.classes and info.clients and info.samples

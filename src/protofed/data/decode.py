@@ -11,7 +11,6 @@ import io
 import math
 import struct
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from protofed.cores import core_count
 from protofed.data.dicom import Dicom, is_dicom
 from protofed.data.task import MAX_IMAGE_PIXELS, Sample
 from protofed.errors import ProtofedError
+from protofed.silence import Silence
 
 Bytes = NDArray[np.uint8]
 
@@ -300,7 +300,7 @@ def _for_all(
                 bad[i] = str(error)
         return end - start
 
-    start, shown = time.monotonic(), False
+    silence, shown, finished = Silence(), False, 0
     console = Console(stderr=True, emoji=False)
     progress = Progress(console=console, transient=True, disable=not console.is_terminal)
     task = progress.add_task(escape(text), total=len(samples))
@@ -313,11 +313,14 @@ def _for_all(
         at_end.callback(stop.set)  # on Ctrl-C, do not decode what is queued
         for done in pool.map(chunk, range(0, len(samples), _CHUNK)):
             progress.advance(task, done)
-            if not shown and time.monotonic() - start > PATIENCE_SECONDS:
+            finished += done
+            if not shown and silence.seconds > PATIENCE_SECONDS:
                 shown = True
                 at_end.enter_context(progress)
                 if not console.is_terminal:  # one line instead of the bar
                     console.print(text, markup=False, highlight=False, soft_wrap=True)
+            elif not console.is_terminal and silence.too_long():
+                console.print(f"{finished} of {len(samples)} decoded", highlight=False)
     return dict(sorted(bad.items()))
 
 

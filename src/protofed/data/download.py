@@ -42,6 +42,7 @@ from protofed.data.sources.published import ManualDownload, RemoteFile, plain
 from protofed.data.task import DataMissing
 from protofed.errors import ProtofedError, unknown
 from protofed.files import write_atomic
+from protofed.silence import Silence
 from protofed.version import __version__
 
 SUMS = "SHA256SUMS.json"
@@ -209,14 +210,22 @@ class _Bar:
             transient=True,
         )
         self._task = self.progress.add_task(escape(title), total=None)
+        self._console, self._title = console, title
+        self._got, self._silence = 0, Silence()
         self.started, self.total = False, 0  # pooch sets the total if the server reports it
 
     def update(self, n: int) -> None:
         self.started = True
         self.progress.update(self._task, total=self.total or None, advance=n)
+        self._got += n
+        if self.progress.disable and self._silence.too_long():
+            of = f" of {decimal(self.total)}" if self.total else ""
+            text = escape(f"{self._title}: {decimal(self._got)}{of}")
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def reset(self) -> None:
         self.progress.update(self._task, completed=0)
+        self._got = 0
 
     def close(self) -> None:
         self.progress.refresh()

@@ -16,6 +16,7 @@ from protofed.errors import printable
 from protofed.federation.simulation import Federation, Observer
 from protofed.runs.records import Record, beside, shown
 from protofed.runs.result import Result
+from protofed.silence import Silence
 
 BAR, NARROW_BAR, NARROW = 24, 10, 100
 """The width of the bar; a terminal with fewer characters than the last has the narrow one."""
@@ -111,6 +112,7 @@ class RunProgress(Observer):
         self.rounds, self.unseen = config.rounds, config.leave_out
         self.earlier_rounds = len(records)
         self.started = time.perf_counter()
+        self.silence = Silence()
         resumed = f", resumed after round {len(records)}" if records else ""
         clients = f"{len(federation.clients)} client{'s' * (len(federation.clients) > 1)}"
         self.console.print(
@@ -147,11 +149,13 @@ class RunProgress(Observer):
             round=round,
             state=self._state(f"client {done}/{total}"),
         )
+        self._under_way(round, f"{done} of {total} clients trained")
 
     def tested(self, round: int, done: int, total: int) -> None:
         """Show how many models have been tested, if there are several."""
         if total > 1:
             self.bar.update(self.bar_task, state=self._state(f"tested {done}/{total}"))
+            self._under_way(round, f"{done} of {total} models tested")
 
     def round(self, record: Record) -> None:
         done = record["round"]
@@ -162,8 +166,15 @@ class RunProgress(Observer):
         if not self.live:
             text = f"round {done}/{self.rounds}  {accuracies(record, self.unseen)}  {left}"
             print_plain(self.console, text)
+            self.silence.end()
         if done == self.rounds:
             self.bar.stop()
+
+    def _under_way(self, round: int, work: str) -> None:
+        """A line now and then in a round that takes long, where there is no bar."""
+        if not self.live and self.silence.too_long():
+            spent = duration(self.silence.seconds)
+            print_plain(self.console, f"round {round}/{self.rounds}  {work}, {spent} so far")
 
     def _state(self, work: str = "") -> str:
         """What is under way and the latest accuracies, as far as the terminal has room for them.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol, cast
 
 from protofed.config import Config, task_settings
 from protofed.data import Task, load_task
@@ -33,6 +34,11 @@ class Notebook(Protocol):
     def confusion(self, result: Result, domain: str, task: Task | None) -> Any: ...
 
 
+def _notebook() -> Notebook:
+    """``protofed.report.notebook``, by name: runs do not import what draws and analyzes them."""
+    return cast(Notebook, import_module("protofed.report.notebook"))
+
+
 @dataclass(frozen=True)
 class ClientHistory:
     """What a run recorded about one client. Rounds count from 1.
@@ -51,9 +57,6 @@ class ClientHistory:
 @dataclass
 class Result:
     """The result of a run. In a notebook it shows its table and its curves."""
-
-    notebook: ClassVar[Notebook]
-    """``protofed/__init__.py`` sets it: runs do not import what draws and analyzes them."""
 
     config: Config
     rounds: Records
@@ -151,19 +154,19 @@ class Result:
 
     def predict(self, images: Any, client: str | None = None) -> list[str]:
         """The class of each image, as ``protofed.load_model`` predicts it."""
-        return self.notebook.predict(self, images, client)
+        return _notebook().predict(self, images, client)
 
     def prototypes(self, round: int | None = None) -> Any:
         """The prototypes of a round that was kept (None: the last), as in ``protofed.analysis``."""
-        return self.notebook.prototypes(self, round)
+        return _notebook().prototypes(self, round)
 
     def confusion(self, domain: str, task: Task | None = None) -> Any:
         """Counts [K, K] on a domain's test images: row = true class, column = predicted."""
-        return self.notebook.confusion(self, domain, task)
+        return _notebook().confusion(self, domain, task)
 
     def plot(self) -> bytes:
         """The accuracy curves as PNG."""
-        return self.notebook.plot(self)
+        return _notebook().plot(self)
 
     def __repr__(self) -> str:
         accuracy = shown(self.accuracy, self.config.leave_out)
@@ -171,7 +174,7 @@ class Result:
         return f"<{self.summary['method']} on {self.config.task}, seed {self.config.seed}: {text}>"
 
     def _repr_html_(self) -> str:
-        return self.notebook.html(self)
+        return _notebook().html(self)
 
 
 def load_run(folder: str | Path, model: bool = True) -> Result:

@@ -38,6 +38,7 @@ from protofed.observers.progress import accuracies, duration, print_plain
 from protofed.runs.artifacts import rounds_to_keep
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import VALIDATION, Records, beside
+from protofed.silence import Silence
 from protofed.studies.render import natural_width
 
 POLL_SECONDS = 0.3
@@ -240,7 +241,7 @@ def _settle(job: Job) -> None:
 
 
 def _run(jobs: Sequence[Job], todo: Sequence[Job], runner: Runner, console: Console) -> None:
-    began, left = time.perf_counter(), list(todo)
+    began, left, silence = time.perf_counter(), list(todo), Silence()
     live = Live(console=console, transient=True, refresh_per_second=4)
     with live if console.is_terminal else contextlib.nullcontext():
         while left:
@@ -253,8 +254,10 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], runner: Runner, console: Cons
                     runner.poll(job, console)
             if console.is_terminal:
                 live.update(display(jobs, began, runner.at_once, console))
-            else:
-                _print_rounds(left, console)
+            elif _print_rounds(left, console):
+                silence.end()
+            elif silence.too_long():
+                print_plain(console, _so_far(jobs, began))
             left = [job for job in left if job.state not in ("done", "failed")]
 
 
@@ -459,12 +462,9 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
             escape(state.get(job.state, job.state)),
             *({"full": (job.accuracies,), "average": (job.average,)}.get(accuracy, ())),
         )
-    count = Counter(job.state for job in jobs)
-    words = [f"{count['done']} of {len(jobs)} done"]
-    words += [f"{count[s]} {s}" for s in ("running", "elsewhere", "failed") if count[s]]
     left_all = time_left(jobs, at_once)
     table.add_row(
-        f"{', '.join(words)}, {duration(time.perf_counter() - began)} so far",
+        _so_far(jobs, began),
         f"{sum(j.rounds for j in jobs)}/{sum(j.config.rounds for j in jobs)}",
         f"{duration(left_all)} left" if left_all is not None else "",
         *[""] * bool(accuracy),
@@ -473,16 +473,27 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
     return table
 
 
+def _so_far(jobs: Sequence[Job], began: float) -> str:
+    """``3 of 8 done, 2 running, 4:10 min so far``."""
+    count = Counter(job.state for job in jobs)
+    words = [f"{count['done']} of {len(jobs)} done"]
+    words += [f"{count[s]} {s}" for s in ("running", "elsewhere", "failed") if count[s]]
+    return f"{', '.join(words)}, {duration(time.perf_counter() - began)} so far"
+
+
 def time_left(jobs: Sequence[Job], at_once: int) -> float | None:
     """Seconds until all are done."""
     seconds = expected_seconds(jobs)
     return sum(seconds.values()) / max(1, min(at_once, len(seconds))) if seconds else None
 
 
-def _print_rounds(jobs: Sequence[Job], console: Console) -> None:
+def _print_rounds(jobs: Sequence[Job], console: Console) -> bool:
+    """Print the latest round of each run that has a new one; whether there was any."""
+    printed = False
     for job in jobs:
         if job.started and len(job.records) > job.printed:  # not of another process
             left = job.seconds_left
             text = f"{job.name}  round {len(job.records)}/{job.config.rounds}  {job.accuracies}"
             print_plain(console, text + (f"  {duration(left)} left" if left else ""))
-            job.printed = len(job.records)
+            job.printed, printed = len(job.records), True
+    return printed
