@@ -13,6 +13,7 @@ ORDER = (
     "version errors control_groups cores fused keys files shape toml tree user_code cluster",
     "prototypes models",
     "augmix styles",
+    "adain",
     "method",
     "methods",
     "data",
