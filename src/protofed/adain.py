@@ -93,8 +93,8 @@ def _path(what: str, value: str) -> str:
     if not value.startswith(FILE):
         raise ProtofedError(
             f"the style transfer needs a file with the weights of its {what}",
-            f"--set {what}={FILE}PATH, with encoder={FILE}vgg_normalised.pth and "
-            f"decoder={FILE}decoder.pth of the public PyTorch release of AdaIN",
+            f"--set encoder={FILE}vgg_normalised.pth --set decoder={FILE}decoder.pth name those of "
+            "the public PyTorch release of AdaIN",
         )
     return value.removeprefix(FILE)
 
@@ -122,12 +122,8 @@ def _loaded(
             f"in '{paths[1]}' {outputs} of {taken}",
             "they must be of the same release, and images have 3",
         )
-    kinds = {"device": device, "dtype": dtype}
-    return StyleTransfer(
-        {name: t.to(**kinds) for name, t in used.items()},
-        {name: t.to(**kinds) for name, t in decoder.items()},
-        channels,
-    )
+    parts = ({n: t.to(device, dtype) for n, t in part.items()} for part in (used, decoder))
+    return StyleTransfer(*parts, channels)
 
 
 def _number(name: str) -> int:
