@@ -122,8 +122,8 @@ def _loaded(
             f"in '{paths[1]}' {outputs} of {taken}",
             "they must be of the same release, and images have 3",
         )
-    parts = ({n: t.to(device, dtype) for n, t in part.items()} for part in (used, decoder))
-    return StyleTransfer(*parts, channels)
+    own, theirs = ({n: t.to(device, dtype) for n, t in f.items()} for f in (used, decoder))
+    return StyleTransfer(own, theirs, channels)
 
 
 def _number(name: str) -> int:
