@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -107,10 +107,11 @@ def _stamp(path: str) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
-@lru_cache(maxsize=4)
+@cache
 def _loaded(
     paths: tuple[str, str], stamps: object, device: torch.device, dtype: torch.dtype
 ) -> StyleTransfer:
+    """Kept as long as the process: a recorded CUDA graph reads these tensors at their addresses."""
     encoder, decoder = map(read_weights, paths)
     last = len(ENCODER)
     used = {name: t for name, t in encoder.items() if not _number(name) >= last}
@@ -122,7 +123,8 @@ def _loaded(
             f"in '{paths[1]}' {outputs} of {taken}",
             "they must be of the same release, and images have 3",
         )
-    own, theirs = ({n: t.to(device, dtype) for n, t in f.items()} for f in (used, decoder))
+    # a copy from the host is complete when it returns, so every GPU stream may read it
+    own, theirs = ({n: t.to(dtype).to(device) for n, t in f.items()} for f in (used, decoder))
     return StyleTransfer(own, theirs, channels)
 
 

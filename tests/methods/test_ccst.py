@@ -18,6 +18,7 @@ from protofed import keys, tree
 from protofed.adain import style_transfer
 from protofed.cli.app import app
 from protofed.config import make_config, method_files
+from protofed.data import Images
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Federation
 from protofed.method import Batch, Client, Sizes
@@ -124,6 +125,26 @@ def test_few_images_hold_a_style_back() -> None:
     client.min_class_count = 2
     with pytest.raises(ProtofedError, match="styles of single images"):
         client.method.upload(client)
+
+
+def test_who_holds_a_style_back_is_not_drawn() -> None:
+    found = Federation(
+        make_config(tiny_task(), "ccst", FILES, **SHORT, min_class_count=20), tiny_task()
+    )
+    small = found.clients["left-0"]
+    rows = torch.arange(10)
+    small = small.with_images(Images(small.images.x[rows], small.images.y[rows]))
+    train, found.engine.train = (
+        found.engine.train,
+        lambda clients, *args: train(
+            [small if c.name == small.name else c for c in clients], *args
+        ),
+    )
+    for _ in range(2):
+        found.run_round()
+        bank = found.server.state["bank"]
+        assert bank["mask"].tolist() == [0, 1, 1, 1]
+        assert not bank["style"][0].any() and bank["style"][1:].flatten(1).any(1).all()
 
 
 # ---- (2) --------------------------------------------------------------------------------------
