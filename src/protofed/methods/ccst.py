@@ -18,8 +18,8 @@ channels. Every client sends its own, and the server sends the bank of all to al
                         down: the textures and colors of a client's images, in single mode of some
                         of its images. The paper tries to reconstruct images from styles, without
                         success; that is no proof
-    cost                Φ and Ψ for every image of every step, many times what a small model costs;
-                        Φ for all images after each round, in single mode for N
+    cost                Φ and Ψ for every image of every step, which is more than a ResNet-10's own
+                        step; Φ for all images after each round, in single mode for N
 
 The weights of Φ and Ψ are not part of Protofed. Name the files of the public PyTorch release of
 AdaIN: `--set encoder=file:vgg_normalised.pth --set decoder=file:decoder.pth`, as they are or as
