@@ -13,16 +13,20 @@ import dataclasses
 import inspect
 import re
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from results_page import RESULTS, results, write_figure
+from safetensors.torch import save_file
 from styles_page import StylesPage
 
 from protofed import tree
+from protofed.adain import DECODER, ENCODER
 from protofed.config import PANELS, PROTOCOLS, SETTINGS, TASK_PROTOCOL
 from protofed.data import Augment, Images
 from protofed.federation.client_round import train_client
@@ -36,6 +40,11 @@ from protofed.models import Network, build
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "methods"
 CLASSES, CLIENTS = 10, 10
+ADAIN = {
+    "encoder": (ENCODER, (3, 3, 64, 64, 128, 128, 256, 256, 256, 256, 512)),
+    "decoder": (DECODER, (512, 256, 256, 256, 256, 128, 128, 64, 64, 3)),
+}
+"""The layers of the public files, and the channels of the image and after each convolution."""
 ELSEWHERE = ("privacy", "robust")
 """Studies whose tables have pages of their own."""
 
@@ -187,8 +196,9 @@ def _toml(value: object) -> str:
 
 
 def _traffic(cls: type[Method]) -> list[str]:
-    method = cls()
-    slots, sent = method.slots, _round(method)
+    with tempfile.TemporaryDirectory() as folder:
+        method = cls.create(_files(cls, Path(folder)))
+        slots, sent = method.slots, _round(method)
     words: Mapping[str, Mapping[str, str]] = {
         "up": {"model": slots.model, **slots.up},
         "down": {"model": slots.model, **slots.down},
@@ -208,6 +218,23 @@ def _traffic(cls: type[Method]) -> list[str]:
         "Per client and round, for a ResNet-10 with 10 classes, 512 features, 32×32 images and ten "
         f"clients. The server {keeps}.",
     ]
+
+
+def _files(cls: type[Method], folder: Path) -> dict[str, str]:
+    """Files for a method that needs some, of the public ones' sizes: AdaIN's two networks."""
+    if not {"encoder", "decoder"} <= cls.hypers().keys():
+        return {}
+    named = {}
+    for name, (layers, channels) in ADAIN.items():
+        places = [place for place, layer in enumerate(layers) if layer == "conv"]
+        weights = {}
+        for place, (inputs, outputs) in zip(places, pairwise(channels), strict=True):
+            side = 3 if place else 1
+            weights[f"{place}.weight"] = torch.zeros(outputs, inputs, side, side)
+            weights[f"{place}.bias"] = torch.zeros(outputs)
+        save_file(weights, folder / f"{name}.safetensors")
+        named[name] = f"file:{folder / name}.safetensors"
+    return named
 
 
 def _shapes(entries: Slot) -> str:

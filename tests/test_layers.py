@@ -14,6 +14,7 @@ ORDER = (
     "cluster",
     "prototypes models",
     "augmix styles",
+    "adain",
     "method",
     "methods",
     "data",

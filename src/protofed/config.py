@@ -26,7 +26,7 @@ from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.data.task import MAX_IMAGE_PIXELS, Reading
 from protofed.data.unpack import MAX_UNPACKED_GB
 from protofed.errors import ProtofedError, unknown
-from protofed.files import FORMAT, check_format, expand_user
+from protofed.files import FILE, FORMAT, check_format, expand_user
 from protofed.method import READING, Method
 from protofed.methods import create, fingerprint, known_class, method_class, reference
 from protofed.models import LARGE_IMAGE, LARGE_MODEL, NORMS
@@ -606,10 +606,7 @@ class Config:
             for name, s in SETTINGS.items()
             if s.hashed and not ((value := getattr(self, name)) == s.default and s.later)
         }
-        options = {
-            name: FOLDER if isinstance(value, str) and value.startswith(FOLDER) else value
-            for name, value in self.method.options().items()
-        }
+        options = {name: without_path(value) for name, value in self.method.options().items()}
         parts["task"] = short_task(self.task)
         parts["method"] = [self.method.name, fingerprint(self.method), options]
         return short_hash(parts)
@@ -727,6 +724,12 @@ def training_options(values: Mapping[str, Any]) -> list[str]:
 
 CHOSEN = ("image_size", "model", "batch", "epochs", "augment", "pixel_range")
 """The settings that are chosen to suit a folder's images, and None until these are known."""
+
+
+def without_path(option: Any) -> Any:
+    """A hyper-parameter's value, with ``folder:`` or ``file:`` alone where it has a path."""
+    kinds = [kind for kind in (FOLDER, FILE) if isinstance(option, str) and option.startswith(kind)]
+    return kinds[0] if kinds else option
 
 
 def without_paths(name: str, value: Any) -> Any:
@@ -883,6 +886,9 @@ def make_config(
         task = task.info
     info = describe(task) if isinstance(task, str) else task
     made = _method(method, options, info.name)
+    # a run must find its files again from any working directory
+    paths = {n: path and expand_user(path).absolute() for n, path in method_files(made).items()}
+    made = with_files(made, paths)
     given = {k: v for k, v in given.items() if v is not None}
     require_known("setting", given, SETTINGS)
     given = check_settings(given)
@@ -950,6 +956,19 @@ def check_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if checked.get("pixel_range") is not None:
         parse_range(checked["pixel_range"])
     return checked
+
+
+def method_files(method: Method) -> dict[str, str]:
+    """The paths of the files that a method's hyper-parameters name, by hyper-parameter."""
+    return {n: v.removeprefix(FILE) for n, v in method.options().items() if without_path(v) == FILE}
+
+
+def with_files(method: Method, files: Mapping[str, str | Path]) -> Method:
+    """The method with other paths in the hyper-parameters that name files."""
+    options = method.options()
+    named = {name: f"{FILE}{path}" for name, path in files.items()}
+    changed = {name: value for name, value in named.items() if value != options[name]}
+    return method.with_options(**changed) if changed else method
 
 
 def _method(method: str | Method, options: Mapping[str, Any] | None, task: str) -> Method:

@@ -22,6 +22,10 @@ From format 2 on, every file of a run carries a checksum.
 """
 
 
+FILE = "file:"
+"""What the value of a hyper-parameter starts with that names a file."""
+
+
 class CannotWrite(ProtofedError, OSError):
     """A full disk or a place without write permission; also an ``OSError``."""
 

@@ -1,9 +1,9 @@
 """The contract of a method: the hooks it may override, and what they see.
 
-A method imports only this module, torch, ``prototypes``, ``styles`` and ``augmix``. It is a frozen
-dataclass of hyper-parameters with a few functions on named tensors. The defaults of ``Method`` are
-FedAvg; a subclass overrides what its paper changes. It never loops over data, clients or devices,
-and nothing outside ``methods/`` mentions a method by name.
+A method imports only this module, torch, ``prototypes``, ``styles``, ``augmix`` and ``adain``. It
+is a frozen dataclass of hyper-parameters with a few functions on named tensors. The defaults of
+``Method`` are FedAvg; a subclass overrides what its paper changes. It never loops over data,
+clients or devices, and nothing outside ``methods/`` mentions a method by name.
 
     round t:  broadcast(server) ─► each client: phases ─► forward, loss ─► upload
               ─► weights, aggregate ─► the server's next state ─► predict on every test set
@@ -682,7 +682,7 @@ class Client:
         Without the classes that have fewer than ``min_class_count`` samples. In float32 even where
         the network computes in bfloat16: prototypes are made of them.
         """
-        out = [(widened(self.forward_with({}, x).feature), y) for x, y in self._batches("train")]
+        out = [(widened(self.forward_with({}, x).feature), y) for x, y in self.batches("train")]
         z_nd, y_n = map(torch.cat, zip(*out, strict=True))
         if self.small_classes is not None:
             large_n = ~self.small_classes[y_n]
@@ -703,7 +703,7 @@ class Client:
                 raise _AllSeen
             return x
 
-        for x, _ in self._batches("train"):
+        for x, _ in self.batches("train"):
             with suppress(_AllSeen):
                 self.forward_with(model or {}, x, look)
         return {stage: torch.cat(styles) for stage, styles in found.items()}
@@ -720,6 +720,12 @@ class Client:
             for stage, s in styles.items()
         }
 
+    def batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images x and labels y of a part, ``train`` or ``holdout``, without augmentation."""
+        if self.clean is None:
+            raise RuntimeError("the server has no samples: only clients do")
+        return self.clean(part)
+
     def public_logits(self) -> Tensor:
         """Logits [N, K] of the next round's public images: a clean pass, no gradient."""
         if self.public is None:
@@ -733,7 +739,7 @@ class Client:
     def evaluate(self, model: Slot, part: str = "holdout") -> dict[str, float]:
         """Accuracy (0 to 1) and mean cross-entropy of a model on a part of the client's data."""
         right = loss = count = 0.0
-        for x, y in self._batches(part):
+        for x, y in self.batches(part):
             logits = widened(self.forward_with(model, x).logits)
             right += float((logits.argmax(1) == y).sum())
             loss += float(F.cross_entropy(logits, y, reduction="sum"))
@@ -781,7 +787,7 @@ class Client:
 
     def collect_post(self, between: Between | None = None) -> None:
         """Fill the class sums in a clean pass over the training samples."""
-        for x, y in self._batches("train"):
+        for x, y in self.batches("train"):
             self._add(self.forward_with({}, x, between).feature, y)
 
     def clipped_sums(self, clip: float) -> tuple[Tensor, Tensor]:
@@ -790,7 +796,7 @@ class Client:
         A feature that is not finite counts as 0: it must not show in the sum of the others.
         """
         self.begin_prototypes()
-        for x, y in self._batches("train"):
+        for x, y in self.batches("train"):
             feature_Bd = widened(self.forward_with({}, x).feature).nan_to_num()
             length_B = feature_Bd.norm(dim=1)
             self._add(feature_Bd * (clip / length_B).clamp(max=1)[:, None], y)
@@ -803,11 +809,6 @@ class Client:
             self._sums = added
         else:
             torch._foreach_add_(self._sums, added)
-
-    def _batches(self, part: str) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.clean is None:
-            raise RuntimeError("the server has no samples: only clients do")
-        return self.clean(part)
 
 
 class _AllSeen(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,12 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 from PIL import Image
 
-from protofed.config import Config, make_config
+from protofed.config import Config, make_config, method_files
 from protofed.data import Share, load_task
 from protofed.deploy.client_app import handle
 from protofed.deploy.coordinator import Coordinator
 from protofed.deploy.members import Member, Members
-from protofed.deploy.spec import make_spec, pack, unpack
+from protofed.deploy.spec import FILES, make_spec, pack, unpack, with_own_files
 from protofed.federation import simulation as federation
 
 SITES = ("scan-0", "print-0", "photo-0")
@@ -207,9 +208,15 @@ class World:
         self.spec = pack(self.run)
         self.grid = FakeGrid(self.members, keys, folder / "homes", self.spec)
         self.out = folder / "run"
+        for path in method_files(self.config.method).values():  # every machine has a copy
+            for home in (folder / "server", *(folder / "homes").iterdir()):
+                copy = home / FILES / f"copy-of-{Path(path).name}"
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
 
     def coordinator(self) -> Coordinator:
-        return Coordinator(self.grid, self.members, unpack(self.spec), self.out, poll=0.005)
+        run = with_own_files(unpack(self.spec), self.folder / "server" / FILES, "the server")
+        return Coordinator(self.grid, self.members, run, self.out, poll=0.005)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 
 from flwr.app import Error, Message
 from tests.deploy.spoiled import set_values
-from tests.some_methods import REPEATS
+from tests.some_methods import REPEATS, options_of
 
 from protofed import tree
 from protofed.deploy import operator
@@ -55,7 +55,7 @@ def _numbers(records: Any) -> list[dict[str, Any]]:
 def test_the_model_equals_the_simulators_bit_for_bit(
     world: Callable[..., Any], tmp_path: Path, method: str, models: str
 ) -> None:
-    options = {"images": 24} if METHODS[method]().public_images else {}
+    options = options_of(method) | ({"images": 24} if METHODS[method]().public_images else {})
     w = world(method, options, rounds=2, model=models, samples=FEW)
     w.coordinator().run()
     oracle = run(config=w.config, out=tmp_path / "oracle")

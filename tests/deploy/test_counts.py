@@ -15,6 +15,7 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 from tests.deploy.flower_world import images, make_members, write_homes, write_site
 from tests.deploy.spoiled import set_values
+from tests.some_methods import options_of
 from typer.testing import CliRunner
 
 from protofed.cli.app import app
@@ -79,7 +80,7 @@ def test_a_cap_on_what_can_be_declared() -> None:
 def test_the_work_follows_from_the_images(method: str, single_thread: None) -> None:
     """Samples, steps and learning rate that a client reports, from its images alone."""
     task = tiny_task(samples=21, clients=1, spare=9)
-    options = {"images": 10} if METHODS[method]().public_images else {}
+    options = options_of(method) | ({"images": 10} if METHODS[method]().public_images else {})
     given = {**TINY, "batch": 4, "rounds": 3, "schedule": "cosine"}
     fed = Federation(make_config(task, method, options, **given), task)
     public = sum(fed.setup.public.counts.values()) if fed.setup.public else 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.simulated_cluster import FAST, simulated_cluster, thaw
+from tests.some_methods import made
 
 from protofed import tree
 from protofed.cluster import connected
@@ -109,7 +110,7 @@ def test_an_engine_that_was_closed_starts_again(cluster: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - CASES.keys()))
 def test_every_other_method_does_too(cluster: Any, name: str) -> None:
-    assert same(result(name), result(name, engine="ray", workers=2))
+    assert same(result(made(name)), result(made(name), engine="ray", workers=2))
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from weakref import ref
 
 import pytest
 import torch
-from tests.some_methods import SOME
+from tests.some_methods import SOME, made
 
 from protofed import tree
 from protofed.config import make_config
@@ -47,7 +47,7 @@ SETTINGS = {
 }
 
 
-def result(method: str, **settings: Any) -> Result:
+def result(method: str | Method, **settings: Any) -> Result:
     task = tiny_task(samples=18, clients=3, spare=12)
     return run(task, method, **{**SETTINGS, **settings})
 
@@ -59,7 +59,7 @@ def same(a: Result, b: Result) -> bool:
 
 @pytest.mark.parametrize("name", SOME)
 def test_every_method_equals_the_loop_bit_for_bit(name: str) -> None:
-    assert same(result(name), result(name, engine="workers", workers=2))
+    assert same(result(made(name)), result(made(name), engine="workers", workers=2))
 
 
 @pytest.mark.parametrize("name", ["local", "fedmd", "fedgh", "fedproto", "fedseproto"])

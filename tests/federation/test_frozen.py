@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.some_methods import SOME
+from tests.some_methods import SOME, made
 from torch import Tensor
 
 from protofed import tree
@@ -40,7 +40,7 @@ class Messages(Observer):
 @pytest.mark.parametrize("name", SOME)
 def test_a_frozen_backbone_stays_and_is_not_sent(name: str) -> None:
     task, seen = tiny_task(spare=12), Messages()
-    federation = Federation(make_config(task, name, **HEAD), task)
+    federation = Federation(make_config(task, made(name), **HEAD), task)
     before = tree.copy({"model": federation.make_network().state_dict()})["model"]
     records = [federation.run_round([seen]) for _ in range(2)]
     after = [federation.model, *federation.own_models().values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.some_methods import SOME
+from tests.some_methods import SOME, options_of
 
 from protofed.methods import METHODS
 from protofed.runs.run import run
@@ -18,7 +18,8 @@ SMALL: dict[str, Any] = {
 
 
 def refused(method: str, **settings: Any) -> list[Any]:
-    options = {"images": 24} if settings and METHODS[method]().public_images else {}
+    public = settings and METHODS[method]().public_images
+    options = options_of(method) | ({"images": 24} if public else {})
     found = run("glyphs", method, options=options, **settings)
     return [record["problems"] for record in found.rounds if "problems" in record]
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from protofed.methods import METHODS
 from protofed.runs.folder import RunFolder
 from tests.fuzz import tiny
 from tests.fuzz.harness import Fault, Guard, Tally, Wrong, judged, trials
@@ -31,7 +30,7 @@ FRESH_ONE_IN = 40
 def batch(number: int, folder: Path) -> Tally:
     """One trial: a command that is killed up to four times and then finishes."""
     tally, rng = Tally(), random.Random(f"kills:{number}")
-    names = list(METHODS)
+    names = tiny.METHODS_AS_THEY_ARE
     method, engine = names[number % len(names)], ENGINES[number // len(names) % 2]
     command = rng.choice(COMMANDS)
     methods = [method] if command == "run" else [method, rng.choice(names)]

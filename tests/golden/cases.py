@@ -26,6 +26,7 @@ from protofed.federation.cpu import one_thread
 from protofed.federation.facts import NUMERICS
 from protofed.federation.simulation import Federation
 from protofed.methods import METHODS
+from tests.some_methods import options_of
 
 FOLDER = Path(__file__).parent
 VALUES, HASHES = FOLDER / "values.json", FOLDER / "hashes.json"
@@ -76,6 +77,7 @@ def tiny_task() -> Task:
 
 
 def _simulated(method: str, options: Mapping[str, Any], **settings: Any) -> dict[str, Any]:
+    options = {**options_of(method), **options}
     config = make_config(tiny_task(), method, options, **{**SMALL, **settings})
     federation = Federation(config, tiny_task())
     records = [federation.run_round() for _ in range(config.rounds)]

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tests.some_methods import made
 
 from protofed import analysis, tree
 from protofed.config import make_config
@@ -62,7 +63,7 @@ class Recorder(Observer):
 @pytest.fixture(scope="module", params=list(METHODS))
 def finished(request, tmp_path_factory):
     """A method, its finished run with a folder, and what was sent in it."""
-    method, recorder = create(request.param), Recorder()
+    method, recorder = made(request.param), Recorder()
     out = tmp_path_factory.mktemp(request.param) / "run"
     result = run(tiny_task(spare=12), method, out=out, observers=[recorder], **SMALL)
     return method, result, recorder
@@ -243,6 +244,14 @@ def test_a_methods_file_names_its_paper_and_its_deviations(name):
 
 LAST_EPOCH, POST = {"proto_pass": "last_epoch"}, {"proto_pass": "post"}
 PAPER_DEFAULTS = {
+    "ccst": {
+        "encoder": "",
+        "decoder": "",
+        "styles": "overall",
+        "single": 16,
+        "variants": 3,
+        "enlarge": 2,
+    },
     "fedavg": {},
     "fedprox": {"mu": 1e-4},
     "protostyle": {

@@ -32,7 +32,7 @@ def imports(path):
     "path", [*sorted((SOURCE / "methods").glob("[!_]*.py")), *EXAMPLES.glob("*.py")], ids=str
 )
 def test_a_method_imports_the_contract_and_the_mathematics_alone(path):
-    allowed = {f"protofed.{name}" for name in ("method", "prototypes", "styles", "augmix")}
+    allowed = {f"protofed.{name}" for name in ("method", "prototypes", "styles", "augmix", "adain")}
     for module in imports(path):
         other_method = module.startswith("protofed.methods.") and path.parent.name == "methods"
         assert module in allowed or other_method, module

@@ -354,6 +354,9 @@ def test_the_caption_names_the_hyper_parameters_that_are_not_defaults():
     changed = METHODS["fpl"].create({"tau": 0.5})
     runs[1] = replace(runs[1], config=replace(runs[1].config, method=changed))
     assert "hyper-parameters: each method's defaults (fpl: tau=0.5);" in caption(runs)
+    named = METHODS["ccst"].create({"encoder": "file:/home/me/vgg.pth"})
+    named = replace(runs[1], config=replace(runs[1].config, method=named))
+    assert "defaults (fpl: encoder=file:vgg.pth);" in caption([runs[0], named])
     runs[1] = replace(runs[1], summary={**runs[1].summary, "method": "fpl, tau=0.5"})
     assert "each method's defaults but for what a row's name says;" in caption(runs)
     for label, said in (("FPL, tau=0.5", False), ("FPL, mine", True)):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from protofed.cli.options import SetOption
 from protofed.cli.output import console
+from protofed.cli.parse import assignments
 from protofed.data.info import TASKS
 from protofed.errors import ProtofedError, unknown
 from protofed.method import READING, READINGS
-from protofed.methods import METHODS, method_class
+from protofed.methods import METHODS, create, method_class
 
 CHECK = "check"
 
@@ -26,16 +29,20 @@ def methods(
     task: Annotated[
         str, typer.Option(help="Show the defaults that the paper gives for this task.")
     ] = "",
+    set_: SetOption = None,
 ) -> None:
     """List the methods, show one (protofed methods fpl), or check one.
 
     [bold]protofed methods check file.py:Class[/bold] runs the whole battery of checks on a method:
     gradients, weights at 0, a missing class, one client, resume, serialization, capture safety.
+    It is checked with its default hyper-parameters, or with those of --set.
     """
+    if set_ and name != CHECK:
+        raise ProtofedError("--set is for protofed methods check", "leave it out")
     if name == CHECK:
         if target is None:
             raise ProtofedError("check what?", "protofed methods check path/to/file.py:Class")
-        _check(target)
+        _check(target, assignments(set_))
     elif target is not None:
         raise ProtofedError(
             f"'{name} {target}' is not a method",
@@ -88,13 +95,14 @@ def _show(name: str, task: str) -> None:
         )
 
 
-def _check(target: str) -> None:
+def _check(target: str, options: Mapping[str, Any]) -> None:
     from protofed.testing import CheckResult, run_checks
 
     def show(verdict: CheckResult) -> None:
         console.print(escape(verdict.line()), highlight=False, soft_wrap=True)
 
-    verdicts = run_checks(method_class(target), show)
+    method = create(target, options) if options else method_class(target)
+    verdicts = run_checks(method, show)
     failed = [v for v in verdicts if v.failed]
     if failed:
         faults = sum(not v.same_as for v in failed)

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from protofed.config import merged_config, task_settings
+from protofed.config import merged_config, method_files, task_settings
 from protofed.data import load_task
 from protofed.data.info import FOLDER
 from protofed.deploy.members import FEDERATION_FILE, Members, read_members
 from protofed.deploy.programs import CONNECTION, NODES_FILE, flwr
 from protofed.deploy.run_log import says_run_is_over
-from protofed.deploy.spec import RunSpec, make_spec, pack
+from protofed.deploy.spec import FILES, RunSpec, make_spec, pack
 from protofed.deploy.templating import render
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import file_digest
@@ -112,6 +112,8 @@ def start(
         )
     if spec.config.weights is not None:
         write_atomic(_weights_file(folder, spec), Path(spec.config.weights).read_bytes())
+    for digest, path in zip(_files(spec), method_files(spec.config.method).values(), strict=True):
+        write_atomic(folder / FILES / digest, Path(path).read_bytes())
     app, own = folder / "apps" / "protofed", folder / "apps" / f"{spec.name}.toml"
     write_atomic(app / "pyproject.toml", render("app.toml"))
     how = {"resume": resume, "overwrite": overwrite, "confirm": confirm, "on_poison": on_poison}
@@ -130,6 +132,11 @@ def with_weights(folder: Path, spec: RunSpec) -> RunSpec:
     if file_digest(str(file)) != spec.facts.weights_digest:
         raise ProtofedError(f"'{file}' is not the file of weights that the run names")
     return replace(spec, config=replace(spec.config, weights=str(file)))
+
+
+def _files(spec: RunSpec) -> list[str]:
+    """The digests of the files that the run's method reads."""
+    return spec.facts.files_digest.split(",") if spec.facts.files_digest else []
 
 
 def _weights_file(folder: Path, spec: RunSpec) -> Path:

@@ -23,7 +23,7 @@ from protofed.deploy.members import read_members
 from protofed.deploy.operator import run_folder, with_weights
 from protofed.deploy.programs import FOLDER_VARIABLE
 from protofed.deploy.run_log import ENDED, log, log_path, logging_to
-from protofed.deploy.spec import unpack
+from protofed.deploy.spec import FILES, unpack, with_own_files
 from protofed.errors import ProtofedError
 from protofed.federation.cpu import one_thread
 from protofed.runs.run import tf32
@@ -47,9 +47,8 @@ def main(grid: Grid, context: Context) -> None:
             home = None if asked.get("confirm") else folder
             counts = Counts(home, spec.counts, members.max_samples)
             on_poison = str(asked.get("on-poison", ON_POISON[0]))
-            coordinator = Coordinator(
-                grid, members, with_weights(folder, spec), out, counts=counts, on_poison=on_poison
-            )
+            whole = with_own_files(with_weights(folder, spec), folder / FILES, "the server")
+            coordinator = Coordinator(grid, members, whole, out, counts=counts, on_poison=on_poison)
             coordinator.run(bool(asked.get("resume")), bool(asked.get("overwrite")))
         except ProtofedError as error:
             log.error("%s: %s", ENDED, error)

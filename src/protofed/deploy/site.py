@@ -29,7 +29,7 @@ from protofed.deploy.audit import AuditLog, contents
 from protofed.deploy.members import FEDERATION_FILE, Members, read_members, read_toml
 from protofed.deploy.messages import Answer, Request, read, write
 from protofed.deploy.policy import Approvals, Policy, read_policy
-from protofed.deploy.spec import RunSpec, asked_settings, unpack
+from protofed.deploy.spec import FILES, RunSpec, asked_settings, unpack, with_own_files
 from protofed.deploy.spending import Spending, Trained
 from protofed.deploy.wire import Refused, add_tree, read_tree
 from protofed.errors import Diverged, ProtofedError, unknown
@@ -281,9 +281,10 @@ def answer(site: SiteConfig, spec: str, content: RecordDict) -> RecordDict:
 def _answer(
     site: SiteConfig, run: RunSpec, spec: str, request: Request, received: Tree
 ) -> tuple[Answer, Tree]:
-    config, task, method = run.config, run.task, run.config.method
-    policy = site.policy
-    policy.check(config)
+    task, policy = run.task, site.policy
+    policy.check(run.config)
+    run = with_own_files(run, site.folder / FILES, f"site '{site.name}'")
+    config, method = run.config, run.config.method
     model = client_models(config.model, list(site.members.sites))[site.name]
     network = initial_network(config, task, model)
     setup = make_setup(config, task, network)

@@ -19,14 +19,21 @@ from typing import Any
 
 import torch
 
-from protofed.config import SETTINGS, Config, make_config, without_paths
+from protofed.config import (
+    SETTINGS,
+    Config,
+    make_config,
+    method_files,
+    with_files,
+    without_paths,
+)
 from protofed.data.info import FOLDER
 from protofed.data.task import Augment, Domain, Images, Task
 from protofed.deploy.counts import Count
 from protofed.deploy.installed import InstalledMethod, file_sha256
 from protofed.deploy.wire import Refused
 from protofed.errors import ProtofedError
-from protofed.federation.facts import Facts, discover
+from protofed.federation.facts import Facts, discover, file_digest
 from protofed.federation.model_fit import require_fit
 from protofed.federation.model_state import travel
 from protofed.federation.public_images import (
@@ -40,6 +47,9 @@ from protofed.method import Method
 from protofed.methods import METHODS, reference
 from protofed.models import Network
 from protofed.user_code import is_file
+
+FILES = "files"
+"""In a site's and the server's folder: copies of the files that methods read."""
 
 _NONE: Mapping[str, InstalledMethod] = MappingProxyType({})
 
@@ -143,6 +153,7 @@ def pack(spec: RunSpec) -> str:
     wanted = method.public_images
     if wanted is not None and wanted.source.startswith(FOLDER):
         method = method.with_options(public=FOLDER)  # its path on this machine stays here
+    method = with_files(method, dict.fromkeys(method_files(method), ""))  # and those of files
     parts = {
         "hash": spec.hash,
         "method": {**_named(method), "options": method.options()},
@@ -215,6 +226,26 @@ def unpack(text: str, methods: Mapping[str, InstalledMethod] = _NONE) -> RunSpec
             "server and sites need the same version of protofed",
         )
     return spec
+
+
+def with_own_files(spec: RunSpec, folder: Path, whose: str) -> RunSpec:
+    """The run with this machine's copies of the files that its method reads.
+
+    They are found in a folder by their content: no path that came with the run is opened.
+    """
+    method, digests = spec.config.method, (spec.facts.files_digest or "").split(",")
+    names = method_files(method)
+    if not names:
+        return spec
+    copies = sorted(path for path in folder.glob("*") if path.is_file())
+    there = {file_digest(str(path)): path for path in copies}
+    found = {name: there[d] for name, d in zip(names, digests, strict=False) if d in there}
+    if missing := [name for name in names if name not in found]:
+        raise Refused(
+            f"{whose} has no copy of the file that {method.name} needs as its {missing[0]}",
+            f"copy the file that the run was started with into {FILES}/ in its own folder",
+        )
+    return replace(spec, config=replace(spec.config, method=with_files(method, found)))
 
 
 def asked_settings(spec: RunSpec) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 import PIL
 import torch
 
-from protofed.config import AUTO, Config, short_hash, short_task
+from protofed.config import AUTO, Config, method_files, short_hash, short_task
 from protofed.cores import core_count
 from protofed.data import Task
 from protofed.errors import ProtofedError
@@ -43,7 +43,7 @@ WORK_QUEUES, MANY_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 SHORT_COMMIT = 7
 """How many characters of a commit are recorded."""
 
-DIGESTS = ("digest", "public_digest", "weights_digest", "model_digest")
+DIGESTS = ("digest", "public_digest", "weights_digest", "model_digest", "files_digest")
 """The facts that stand for what comes from files."""
 
 FACTS_SHAPE = {
@@ -58,7 +58,7 @@ FACTS_SHAPE = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What was found; the digests stand for images, weights and models that come from files."""
+    """What was found; the digests stand for images, weights, models and a method's own files."""
 
     numerics: int
     device: str
@@ -71,6 +71,7 @@ class Facts:
     versions: Mapping[str, str]
     weights_digest: str | None = None
     model_digest: str | None = None
+    files_digest: str | None = None
 
     def applied(self, config: Config) -> Config:
         return replace(config, device=self.device, precision=self.precision, engine=self.engine)
@@ -78,7 +79,8 @@ class Facts:
     def run_hash(self, config: Config) -> str:
         """A hash of the run: what was asked for, and the facts that can change its numbers."""
         found = [self.device, self.precision, self.digest, self.public_digest]
-        found += filter(None, (self.weights_digest, self.model_digest))  # added later than the rest
+        # added later than the rest
+        found += filter(None, (self.weights_digest, self.model_digest, self.files_digest))
         return short_hash([config.hash, found])
 
     def run_name(self, config: Config) -> str:
@@ -125,6 +127,7 @@ def discover(config: Config, task: Task) -> Facts:
         },
         weights_digest=config.weights and file_digest(config.weights),
         model_digest=",".join(file_digest(n.rpartition(":")[0]) for n in files) or None,
+        files_digest=",".join(map(file_digest, method_files(config.method).values())) or None,
     )
 
 

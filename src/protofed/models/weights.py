@@ -37,7 +37,7 @@ def load_weights(network: Network, model: str, path: str | Path) -> None:
             f"not for {model}",
             "choose one of these with --model",
         )
-    found = _read(Path(path))
+    found = read_weights(path)
     wanted = {_public_name(model, n): t for n, t in network.encoder.state_dict().items()}
     missing = [n for n in wanted if n not in found and not n.endswith(_BATCHES)]
     unused = [n for n in found if n not in wanted and not n.startswith(_HEADS)]
@@ -80,7 +80,9 @@ def public_name(name: str, blocks: tuple[int, ...]) -> str:
     return f"{stages[int(layer) - 4]}.{inner}.{entry}"
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def read_weights(path: str | Path) -> Mapping[str, Tensor]:
+    """The named tensors in a file; nothing in it is executed."""
+    path = Path(path)
     found: Any
     try:
         with path.open("rb") as file:

@@ -408,6 +408,7 @@ FACTS_IN_WORDS = {
     "digest": "images (digest)",
     "weights_digest": "weights (digest)",
     "model_digest": "the model's code (digest)",
+    "files_digest": "the method's files (digest)",
 }
 
 

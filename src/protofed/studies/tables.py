@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
-from protofed.config import EACH, training_options
+from protofed.config import EACH, training_options, without_path
 from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
@@ -625,13 +625,20 @@ def _aim(labels: Collection[str], baseline: str, target: float | None, last: int
     return f"; rounds and MB to {aim}: until {reached} reaches it"
 
 
+def _shown(value: Any) -> str:
+    """A hyper-parameter's value; of a path, the last part alone."""
+    if (kind := without_path(value)) != value:
+        return f"{kind}{Path(value).name}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _hyper_parameters(measures: Sequence[Measure]) -> str:
     """Which methods have other hyper-parameters than their defaults, unless their label says it."""
     found: dict[str, str] = {}
     named = ""
     for m in measures:
         changed = changed_options(m.settings).items()
-        words = [f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in changed]
+        words = [f"{k}={_shown(v)}" for k, v in changed]
         if any(word in m.label for word in words):
             named = " but for what a row's name says"
         if words := [word for word in words if word not in m.label]:

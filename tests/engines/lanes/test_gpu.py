@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from tests.some_methods import made
 
 from protofed import tree
 from protofed.config import make_config
@@ -67,7 +68,7 @@ def apart(loop: Result, lanes: Result) -> float:
 def test_every_method_agrees_in_float64(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # none of ours may fall back to eager execution
-        loop, lanes = both(METHODS[name](), rounds=3, precision="fp64")
+        loop, lanes = both(made(name), rounds=3, precision="fp64")
     # 6 steps a client and round; a τ of 0.02 multiplies rounding by 50 in each
     assert apart(loop, lanes) < 1e-8
     for a, b in zip(loop.rounds, lanes.rounds, strict=True):
@@ -102,7 +103,7 @@ AMPLIFIED = {
 def test_the_first_steps_agree_in_float32(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loop, lanes = both(METHODS[name](), rounds=1, epochs=1, batch=5, precision="fp32")
+        loop, lanes = both(made(name), rounds=1, epochs=1, batch=5, precision="fp32")
     assert apart(loop, lanes) < AMPLIFIED.get(name, 1e-4)
 
 
@@ -110,7 +111,7 @@ def test_the_first_steps_agree_in_float32(name: str) -> None:
 def test_bfloat16_runs_and_stays_finite(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, lanes = both(METHODS[name](), rounds=6, precision="bf16")
+        _, lanes = both(made(name), rounds=6, precision="bf16")
     models = (lanes.model, *lanes.client_models.values())
     assert all(torch.isfinite(t).all() for model in models for t in model.values())
 
@@ -134,8 +135,8 @@ def test_large_models_and_frozen_parts_agree(name: str, settings: dict[str, obje
     large = {"model": "resnet18_imagenet", "width": 8, "norm": None, **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loop, lanes = both(METHODS[name](), 8, rounds=1, epochs=1, precision="fp64", **large)
-        both(METHODS[name](), 8, rounds=2, epochs=1, precision="bf16", **large)
+        loop, lanes = both(made(name), 8, rounds=1, epochs=1, precision="fp64", **large)
+        both(made(name), 8, rounds=2, epochs=1, precision="bf16", **large)
     assert apart(loop, lanes) < 1e-7
     for a, b in zip(loop.rounds, lanes.rounds, strict=True):
         assert (a["bytes_up"], a["bytes_down"]) == (b["bytes_up"], b["bytes_down"])
@@ -146,7 +147,7 @@ def test_clients_with_different_models_agree(name: str) -> None:
     """Each stream has a network and graphs for each model, and takes clients of both."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loop, lanes = both(METHODS[name](), rounds=3, precision="fp64", model="cnn3,cnn2")
+        loop, lanes = both(made(name), rounds=3, precision="fp64", model="cnn3,cnn2")
     assert apart(loop, lanes) < 1e-8
     for a, b in zip(loop.rounds, lanes.rounds, strict=True):
         assert a["accuracy"] == b["accuracy"]
@@ -158,7 +159,7 @@ def test_clients_with_different_models_agree(name: str) -> None:
 def test_residual_networks_agree(name: str) -> None:
     """Here BatchNorm, the shortcut's addition and ReLU are one kernel."""
     settings = {"model": "resnet10", "width": 8, "rounds": 2, "precision": "fp64"}
-    loop, lanes = both(METHODS[name](), **settings)
+    loop, lanes = both(made(name), **settings)
     assert apart(loop, lanes) < 1e-8
 
 
@@ -166,8 +167,8 @@ def test_residual_networks_agree(name: str) -> None:
 def test_longer_runs_end_at_the_same_accuracy(name: str) -> None:
     """Rounding errors grow, so models drift apart; their accuracy must not."""
     common = {"rounds": 12, "seed": 0}
-    loop = run("glyphs", METHODS[name](), engine="workers", device="cpu", **common)
-    lanes = run("glyphs", METHODS[name](), engine="lanes", device="cuda", **common)
+    loop = run("glyphs", made(name), engine="workers", device="cpu", **common)
+    lanes = run("glyphs", made(name), engine="lanes", device="cuda", **common)
     last = [[r["average"] for r in result.rounds[-5:]] for result in (loop, lanes)]
     assert abs(sum(last[0]) - sum(last[1])) / 5 < 3, last
 
