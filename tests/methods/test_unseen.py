@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tests.some_methods import made
 
 from protofed import tree
 from protofed.config import make_config
@@ -14,7 +15,7 @@ from protofed.data.task import Domain, Images
 from protofed.federation.batches import ClientBatches
 from protofed.federation.simulation import Federation
 from protofed.keys import generator
-from protofed.methods import METHODS, FedAvgGA, create
+from protofed.methods import METHODS, FedAvgGA
 from protofed.runs.run import run
 from protofed.testing.checks import CLASSES, SHORT, tiny_task
 
@@ -94,13 +95,13 @@ def clean(request, tmp_path_factory):
     """A method's run on clean images, with a domain left out or none."""
     name, left_out = request.param
     settings = {**SMALL, **(UNSEEN if left_out else {}), "keep_rounds": "all"}
-    result = run(task(), name, out=tmp_path_factory.mktemp(name) / "run", **settings)
+    result = run(task(), made(name), out=tmp_path_factory.mktemp(name) / "run", **settings)
     return name, left_out, settings, result
 
 
 def test_no_test_image_is_used_for_training_weights_or_selection(clean, tmp_path):
     name, left_out, settings, result = clean
-    spoilt = run(poisoned(task(), left_out), name, out=tmp_path / "spoilt", **settings)
+    spoilt = run(poisoned(task(), left_out), made(name), out=tmp_path / "spoilt", **settings)
     before, after = content(result.folder), content(spoilt.folder)
     assert list(before) == list(after)
     assert [f for f in before if before[f] != after[f]] == []
@@ -123,7 +124,7 @@ def test_the_unseen_domain_is_only_tested_on(clean):
     state, about = tree.load(result.folder / "checkpoint.safetensors")
     assert set(about["clients"]) <= {"left-0", "left-1"}
     assert all(t.isfinite().all() for slot in state.values() for t in slot.values())
-    if create(name).evaluates != "global":
+    if made(name).evaluates != "global":
         return
     # the score is that of the shared model that was written down, counted once more
     federation = Federation(unseen_config(name), task())
@@ -149,7 +150,7 @@ def test_the_poison_is_found_where_it_is_used():
 
 
 def unseen_config(name):
-    return make_config(task(), name, **SMALL, **UNSEEN)
+    return make_config(task(), made(name), **SMALL, **UNSEEN)
 
 
 def test_copa_asks_the_heads_of_the_seen_domains(tmp_path):
