@@ -56,6 +56,14 @@ assert "torch" in sys.modules and not hasattr(protofed, "nothing")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
+@pytest.mark.parametrize(
+    "name", ["observers.profile.Profile", "observers.tensorboard.TensorBoard", "testing.check"]
+)
+def test_what_the_docs_name_needs_no_other_import(name: str) -> None:
+    code = f"import protofed; protofed.{name}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="'protofed' has no attribute 'rum'"):
         protofed.rum  # noqa: B018
