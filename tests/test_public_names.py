@@ -25,7 +25,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 def test_type_checkers_see_the_same_names() -> None:
     """Those that they read are imported from where the names are at run time."""
-    (block,) = [node for node in TREE.body if isinstance(node, ast.If)]
+    block, _ = (node for node in TREE.body if isinstance(node, ast.If))
     seen = {"__version__"}
     for node in block.body:
         assert isinstance(node, ast.ImportFrom) and node.module
@@ -34,6 +34,14 @@ def test_type_checkers_see_the_same_names() -> None:
             assert getattr(protofed, alias.name) is getattr(module, alias.name)
             seen.add(alias.name)
     assert seen == set(protofed.__all__)
+
+
+def test_type_checkers_see_no_other_names() -> None:
+    """With a ``__getattr__`` in sight, they would take ``protofed.laod_run`` for a name."""
+    functions = [node.name for node in TREE.body if isinstance(node, ast.FunctionDef)]
+    assert functions == ["__dir__"]
+    *_, block = (node for node in TREE.body if isinstance(node, ast.If))
+    assert ast.unparse(block.test) == "not TYPE_CHECKING"
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:
@@ -45,6 +53,14 @@ assert "torch" not in sys.modules
 protofed.data.load_task
 assert "torch" in sys.modules and not hasattr(protofed, "nothing")
 """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    "name", ["observers.profile.Profile", "observers.tensorboard.TensorBoard", "testing.check"]
+)
+def test_what_the_docs_name_needs_no_other_import(name: str) -> None:
+    code = f"import protofed; protofed.{name}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 

@@ -64,14 +64,16 @@ _HOME = {
 """The module of each public name; the other public names are modules themselves."""
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-        globals()[name] = found
-        return found
-    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
-        return import_module(f"{__name__}.{name}")  # which makes it an attribute
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+if not TYPE_CHECKING:  # they would take any misspelled name for one that exists
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+            globals()[name] = found
+            return found
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")  # which makes it an attribute
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -732,10 +732,18 @@ def without_path(option: Any) -> Any:
     return kinds[0] if kinds else option
 
 
+def short_option(option: Any) -> Any:
+    """A hyper-parameter's value; of a path, the last part alone."""
+    kind = without_path(option)
+    return option if kind == option else f"{kind}{Path(option).name}"
+
+
 def without_paths(name: str, value: Any) -> Any:
-    """A setting's value as a run's hash has it: facts have the digests of files."""
+    """A setting's value, or the method's table, as in a run's hash: facts have files' digests."""
     if name == "weights" and value is not None:
         return "file"
+    if name == "method" and isinstance(value, Mapping):
+        return {option: without_path(v) for option, v in value.items()}
     return without_folders(value) if name == "model" and value is not None else value
 
 

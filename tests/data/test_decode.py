@@ -12,7 +12,15 @@ import pytest
 from PIL import Image, features
 
 from protofed.data import decode as module
-from protofed.data.decode import BadImage, Budget, decode, decode_all, measure, parse_range
+from protofed.data.decode import (
+    BadImage,
+    Budget,
+    decode,
+    decode_all,
+    measure,
+    no_other_limit,
+    parse_range,
+)
 from protofed.data.task import Sample
 from protofed.errors import ProtofedError
 
@@ -164,6 +172,18 @@ def test_a_limit_above_that_of_pillow(pictures: Any, monkeypatch: pytest.MonkeyP
     assert rows([Sample("x", 0, lambda: content)], 1000) == {}
     assert Image.MAX_IMAGE_PIXELS == 100
     assert "20 pixels" in rows([Sample("x", 0, lambda: content)], 400)[0]
+
+
+def test_pillows_limit_is_back_after_the_last_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a server predicts in several threads, which leave in the order they came."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    first, second = no_other_limit(), no_other_limit()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert Image.MAX_IMAGE_PIXELS is None
+    second.__exit__(None, None, None)
+    assert Image.MAX_IMAGE_PIXELS == 100
 
 
 def test_a_file_too_large_for_an_image_is_not_read() -> None:

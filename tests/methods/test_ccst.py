@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from protofed.method import Batch, Client, Sizes
 from protofed.methods import CCST, create
 from protofed.models import build
 from protofed.runs import load_run
+from protofed.runs.folder import RunFolder
+from protofed.runs.pool import Pool
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
 
@@ -287,6 +291,19 @@ def test_a_run_resumes_only_with_the_same_files(tmp_path: Path) -> None:
     resumed = run(task, "ccst", options=FILES, out=out, resume=True, **longer)
     whole = run(task, "ccst", options=FILES, **longer)
     assert tree.equal({"": resumed.model}, {"": whole.model})
+
+
+def test_files_may_move_and_packed_runs_have_their_names_alone(tmp_path: Path) -> None:
+    task, files, moved = tiny_task(), copied(tmp_path / "a"), copied(tmp_path / "b")
+    result = run(task, "ccst", options=files, out=tmp_path / "runs" / "run", **SHORT)
+    folder = RunFolder(tmp_path / "runs" / "run")
+    now = make_config(task, "ccst", moved, **SHORT)
+    assert folder.differences(replace(now, device="cpu"), result.facts) == []
+    assert folder.differences(replace(now, device="cpu", rounds=3), result.facts)
+    (stored,) = Pool(tmp_path / "runs").runs
+    packed = json.loads(stored.line())["config"]["options"]
+    assert packed["encoder"] == "file:my-encoder.safetensors" and packed["enlarge"] == 2
+    assert str(tmp_path) not in stored.line()
 
 
 def test_a_model_is_used_without_the_files(tmp_path: Path) -> None:

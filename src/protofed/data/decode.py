@@ -49,6 +49,8 @@ _CHUNK = 32
 # Not all the formats that Pillow knows: it would hand PostScript to a program that runs it.
 _FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "JPEG2000", "AVIF")
 
+_LIFTING, _LIFTED = threading.Lock(), list[int | None]()
+
 _NOT_AN_IMAGE = "it is not an image, or its format (HEIC, SVG, raw, ...) cannot be read"
 
 # What Pillow's plugins raise on bytes that are not an image, or a truncated one.
@@ -326,12 +328,17 @@ def _for_all(
 
 @contextlib.contextmanager
 def no_other_limit() -> Iterator[None]:
-    """Lift Pillow's own limit on pixels, which cannot be set for one image."""
-    before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    """Lift Pillow's own limit on pixels, which cannot be set for one image or one thread."""
+    with _LIFTING:
+        _LIFTED.append(Image.MAX_IMAGE_PIXELS)
+        Image.MAX_IMAGE_PIXELS = None
     try:
         yield
     finally:
-        Image.MAX_IMAGE_PIXELS = before
+        with _LIFTING:
+            first = _LIFTED.pop()  # of the last thread to leave, what the first one found
+            if not _LIFTED:
+                Image.MAX_IMAGE_PIXELS = first
 
 
 def _rgb(image: Image.Image) -> Image.Image:

@@ -19,7 +19,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config, check_settings, without_paths
+from protofed.config import AUTO, Config, check_settings, short_option, without_paths
 from protofed.errors import ProtofedError
 from protofed.federation.facts import DIGESTS, FACTS_SHAPE, NUMERICS, Facts
 from protofed.files import Damaged, sealed, unsealed, write_atomic
@@ -116,10 +116,13 @@ class StoredRun:
         return Result(config, self.records, self.summary, facts=facts, analysis=self.analysis)
 
     def line(self, analysis: Mapping[str, Any] | None = None) -> str:
+        # without the paths of files
+        config = {k: without_paths(k, v) for k, v in self.config.items() if k != "data"}
+        if "options" in config:
+            config["options"] = {n: short_option(v) for n, v in config["options"].items()}
         parts = {
             "name": self.name,
-            # without the paths of files
-            "config": {k: without_paths(k, v) for k, v in self.config.items() if k != "data"},
+            "config": config,
             "facts": self.facts,
             "summary": self.summary,
             # what each client did is three quarters of a run, and no table needs it

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protofed.config import Config
+from protofed.config import Config, short_option
 from protofed.federation.facts import Facts
 from protofed.runs.records import SEEN, SELECTION, Records, digest, last_mean, shown
 
@@ -56,7 +56,7 @@ def summarize(
         "data": data,
         "skipped": list(skipped),
         "method": method.name,
-        "hyper_parameters": method.options(),
+        "hyper_parameters": {n: short_option(v) for n, v in method.options().items()},
         "protocol": config.protocol,
         "seed": config.seed,
         "hash": hash,

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
-from protofed.config import EACH, training_options, without_path
+from protofed.config import EACH, short_option, training_options
 from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
@@ -627,9 +627,7 @@ def _aim(labels: Collection[str], baseline: str, target: float | None, last: int
 
 def _shown(value: Any) -> str:
     """A hyper-parameter's value; of a path, the last part alone."""
-    if (kind := without_path(value)) != value:
-        return f"{kind}{Path(value).name}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(short_option(value))
 
 
 def _hyper_parameters(measures: Sequence[Measure]) -> str:
