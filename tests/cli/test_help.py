@@ -141,6 +141,8 @@ def test_version_and_nothing(protofed: Protofed) -> None:
         (["run", "--round", "3"], "--round"),
         (["run", "--rounds", "x"], "x"),
         (["runn"], "runn"),
+        (["compar"], "Did you mean 'compare'"),
+        (["study", "tabel"], "Did you mean 'table'"),
         (["compare", "--participation", "half"], "half"),
     ],
 )
@@ -150,4 +152,5 @@ def test_a_mistyped_option_or_command(
     code, out, err = protofed(*args)
     assert (code, out) == (2, "")
     assert word in err
+    assert err.count("Did you mean") <= 1
     assert list(tmp_path.iterdir()) == []

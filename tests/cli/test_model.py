@@ -35,6 +35,7 @@ def call(*arguments: str | Path) -> str:
     if isinstance(found.exception, ProtofedError):
         raise found.exception
     assert found.exit_code == 0, found.output
+    assert "\n\n" not in f"\n{found.stderr}"
     return found.stdout
 
 

@@ -122,12 +122,15 @@ def test_load_run_needs_no_images(tmp_path: Path) -> None:
 
 
 def test_load_run_of_what_is_no_finished_run(tmp_path: Path) -> None:
+    with pytest.raises(ProtofedError, match=r"is not a run's folder$"):  # perhaps a pool
+        load_run(tmp_path)
+    (tmp_path / "config.toml").touch()
     with pytest.raises(ProtofedError, match=r"no finished run.*--resume"):
         load_run(tmp_path)
     with pytest.raises(ProtofedError, match="there is no folder"):
         load_run(tmp_path / "nowhere")
     (tmp_path / "study.toml").touch()
-    with pytest.raises(ProtofedError, match=r"is a study's folder.*one of the runs"):
+    with pytest.raises(ProtofedError, match=r"is a study's folder.*one of the runs in its pool"):
         load_run(tmp_path)
 
 

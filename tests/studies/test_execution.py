@@ -416,10 +416,11 @@ def test_the_display_counts_and_estimates(tmp_path: Path) -> None:
     assert rows[-1][0] == "1 of 4 done, 1 elsewhere, 0 s so far"
     assert rows[-1][2] == "6 s left"
     many = [replace(jobs[0], name=f"job {i}") for i in range(30)]
-    many[7].state = "running"
+    many[7].state, many[7].before = "running", 1  # it was resumed after a round
     table = display(many, time.perf_counter(), 2, Console(width=120))
-    names = list(table.columns[0].cells)
+    names, _, left, _ = (list(column.cells) for column in table.columns)
     assert names[:-1] == ["job 7"], "of many, only those under way"
+    assert left[0] == "in round 2"
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 40])

@@ -42,7 +42,8 @@ def test_an_unfinished_run(tmp_path: Path) -> None:
     (run / "summary.json").unlink()
     text = (run / "config.toml").read_text().partition("format = 2\n")[2]
     (run / "config.toml").write_text(text.replace("rounds = 1", "rounds = 9"))
-    assert "1 of 9 rounds (not finished" in text_of(run)
+    resume = f"protofed run --config {run / 'config.toml'} --out {run} --resume"
+    assert f"1 of 9 rounds (not finished: {resume})" in text_of(run)
     (run / "rounds.jsonl").write_text("")
     assert "none of the 9 rounds is complete" in text_of(run)
 

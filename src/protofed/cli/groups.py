@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from click import Command, Context
+from click import Command, Context, UsageError
 from typer.core import TyperGroup
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -20,3 +20,13 @@ class CommandGroup(TyperGroup):
         if found is not None and found.help:
             found.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(found.help))
         return found
+
+    def resolve_command(
+        self, ctx: Context, args: list[str]
+    ) -> tuple[str | None, Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except UsageError as error:
+            if "Did you mean" in error.message:  # by typer; click would say it again
+                vars(error)["possibilities"] = None
+            raise

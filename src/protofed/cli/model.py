@@ -6,8 +6,9 @@ import csv
 import io
 import math
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -36,6 +37,7 @@ ClientOption = Annotated[
 ]
 errors = Console(stderr=True, emoji=False)
 DeviceOption = Annotated[str, typer.Option("--device", help="cpu, cuda or auto.")]
+T = TypeVar("T")
 READING = ("skip_bad", "max_image_pixels")
 """The settings of commands that read images from elsewhere."""
 
@@ -75,7 +77,7 @@ def predict(
     rows: list[dict[str, Any]] = []
     bad: list[str] = []
     chunks = [files[i : i + trained.batch] for i in range(0, len(files), trained.batch)]
-    for chunk in track(chunks, "predicting", console=errors, transient=True):
+    for chunk in _tracked(chunks, "predicting"):
         rows += _predictions(trained, chunk, bad if skip_bad else None)
     for line in bad:
         said = printable(f"skipped: {line}")
@@ -96,6 +98,11 @@ def predict(
         beyond = f"cosine distance above {float(rows[0]['far_beyond']):.3f}"
         note = f", {far} of them far from all prototypes ({beyond})"
     say(f"{len(rows)} image{'s' * (len(rows) > 1)}{note}: {out}")
+
+
+def _tracked(items: Iterable[T], doing: str) -> Iterable[T]:
+    """The items with a progress bar on a terminal; elsewhere it would leave an empty line."""
+    return track(items, doing, console=errors, transient=True, disable=not errors.is_terminal)
 
 
 def _predictions(
@@ -239,7 +246,7 @@ def evaluate(
             "convert them as the images of the run were",
         )
     found: dict[str, Metrics] = {}
-    for domain in track(loaded.domains, "evaluating", console=errors, transient=True):
+    for domain in _tracked(loaded.domains, "evaluating"):
         images = tested_images(loaded, domain, unseen)
         if all_images:
             images = _every_image(loaded, domain)

@@ -96,7 +96,8 @@ def _time(config: Config, task: Task) -> str:
         f"{most}about {duration(config.rounds * a_round)} a run: {config.rounds} × "
         f"{duration(a_round)}, "
         f"as {' and '.join(config.models)} takes {1000 * image:.1f} ms an "
-        f"image here ({at_once} at a time); methods with further passes take longer"
+        f"image here ({at_once} client{'s' * (at_once > 1)} at a time); methods with "
+        "further passes take longer"
     )
 
 

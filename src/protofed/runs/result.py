@@ -188,7 +188,11 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
         if not found.path.is_dir():
             raise ProtofedError(f"there is no folder '{folder}'")
         if (found.path / "study.toml").is_file():
-            raise ProtofedError(f"'{folder}' is a study's folder", "name one of the runs in it")
+            raise ProtofedError(
+                f"'{folder}' is a study's folder", "name one of the runs in its pool"
+            )
+        if not found.exists:
+            raise ProtofedError(f"'{folder}' is not a run's folder")
         raise ProtofedError(f"'{folder}' holds no finished run", "finish it with --resume")
     summary, records = found.summary(), found.records()
     config = stored_config(found.settings(), summary["method"])

@@ -454,7 +454,7 @@ def _display(jobs: Sequence[Job], began: float, at_once: int, accuracy: str) -> 
     under_way = [job for job in jobs if job.state in ("running", "elsewhere")]
     for job in jobs if len(jobs) <= SHOWN else under_way[:SHOWN]:
         left = job.seconds_left
-        running = duration(left) if left is not None else "starting"
+        running = duration(left) if left is not None else f"in round {job.rounds + 1}"
         state = {"running": running, "elsewhere": "in another process"}
         table.add_row(
             escape(job.name),

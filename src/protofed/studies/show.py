@@ -52,7 +52,7 @@ def lines(folder: Path) -> list[str]:
     done, asked = len(records), config["rounds"]
     state = " (stopped early)" if done < asked else ""
     if not summary:
-        resume = f"protofed run --config {folder / 'config.toml'} --resume"
+        resume = f"protofed run --config {folder / 'config.toml'} --out {folder} --resume"
         state = f" [yellow](not finished: {escape(resume)})[/yellow]"
     if not records:
         return [*text, f"none of the {asked} rounds is complete"]
