@@ -17,7 +17,7 @@ from torch import Tensor
 
 from protofed.adain import DECODER, ENCODER
 from protofed.method import Method
-from protofed.methods import METHODS, create
+from protofed.methods import METHODS, WITHOUT_FILES, create
 
 ALWAYS = (
     "ccst", "fedavg", "fedbn", "fedmd", "fedproto", "fpl", "i2pfl", "mixstyle", "scaffold",
@@ -28,7 +28,7 @@ ALWAYS = (
 REPEATS = {n: [] if n in ALWAYS else [pytest.mark.slow] for n in METHODS}
 SOME = [pytest.param(n, marks=marks) for n, marks in REPEATS.items()]
 
-NEED_FILES = ("ccst",)
+NEED_FILES = [name for name in METHODS if name not in WITHOUT_FILES]
 """The methods that do not run as they are, but need the files that ``options_of`` names."""
 
 

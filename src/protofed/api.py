@@ -15,7 +15,7 @@ from protofed.data import Task
 from protofed.errors import ProtofedError
 from protofed.federation.simulation import Observer
 from protofed.method import Method
-from protofed.methods import METHODS
+from protofed.methods import WITHOUT_FILES
 from protofed.observers.progress import RunProgress, print_plain, protocol_line
 from protofed.runs.result import Result
 from protofed.runs.run import run as run_federation
@@ -75,7 +75,7 @@ def run(
 
 def compare(
     task: str = "glyphs",
-    methods: Iterable[str | Method] | Mapping[str, str | Method] = tuple(METHODS),
+    methods: Iterable[str | Method] | Mapping[str, str | Method] = WITHOUT_FILES,
     *,
     seeds: int = 1,
     options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -91,11 +91,12 @@ def compare(
     """Run methods on the same clients, as ``protofed compare`` does.
 
     ``methods`` are names, ``"path/to/file.py:Class"`` or method objects; a mapping gives the rows
-    labels of their own. ``options`` has hyper-parameters by row: ``{"fpl": {"tau": 0.05}}``. The
-    runs are kept in the pool ``runs``; those that are already there are not repeated. ``jobs`` of
-    them run at a time; None: one per core, and on GPUs as many as measurements suggest. ``mps`` is
-    whether they share GPUs through NVIDIA's MPS; None: if it works. With ``ray`` (``"local"``,
-    ``"auto"`` or ``"HOST:PORT"``) they run on a cluster, each with ``gpus_per_run``.
+    labels of their own. By default, they are all that need no files. ``options`` has
+    hyper-parameters by row: ``{"fpl": {"tau": 0.05}}``. The runs are kept in the pool ``runs``;
+    those that are already there are not repeated. ``jobs`` of them run at a time; None: one per
+    core, and on GPUs as many as measurements suggest. ``mps`` is whether they share GPUs through
+    NVIDIA's MPS; None: if it works. With ``ray`` (``"local"``, ``"auto"`` or ``"HOST:PORT"``) they
+    run on a cluster, each with ``gpus_per_run``.
 
     >>> table = protofed.compare("glyphs", ["fedavg", "fpl"], rounds=5)
     >>> print(table)

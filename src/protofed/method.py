@@ -167,6 +167,7 @@ class Hyper:
     FedAvg bit for bit (``protofed methods check`` tests it). ``per_task`` holds defaults that the
     paper gives for particular tasks. ``printed`` is the value of ``reading=printed``, the paper's
     equations and algorithm to the letter; None: that of the default, ``reading=published``.
+    ``file`` marks one that names a file (``file:PATH``) without which the method cannot run.
     """
 
     symbol: str
@@ -178,6 +179,7 @@ class Hyper:
     weight: bool = False
     per_task: Mapping[str, Any] = field(default_factory=dict)
     printed: Any = None
+    file: bool = False
 
 
 READING, READINGS = "reading", ("published", "printed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -15,8 +16,12 @@ from tests.cli.commands import DIVERGES, MINE, TINY, Done, call, succeed
 from tests.studies.in_process import run_in_process, start_nothing
 from tests.studies.made_runs import DOMAINS, image_folder, make_runs, rising
 
+import protofed
+from protofed.cli import compare as commands
+from protofed.methods import METHODS
 from protofed.studies.adhoc import adhoc
 from protofed.studies.folder import StudyFolder
+from protofed.studies.launch import Asked
 from protofed.studies.plan import PlannedRun
 
 Protofed = Callable[..., Done]
@@ -31,6 +36,16 @@ def files(folder: Path) -> dict[Path, bytes]:
 
 def runs_in(pool: Path) -> list[Path]:
     return [path.parent for path in pool.glob("*/config.toml")]
+
+
+def test_all_methods_are_those_that_need_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Asked] = []
+    monkeypatch.setattr(commands, "run_and_print", lambda found, *_: asked.extend(found))
+    succeed("compare", *TINY)
+    succeed("compare", *TINY, "--methods", "all")
+    by_default = inspect.signature(protofed.compare).parameters["methods"].default
+    for rows in (by_default, *(one.study.rows for one in asked)):
+        assert {*METHODS} - {*rows} == {"ccst"}
 
 
 # ---- one comparison, with processes -------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import protofed
 from protofed.errors import ProtofedError
+from protofed.methods import WITHOUT_FILES
 from protofed.runs.folder import RunFolder
 from protofed.runs.result import load_run
 from tests.fuzz import tiny
@@ -35,7 +36,7 @@ def damaged(content: bytes, kind: str, rng: random.Random, other: bytes) -> byte
 
 def batch(number: int, folder: Path) -> Tally:
     """All corruptions of a batch are of one method's run."""
-    tally, names = Tally(), tiny.METHODS_AS_THEY_ARE
+    tally, names = Tally(), WITHOUT_FILES
     method = names[number % len(names)]
     rng = random.Random(f"corruptions:{number}")
     with Guard.off():

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from protofed.methods import WITHOUT_FILES
 from protofed.runs.folder import RunFolder
 from tests.fuzz import tiny
 from tests.fuzz.harness import Fault, Guard, Tally, Wrong, judged, trials
@@ -30,7 +31,7 @@ FRESH_ONE_IN = 40
 def batch(number: int, folder: Path) -> Tally:
     """One trial: a command that is killed up to four times and then finishes."""
     tally, rng = Tally(), random.Random(f"kills:{number}")
-    names = tiny.METHODS_AS_THEY_ARE
+    names = WITHOUT_FILES
     method, engine = names[number % len(names)], ENGINES[number // len(names) % 2]
     command = rng.choice(COMMANDS)
     methods = [method] if command == "run" else [method, rng.choice(names)]

@@ -28,14 +28,12 @@ from protofed.runs.folder import RunFolder
 from protofed.runs.records import without_times
 from protofed.tree import Tree
 from tests.fuzz.harness import Guard
-from tests.some_methods import NEED_FILES
 
 SETTINGS: dict[str, str] = {
     "model": "cnn2", "width": "2", "rounds": "4", "epochs": "1", "batch": "8", "clients": "2",
     "samples": "10", "image_size": "8", "checkpoint_every": "1", "device": "cpu",
     "precision": "fp32", "protocol": "fpl",
 }  # fmt: skip
-METHODS_AS_THEY_ARE = [name for name in METHODS if name not in NEED_FILES]
 PATIENCE_SECONDS = 120
 KILLED = "killed by the fuzzer"
 

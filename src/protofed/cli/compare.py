@@ -33,7 +33,10 @@ def compare(
     *,
     task: TaskOption = None,
     methods: Annotated[
-        str, typer.Option(help="Comma-separated names, or all; file.py:Class works too.")
+        str,
+        typer.Option(
+            help="Comma-separated names, or all that need no files; file.py:Class works too."
+        ),
     ] = "all",
     seeds: SeedsOption = 1,
     set_: SetOfMethodOption = None,
@@ -53,10 +56,10 @@ def compare(
     [bold]--leave-out each[/bold] tests on domains that no client has: one run without each
     domain, and one table with the accuracy on each unseen domain and their average.
     """
-    from protofed.methods import METHODS
+    from protofed.methods import WITHOUT_FILES
     from protofed.studies.adhoc import comparison, method_rows
 
-    names = list(METHODS) if methods == "all" else words(methods)
+    names = list(WITHOUT_FILES) if methods == "all" else words(methods)
     rows = method_rows(names)
     options = by_method(assignments(set_), {label: label for label in rows})
     asked = comparison(task or "glyphs", names, seeds, options, settings)

@@ -42,11 +42,16 @@ def _built_in() -> dict[str, type[Method]]:
 
 METHODS: dict[str, type[Method]] = _built_in()
 
+WITHOUT_FILES = tuple(
+    name for name, cls in METHODS.items() if not any(h.file for h in cls.hypers().values())
+)
+"""The methods that run as they are; the others need files that a user must have."""
+
 _CLASSES = {cls.__name__: cls for cls in METHODS.values()}
 globals().update(_CLASSES)
 
 __all__ = [
-    *("METHODS", "RecordedMethod", "create", "fingerprint", "known_class"),
+    *("METHODS", "WITHOUT_FILES", "RecordedMethod", "create", "fingerprint", "known_class"),
     *("method_class", "reference", "trust_code"),
     *_CLASSES,
 ]

@@ -85,8 +85,10 @@ class CCST(Method):
     weighting = "uniform"
     slots = Slots(up={"style": "VGG styles of its images"}, down={"bank": "those of all clients"})
 
-    encoder: str = hyper("", "Φ", "the encoder's weights, needed: file:vgg_normalised.pth")
-    decoder: str = hyper("", "Ψ", "the decoder's weights, needed: file:decoder.pth")
+    encoder: str = hyper(
+        "", "Φ", "the encoder's weights, needed: file:vgg_normalised.pth", file=True
+    )
+    decoder: str = hyper("", "Ψ", "the decoder's weights, needed: file:decoder.pth", file=True)
     styles: str = hyper(
         "overall",
         "",
