@@ -892,6 +892,19 @@ class ServerView:
         kept = self.state[slot]
         return {n: t.expand(len(self.clients), *t.shape[1:]) for n, t in kept.items()}
 
+    def each_style(self, slot: str, sent: Mapping[str, Tensor]) -> Slot:
+        """Such a slot of a ``style`` and a ``mask``, with what these clients sent in their places.
+
+        A style of zeros is that of a client that has none to send: it keeps its earlier one.
+        """
+        kept = self.each_client(slot)
+        style, mask = [*kept["style"]], kept["mask"].clone()
+        for name, own in sent.items():
+            if own.any():
+                place = self.clients.index(name)
+                style[place], mask[place] = own, 1
+        return {"style": torch.stack(style), "mask": mask}
+
     def generator(self, *purpose: int | str) -> np.random.Generator:
         """A random generator keyed by the run's seed, the round and a purpose."""
         return keys.generator(self.seed, self.round, *purpose)

@@ -37,7 +37,7 @@ Deviations
          overall styles are the same in each. Images are those of the task, `enlarge` times as large
          (bilinear); the paper's code enlarges images of 227 pixels to 512. 1e-5 is added to a
          variance. A single style's variance is divided by positions − 1, the code's by positions.
-         The paper has a single style of every image in the bank; here N, drawn anew in each round.
+         The paper has a single style of every image in the bank; here N, drawn in each round.
     (2)  The authors redraw every image once and store it as a JPEG file; here images are redrawn
          when they are seen, after crops and flips, and shrunk to the task's size. Pixels are
          clamped to [0, 1] in both. Their code draws one single style for a batch.
@@ -179,13 +179,8 @@ class CCST(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and the round's styles in their clients' places."""
-        kept = server.each_client("bank")
-        style, mask = [*kept["style"]], kept["mask"].clone()
-        for update in updates:
-            place, sent = server.clients.index(update.name), update["style"]["style"]
-            if sent.any():
-                style[place], mask[place] = sent, 1
-        return {"model": mean, "bank": {"style": torch.stack(style), "mask": mask}}
+        sent = {u.name: u["style"]["style"] for u in updates}
+        return {"model": mean, "bank": server.each_style("bank", sent)}
 
     def broadcast(self, server: ServerView) -> Tree:
         """The bank with the clients' ids: one who draws its own style keeps the image."""

@@ -128,16 +128,16 @@ class FedRDN(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, the round's statistics in their clients' places, and their mean."""
-        kept = server.each_client("statistics")
-        style, mask = [*kept["style"]], kept["mask"].clone()
+        sent = {}
         for update in updates:
-            place, (mu, sigma) = server.clients.index(update.name), update["statistics"]["style"]
+            mu, sigma = update["statistics"]["style"]
             if sigma.any():  # divide by no less than the deviation of a map of one color
-                style[place], mask[place] = torch.stack([mu, sigma.clamp(min=EPS**0.5)]), 1
-        style_M2C = torch.stack(style)
+                sent[update.name] = torch.stack([mu, sigma.clamp(min=EPS**0.5)])
+        statistics = server.each_style("statistics", sent)
+        style_M2C, mask = statistics["style"], statistics["mask"]
         known = style_M2C[mask > 0] if mask.any() else style_M2C
         model = {**mean, BUFFER: known.mean(0).to(mean[BUFFER].dtype)}
-        return {"model": model, "statistics": {"style": style_M2C, "mask": mask}}
+        return {"model": model, "statistics": statistics}
 
     def broadcast(self, server: ServerView) -> Tree:
         statistics = server.each_client("statistics")

@@ -185,13 +185,8 @@ class StableFDG(Method):
 
     def aggregate(self, server: ServerView, mean: Slot, updates: Updates) -> Tree:
         """FedAvg, and the round's styles in their clients' places."""
-        kept = server.each_client("styles")
-        style, mask = [*kept["style"]], kept["mask"].clone()
-        for update in updates:
-            place, sent = server.clients.index(update.name), update["styles"]["style"]
-            if sent.any():
-                style[place], mask[place] = sent, 1
-        return {"model": mean, "styles": {"style": torch.stack(style), "mask": mask}}
+        sent = {u.name: u["styles"]["style"] for u in updates}
+        return {"model": mean, "styles": server.each_style("styles", sent)}
 
     def broadcast(self, server: ServerView) -> Tree:
         """(2): for each client its partner's style; a client finds its place by its id."""
