@@ -172,7 +172,7 @@ def _hypers(cls: type[Method]) -> list[str]:
         meaning = hyper.meaning
         if hyper.choices:
             meaning += f" ({', '.join(f'`{choice}`' for choice in hyper.choices)})"
-        default = f"`{_toml(cls.defaults()[name])}`"
+        default = "must be given" if hyper.file else f"`{_toml(cls.defaults()[name])}`"
         for task, value in hyper.per_task.items():
             default += f", {task} `{_toml(value)}`"
         printed = default if hyper.printed is None else f"`{_toml(hyper.printed)}`"

@@ -357,3 +357,13 @@ def test_it_is_shown_and_checked_at_the_command_line() -> None:
     checked = CliRunner().invoke(app, ["methods", "check", "ccst", *sets])
     assert checked.exit_code == 0, checked.stdout
     assert "checks passed" in checked.stdout
+
+
+def test_what_describes_the_method_says_that_files_must_be_given():
+    shown = CliRunner().invoke(app, ["methods", "ccst"]).output
+    page = (Path(protofed.__file__).parents[2] / "docs/methods/ccst.md").read_text()
+    for name in ("encoder", "decoder"):
+        (line,) = (x for x in shown.splitlines() if x.split()[:1] == [name])
+        assert "must be given" in line
+        assert f"| `{name}` |" in page
+        assert "``" not in page.partition(f"| `{name}` |")[2].partition("\n")[0]

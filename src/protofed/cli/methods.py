@@ -83,7 +83,9 @@ def _show(name: str, task: str) -> None:
             meaning += f" [{' | '.join(hyper.choices)}]"
         if hyper.per_task and not task:
             meaning += f" ({', '.join(f'{t}: {v}' for t, v in hyper.per_task.items())})"
-        values = [str(column[key]) for column in columns.values()]
+        values = [
+            "must be given" if hyper.file else str(column[key]) for column in columns.values()
+        ]
         style = "bold" if key in switches else ""
         table.add_row(key, hyper.symbol, *values, escape(meaning), style=style)
     console.print()

@@ -85,10 +85,8 @@ class CCST(Method):
     weighting = "uniform"
     slots = Slots(up={"style": "VGG styles of its images"}, down={"bank": "those of all clients"})
 
-    encoder: str = hyper(
-        "", "Φ", "the encoder's weights, needed: file:vgg_normalised.pth", file=True
-    )
-    decoder: str = hyper("", "Ψ", "the decoder's weights, needed: file:decoder.pth", file=True)
+    encoder: str = hyper("", "Φ", "the weights of the encoder: file:vgg_normalised.pth", file=True)
+    decoder: str = hyper("", "Ψ", "the weights of the decoder: file:decoder.pth", file=True)
     styles: str = hyper(
         "overall",
         "",
