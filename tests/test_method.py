@@ -157,6 +157,17 @@ def test_a_methods_own_reading_is_a_hyper_parameter_like_others():
     assert Reader.create({"reading": 2}).reading == 2.0
 
 
+def test_a_whole_number_may_be_the_default_of_a_float():
+    @dataclass(frozen=True)
+    class Whole(Method):
+        name: ClassVar[str] = "whole"
+        mu: float = hyper(1, "μ", "weight")
+        least: "float" = hyper(0, "", "another")
+
+    assert Whole.create({"mu": 0.5}).options() == {"mu": 0.5, "least": 0.0}
+    assert type(Whole().mu) is float
+
+
 def test_without_weights_keeps_everything_else():
     off = FPL(tau=0.3, finch_level="first").without_weights()
     assert off == FPL(tau=0.3, finch_level="first", cpcl=0, upcr=0)
@@ -227,6 +238,11 @@ def test_slots_in_words():
     assert str(Slots(model="")) == "nothing"
     told = Slots(model="head", up={"a": "class means"}, down={"b": "prototypes"}, server={"c": "x"})
     assert str(told) == "head; class means (up); prototypes (down)"
+
+
+def test_the_model_is_not_a_slot_to_declare():
+    with pytest.raises(ProtofedError, match=r"declares 'model'.*Slots\(model=...\)"):
+        Slots(down={"model": "all of it"})
 
 
 # ---- sums over all weights whose gradients are written down: against autograd, in float64 --------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from protofed.config import make_config
 from protofed.errors import ProtofedError
@@ -245,6 +246,17 @@ def test_a_wrong_gradient():
     fails(result_of(Wrong, "gradients"), "'extra'", "autograd says", "finite differences say")
 
 
+def test_a_term_that_is_not_the_same_when_computed_again():
+    @dataclass(frozen=True)
+    class Noisy(Base):
+        def extra(self, client, batch, z):
+            return F.dropout(z, 0.5).square().mean()
+
+    found = result_of(Noisy, "gradients")
+    fails(found, "'extra' was", "computed again", "nn.Dropout", "client.uniform")
+    assert "detached_terms" not in found.detail
+
+
 def test_a_part_held_constant_must_be_declared():
     @dataclass(frozen=True)
     class Half(Base):
@@ -282,7 +294,7 @@ def test_a_weight_that_does_not_switch_its_term_off():
         def extra(self, client, batch, z):
             return (self.weight + 0.01) * (z * z).mean()
 
-    fails(result_of(Sticky, "weights 0 = FedAvg"), "weight = 0", "not FedAvg")
+    fails(result_of(Sticky, "weights 0 = FedAvg"), "weight = 0", "not FedAvg", "weight=True")
 
     @dataclass(frozen=True)
     class Right(Sticky):
@@ -291,6 +303,22 @@ def test_a_weight_that_does_not_switch_its_term_off():
 
     assert result_of(Right, "weights 0 = FedAvg").status == "passed"
     assert result_of(Base, "weights 0 = FedAvg").status == "skipped"
+
+
+def test_a_module_that_the_method_adds_is_not_compared_with_fedavg():
+    @dataclass(frozen=True)
+    class Added(Base):
+        weight: float = hyper(1.0, "w", "weight of the term", least=0, weight=True)
+
+        def network(self, backbone, sizes):
+            backbone.temperature = nn.Parameter(torch.ones(()))
+            return backbone
+
+        def extra(self, client, batch, z):
+            return self.weight * (z * client.network.temperature).square().mean()
+
+    result = result_of(Added, "weights 0 = FedAvg")
+    assert result.status == "passed", result.line()
 
 
 # ---- missing class, one client ------------------------------------------------------------------
@@ -594,6 +622,81 @@ def test_slots_that_are_declared_must_be_there():
             return Slots(up={"note": "a note"})
 
     fails(result_of(Declaring, "serialization"), "the upload", "declares ['note']")
+
+
+# ---- what hooks get and return ------------------------------------------------------------------
+
+
+def test_forward_that_returns_a_pair():
+    @dataclass(frozen=True)
+    class Pair(Base):
+        def forward(self, client, x):
+            return tuple(super().forward(client, x))
+
+    fails(result_of(Pair, "gradients"), "forward of broken returns (a tensor of", "return Output(")
+
+
+def test_a_slot_that_is_not_there_is_named_with_those_that_are():
+    @dataclass(frozen=True)
+    class Misspelled(Base):
+        def loss(self, client, batch):
+            return super().loss(client, batch) | {"v": client.received["protos"]["mean"].sum()}
+
+    fails(result_of(Misspelled, "gradients"), "KeyError: 'protos'", "client.received has model;")
+
+
+def test_a_slot_that_no_client_sends_is_named():
+    @dataclass(frozen=True)
+    class Misspelled(Base):
+        def aggregate(self, server, mean, updates):
+            return {"model": mean, "v": {"v": updates[0]["protos"]["mean"]}}
+
+    fails(result_of(Misspelled, "gradients"), "left-0 sent no slot 'protos'")
+
+
+@pytest.mark.parametrize("keep", [list, lambda layer: {"a": (layer,)}], ids=["list", "dict"])
+def test_a_module_that_pytorch_does_not_see(keep):
+    @dataclass(frozen=True)
+    class Hidden(Base):
+        def network(self, backbone, sizes):
+            layer = nn.Linear(sizes.features, 2)
+            backbone.extra = [layer] if keep is list else keep(layer)
+            return backbone
+
+    fails(result_of(Hidden, "one client"), "extra of the network holds a Linear", "nn.ModuleList")
+
+
+def test_a_list_of_modules_that_pytorch_sees_is_fine():
+    @dataclass(frozen=True)
+    class Listed(Base):
+        def network(self, backbone, sizes):
+            backbone.parts = [backbone.encoder, backbone.head]
+            return backbone
+
+    assert not result_of(Listed, "one client").failed
+
+
+def test_float32_slots_are_no_fault_where_a_check_computes_in_float64():
+    @dataclass(frozen=True)
+    class Similar(Base):
+        slots = Slots(down={"table": "rows"})
+
+        def init_server(self, model, sizes):
+            return {"table": {"rows": torch.ones(3, sizes.features)}}
+
+        def extra(self, client, batch, z):
+            return 0.01 * (z @ client.received["table"]["rows"].T).square().mean()
+
+    assert not any(r.failed for r in run_checks(Similar, only=["gradients", "capture-safety"]))
+
+
+def test_a_float32_tensor_of_a_loss_is_told_from_an_error_of_shape():
+    @dataclass(frozen=True)
+    class Single(Base):
+        def extra(self, client, batch, z):
+            return (z @ torch.ones(z.shape[1], 2)).mean()
+
+    fails(result_of(Single, "gradients"), "computes in float64")
 
 
 # ---- hot hooks ----------------------------------------------------------------------------------

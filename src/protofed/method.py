@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.errors import NoSecondDerivative, unknown
 from protofed.errors import ProtofedError as ProtofedError
 from protofed.models.network import Between as Between
@@ -152,6 +152,13 @@ class Slots:
     server: Mapping[str, str] = field(default_factory=dict)
     model: str = "model"
     rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any("model" in slots for slots in (self.up, self.down, self.client, self.server)):
+            raise ProtofedError(
+                "slots declares 'model', which every method has",
+                "leave it out; Slots(model=...) says in words which part of it travels",
+            )
 
     def __str__(self) -> str:
         ways = {"up": self.up, "down": self.down}
@@ -479,7 +486,7 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
     """The value as the field's type, or an error that says what is allowed."""
     hyper: Hyper = f.metadata.get("hyper", Hyper("", ""))
     where = f"hyper-parameter {f.name} of {method}"
-    kind: type = type(f.default)
+    kind: type = float if f.type in (float, "float") else type(f.default)  # float = hyper(1, ...)
     numbers = {float: Real, int: Integral}.get(kind)  # NumPy's included
     if numbers and isinstance(value, numbers) and not isinstance(value, bool):
         try:
@@ -621,9 +628,16 @@ class Client:
 
     def _pass(self, x: Tensor, between: Between | None) -> Output:
         if between is None or not self.restyles:
-            return self.method.forward(self, x)
-        with self.network.between(self.restyles, between):
-            return self.method.forward(self, x)
+            out = self.method.forward(self, x)
+        else:
+            with self.network.between(self.restyles, between):
+                out = self.method.forward(self, x)
+        if isinstance(out, Output):
+            return out
+        raise ProtofedError(
+            f"forward of {self.method.name} returns {tree.in_words(out):.200}",
+            "it must return Output(feature, logits), from protofed.method",
+        )
 
     @cached_property
     def restyles(self) -> tuple[str, ...]:
@@ -910,6 +924,17 @@ class ServerView:
         return keys.generator(self.seed, self.round, *purpose)
 
 
+class _NotSent(dict[str, Tensor]):
+    """A slot that is not in a message: empty, and an entry that is asked for is an error."""
+
+    def __init__(self, error: str) -> None:
+        super().__init__()
+        self.error = error
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ProtofedError(self.error, "the slots of a message are those that upload returns")
+
+
 @dataclass(frozen=True)
 class Update:
     """One client's contribution to a round; ``update["slot"]`` is a slot of its message."""
@@ -921,7 +946,7 @@ class Update:
     messages: Messages
 
     def __getitem__(self, slot: str) -> Slot:
-        return self.messages.get(self.name, slot)
+        return self.messages.get(self.name, slot) or _NotSent(f"{self.name} sent no slot '{slot}'")
 
 
 Updates = Sequence[Update]

@@ -66,22 +66,38 @@ def equal(a: Tree, b: Tree) -> bool:
 
 @contextmanager
 def unchanged(given: Mapping[str, Tree], error: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise an error if a tensor of these Trees is changed in place meanwhile.
+    """Raise an error if these Trees, or a tensor of them, are changed in place meanwhile.
 
     The error is made from words for the first such tensor: ``slot/name of`` and the Tree's key.
     """
-    before = [
-        (f"{slot}/{name} of {what}", t, t._version)
-        for what, tree in given.items()
-        for slot, entries in tree.items()
-        for name, t in entries.items()
-    ]
+    before = {what: (t, t._version) for what, t in _named(given)}
     try:
         yield
     finally:
-        for what, t, version in before:
-            if t._version != version:
+        now = dict(_named(given))
+        for what, (t, version) in before.items():
+            if now.pop(what, None) is not t or t._version != version:
                 raise error(what)
+        for what in now:
+            raise error(what)
+
+
+def _named(given: Mapping[str, Tree]) -> Iterator[tuple[str, Tensor]]:
+    for what, tree in given.items():
+        for slot, entries in tree.items():
+            for name, t in entries.items():
+                yield f"{slot}/{name} of {what}", t
+
+
+def in_words(found: object) -> str:
+    """What a hook returned in place of what it should."""
+    if isinstance(found, Mapping):
+        return f"{{{', '.join(f'{n!r}: {in_words(value)}' for n, value in found.items())}}}"
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {list(found.shape)}"
+    if isinstance(found, tuple | list) and found:
+        return f"({', '.join(map(in_words, found))})"
+    return f"{found!r:.100}"
 
 
 def digest(tree: Tree, *about: str) -> str:

@@ -250,3 +250,21 @@ def test_different_models_need_the_same_stages() -> None:
 def test_a_privacy_budget_refuses_styles() -> None:
     with pytest.raises(ProtofedError, match="borrow also sends styles, which would get no noise"):
         federation(Borrow(), norm="group", update_epsilon=8.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_between_that_returns_nothing_is_an_error(stage: str) -> None:
+    """PyTorch's hooks would take None for features that stay as they are."""
+
+    @dataclass(frozen=True)
+    class Forgetful(Method):
+        name: ClassVar[str] = "forgetful"
+
+        def restyles(self, stages: tuple[str, ...]) -> tuple[str, ...]:
+            return (stage,)
+
+        def between(self, client: Client, stage: str, x: Tensor) -> Tensor:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(ProtofedError, match=f"between returns None at stage {stage}"):
+        run(tiny_task(), Forgetful(), **SHORT)

@@ -505,6 +505,10 @@ class InPlace(Method):
             v.mul_(0.9).add_(1)
         if self.where == "message":
             updates[0]["model"]["head.bias"].add_(1)
+        if self.where == "replaced":
+            server.state["velocity"]["v"] = v + 1
+        if self.where == "added":
+            server.state["velocity"]["w"] = v + 1
         if self.where == "memory ends":
             v.add_(1)
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -517,6 +521,8 @@ class InPlace(Method):
     [
         ("state", "velocity/v of the server's state"),
         ("memory ends", "velocity/v of the server's state"),
+        ("replaced", "velocity/v of the server's state"),
+        ("added", "velocity/w of the server's state"),
         ("message", "model/head.bias of a's message"),
         ("weights", "model/head.weight of b's message"),
         ("nowhere", None),
@@ -534,3 +540,46 @@ def test_a_method_must_not_change_its_inputs(where: str, entry: str | None) -> N
         with pytest.raises(ProtofedError, match=f"in_place changes {entry} in place"):
             ours.finish()
         assert ours.round == 0
+
+
+@dataclass(frozen=True)
+class Answers(Method):
+    """Hooks that return what they must not."""
+
+    name: ClassVar[str] = "answers"
+    hook: str = ""
+    found: ClassVar[Any] = None
+
+    def init_server(self, model: Slot, sizes: Sizes) -> Tree:
+        return self.found if self.hook == "init_server" else {}  # type: ignore[no-any-return]
+
+    def init_client(self, model: Slot, sizes: Sizes) -> Tree:
+        return self.found if self.hook == "init_client" else {}  # type: ignore[no-any-return]
+
+    def aggregate(self, server: ServerView, mean: Slot, updates: Sequence[Update]) -> Tree:
+        return self.found if self.hook == "aggregate" else {"model": mean}  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("hook", "found", "words"),
+    [
+        ("init_server", {"model": {"head.bias": torch.ones(3)}}, "returns a slot 'model'"),
+        ("init_server", None, "returns None"),
+        ("init_client", {"model": {}}, "returns a slot 'model'"),
+        ("aggregate", None, "returns None .*the server's next state"),
+        (
+            "aggregate",
+            {"head.bias": torch.ones(3)},
+            r"returns {'head.bias': a tensor of shape \[3\]}",
+        ),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_named(
+    hook: str, found: object, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Answers, "found", found)
+    with pytest.raises(ProtofedError, match=f"{hook} of answers {words}"):
+        ours = server(Answers(hook=hook))
+        ours.initial_client(network().state_dict())
+        ours.accept("a", Reply(message(0), {}, 3, 1, 0.1))
+        ours.finish()

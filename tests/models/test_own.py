@@ -59,6 +59,12 @@ def wider(image_size):
 def image(image_size):
     return nn.Identity()
 
+def random(image_size, p=0.5):
+    return nn.Sequential(small(image_size), nn.Dropout(p))
+
+def never(image_size):
+    return random(image_size, 0.0)
+
 def number(image_size):
     return 3
 
@@ -220,7 +226,7 @@ WRONG = {
     "absent.py:small": "there is no file .*absent.py' to load model small",
     "net.py:image": r"makes \[2, 3, 8, 8\] of 2 images of 8×8",
     "net.py:number": "returns 3",
-    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:46",
+    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:52",
     "net.py:flat": r"its stage first, the module 4, gives \[\[2, 4\]\].*maps \[B, C, H, W\]",
     "net.py:absent": "fails with images of 8×8: .*no attribute `conv`",
 }
@@ -235,3 +241,13 @@ def test_errors(name: str, words: str) -> None:
 def test_width_and_norm_are_for_built_in_models() -> None:
     with pytest.raises(ProtofedError, match="width is for the models of this package"):
         run(tiny_task(), **{**MINE, "width": 4})
+
+
+def test_random_numbers_that_no_run_seeds_are_refused() -> None:
+    """Two runs with the same seed would differ, and so would a resumed one."""
+    with pytest.raises(
+        ProtofedError, match=r"net.py:random draws random numbers.* to 0: encoder.1"
+    ):
+        run(tiny_task(), **{**MINE, "model": "net.py:random"})
+    run(tiny_task(), **{**MINE, "model": "net.py:never"})
+    run(tiny_task(), **{**MINE, "model": "net.py:random", "train": "head"})  # in evaluation mode

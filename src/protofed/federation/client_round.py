@@ -122,7 +122,7 @@ def finish_round(
     two = isinstance(sent, tuple) and len(sent) == 2
     if not two or not all(isinstance(slots, Mapping) for slots in sent):
         raise ProtofedError(
-            f"upload of {method.name} returns {_in_words(sent):.200}",
+            f"upload of {method.name} returns {tree.in_words(sent):.200}",
             "it must return two trees: the message, and the client's next private state",
         )
     if any("model" in slots for slots in sent):
@@ -218,6 +218,9 @@ def loss_terms(phase: Phase, client: Client, batch: Batch) -> Terms:
             # without the round, which may be a tensor on a GPU
             where = f"{client.method.name}, client {client.name}"
             error.add_note(f"in the loss of {where}, batch x {list(batch.x.shape)}")
+            if isinstance(error, KeyError):
+                slots = (", ".join(t) or "no slots" for t in (client.received, client.mine))
+                error.add_note("client.received has {}; client.mine has {}".format(*slots))
             raise
         raise ProtofedError(
             f"client {client.name}: a batch of one image, too small for BatchNorm",
@@ -231,7 +234,7 @@ def _require_terms(method: str, terms: Terms) -> Terms:
     named = isinstance(terms, Mapping) and terms
     if not named or any(not isinstance(t, Tensor) or t.numel() != 1 for t in terms.values()):
         raise ProtofedError(
-            f"the loss of {method} returns {_in_words(terms):.200}",
+            f"the loss of {method} returns {tree.in_words(terms):.200}",
             'it must return named terms, each a tensor with one number: {"ce": ...}',
         )
     if not any(t.requires_grad for t in terms.values()):
@@ -240,15 +243,6 @@ def _require_terms(method: str, terms: Terms) -> Terms:
             "compute some term from client.forward, with gradients",
         )
     return terms
-
-
-def _in_words(found: object) -> str:
-    """What a hook returned in place of what it should."""
-    if isinstance(found, Mapping):
-        return f"{{{', '.join(f'{n!r}: {_in_words(value)}' for n, value in found.items())}}}"
-    if isinstance(found, Tensor):
-        return f"a tensor of shape {list(found.shape)}"
-    return f"{found!r:.100}"
 
 
 def _draws(setup: Setup, key: tuple[int | str, ...], steps: int, client: Client) -> Slot:

@@ -53,7 +53,8 @@ class Server:
         state = network.state_dict()
         self.travels, self._tied = travel(method, network), tied(network)
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
-        self.state: Tree = tree.copy({**method.init_server(state, sizes), "model": model}, device)
+        slots = _own_slots("init_server", method, method.init_server(state, sizes))
+        self.state: Tree = tree.copy({**slots, "model": model}, device)
         self.round = 0
         """The next round to run."""
         self._spool = Spool(memory_limit, device)
@@ -91,6 +92,7 @@ class Server:
         """
         private = {n: t for n, t in model.items() if self.travels.get(n, "no") == "no"}
         slots = self.method.init_client(model, sizes or self.sizes)
+        slots = _own_slots("init_client", self.method, slots)
         return tree.copy({**slots, "model": private})
 
     def accept(self, name: str, reply: Reply) -> None:
@@ -169,6 +171,13 @@ class Server:
             # entries that only go down are the server's own: the mean leaves them as they are
             averaged = start | weighted_mean(updates, "model", weights)
             state = self.method.aggregate(self.view(), averaged, updates)
+        if not isinstance(state, Mapping) or not all(
+            isinstance(s, Mapping) for s in state.values()
+        ):
+            raise ProtofedError(
+                f"aggregate of {self.method.name} returns {tree.in_words(state):.200}",
+                'it must return the server\'s next state, {**server.state, "model": mean}',
+            )
         if self._tied:
             state = {**state, "model": self._tie(state.get("model", {}))}
         return tree.copy(state, self.device)
@@ -214,3 +223,14 @@ class Server:
         self._updates, self._slots = {}, set()
         if self.bounds is not None:
             self.bounds.abandon()
+
+
+def _own_slots(hook: str, method: Method, slots: Tree) -> Tree:
+    """The slots that a method starts with, which are those beside the model."""
+    if not isinstance(slots, Mapping) or "model" in slots:
+        found = "a slot 'model'" if isinstance(slots, Mapping) else tree.in_words(slots)
+        raise ProtofedError(
+            f"{hook} of {method.name} returns {found}",
+            "it must return the slots beside the model, which starts as network makes it",
+        )
+    return slots

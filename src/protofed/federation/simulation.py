@@ -37,10 +37,11 @@ from protofed.federation.setup import ClientData, Schedule, Setup, Training
 from protofed.method import Method, Sizes, restyled_stages
 from protofed.models import Network, build
 from protofed.models.mixed import client_models
-from protofed.models.network import freeze, frozen
+from protofed.models.network import freeze, frozen, require_registered, require_repeatable
 from protofed.models.own import short_name
 from protofed.models.weights import load_weights
 from protofed.tree import Slot, Tree
+from protofed.user_code import is_file
 
 Record = dict[str, Any]
 """What is recorded about a round."""
@@ -552,8 +553,17 @@ def initial_network(
         if weights is not None:
             load_weights(backbone, model, weights)
         freeze(backbone, config.train, config.freeze_bn)
+        if is_file(model):
+            require_repeatable(backbone, short_name(model), task.image_size)
         sizes = Sizes.of(backbone, classes, task.image_size)
-        return config.method.network(backbone, sizes).to(DTYPES[config.precision])
+        network = config.method.network(backbone, sizes)
+    if not isinstance(network, Network):
+        raise ProtofedError(
+            f"network of {config.method.name} returns {network!r:.100}",
+            "it must return the backbone, with modules added to it, or another Network",
+        )
+    require_registered(network)
+    return network.to(DTYPES[config.precision])
 
 
 def batchnorm_policy(network: Network, method: Method) -> str:

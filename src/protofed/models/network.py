@@ -11,8 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from protofed.errors import ProtofedError
 
 NORMS = ("batch", "group", "none")
 
@@ -80,11 +84,20 @@ class Network(nn.Module):
     def between(self, stages: Iterable[str], function: Between) -> Iterator[None]:
         """Within this context, features of these stages go through ``function(stage, x)``."""
 
+        def changed(stage: str, x: Tensor) -> Tensor:
+            found = function(stage, x)
+            if isinstance(found, Tensor):  # PyTorch takes None for x unchanged
+                return found
+            raise ProtofedError(
+                f"between returns {found!r:.100} at stage {stage}",
+                "it must return what the next stage gets",
+            )
+
         def after(stage: str) -> Callable[..., Tensor]:
-            return lambda module, inputs, x: function(stage, x)
+            return lambda module, inputs, x: changed(stage, x)
 
         def before(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-            return function(PIXELS, *inputs)
+            return changed(PIXELS, *inputs)
 
         with ExitStack() as hooks:
             for stage in stages:
@@ -94,6 +107,56 @@ class Network(nn.Module):
                 else:
                     hooks.enter_context(module.register_forward_hook(after(stage)))
             yield
+
+
+def require_registered(network: nn.Module) -> None:
+    """Raise an error if a module or a parameter is kept where PyTorch does not see it.
+
+    It would not be trained, averaged, stored or moved to the GPU, and nothing would say so.
+    """
+    there = {id(part) for part in (*network.modules(), *network.parameters())}
+    for prefix, module in network.named_modules():
+        for name, kept in vars(module).items():
+            if name in _REGISTERED or not isinstance(kept, list | tuple | dict | Tensor):
+                continue
+            for part in _parts(kept):
+                if id(part) not in there:
+                    where = ".".join(filter(None, (prefix, name)))
+                    raise ProtofedError(
+                        f"{where} of the network holds a {type(part).__name__} that PyTorch does "
+                        "not see: it would not be trained, sent or saved",
+                        "use nn.ModuleList, nn.ModuleDict, nn.Parameter or register_buffer",
+                    )
+
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _parts(kept: Any) -> Iterator[object]:
+    """The modules and parameters in a value that is an attribute of a module."""
+    if isinstance(kept, nn.Module) or (isinstance(kept, Tensor) and kept.requires_grad):
+        yield kept
+    elif isinstance(kept, dict):
+        yield from _parts([*kept.values()])
+    elif isinstance(kept, list | tuple):
+        for part in kept:
+            yield from _parts(part)
+
+
+def require_repeatable(network: Network, name: str, image_size: int) -> None:
+    """Raise an error if training draws from PyTorch's own generator, which no run seeds."""
+    buffers = {n: b.clone() for n, b in network.named_buffers()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.get_rng_state()
+        functional_call(network, buffers, torch.zeros(2, 3, image_size, image_size))
+        if torch.equal(before, torch.get_rng_state()):
+            return
+    drops = [n for n, m in network.named_modules() if "drop" in type(m).__name__.lower()]
+    raise ProtofedError(
+        f"model {name} draws random numbers in training, so that no run could be repeated or "
+        "resumed",
+        "set the rates of its dropout to 0" + f": {', '.join(drops[:3])}" * bool(drops),
+    )
 
 
 def freeze(network: Network, train: str, freeze_bn: bool) -> None:

@@ -38,7 +38,7 @@ def _unit(rows_Nd: Tensor) -> Tensor:
 @full_precision
 def cosine(a_Bd: Tensor, b_Nd: Tensor) -> Tensor:
     """Cosines [B, N]; a row of norm 0 has cosine 0 with everything, and gradient 0."""
-    return _unit(a_Bd) @ _unit(b_Nd).T
+    return _unit(a_Bd) @ _unit(b_Nd).to(a_Bd.dtype).T
 
 
 @full_precision

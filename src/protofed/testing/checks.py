@@ -37,7 +37,7 @@ from protofed.methods.fedavg import FedAvg
 from protofed.runs.records import without_times
 from protofed.runs.result import Result
 from protofed.runs.run import run
-from protofed.testing.training_step import TrainingStep
+from protofed.testing.training_step import TrainingStep, in_dtype
 from protofed.tree import Slot, Tree
 
 CLASSES, PIXELS = 4, 8
@@ -53,6 +53,12 @@ TINY: dict[str, Any] = {
     "engine": "loop",
 }
 """The settings of a tiny run."""
+
+UNKEYED = (
+    "it keeps state outside of slots, or draws random numbers from torch, NumPy or nn.Dropout "
+    "instead of client.uniform or server.generator"
+)
+"""Why numbers may differ that should be the same."""
 
 SHORT: dict[str, Any] = {**TINY, "rounds": 2, "epochs": 1}
 """The settings of a check's run: state must survive one round, and no more is needed."""
@@ -203,6 +209,10 @@ def _finding(
     else:
         ours = isinstance(error, _Failed | ProtofedError)
         detail = str(error) if ours else f"{kind}: {error}".splitlines()[0]
+        if kind == "RuntimeError" and "double" in detail.lower():
+            detail += " (this check computes in float64: make tensors of the dtype of others)"
+        if kind == "KeyError":  # of a slot that is not there, most likely
+            detail = ": ".join((detail, *getattr(error, "__notes__", [])[1:]))
     files = {getattr(sys.modules.get(c.__module__), "__file__", "") for c in _classes(cls)}
     at = raised_at(error.__cause__ or error, files)
     result = CheckResult(title, "failed", detail, at or _defined_at(about, cls))
@@ -264,6 +274,13 @@ def _gradients(subject: _Subject) -> str:
     for phase in step.phases:
         for name in step.terms(phase):
             slope, measured, size, value = step.slope(phase, name)
+            again = float(step.terms(phase)[name].detach())
+            _require(
+                again == value or not math.isfinite(value),
+                f"term '{name}' was {value:.8g}, and {again:.8g} when computed again from the same "
+                f"weights, batch and round: {UNKEYED}",
+                phase.loss,
+            )
             infinite = f"the gradient of term '{name}' is not finite"
             _require(math.isfinite(slope), infinite, phase.loss)
             idle = f"term '{name}' is {value:.3g} but has no gradient: it trains nothing"
@@ -288,8 +305,13 @@ def _fedavg(subject: _Subject) -> str:
     if method.evaluates == "everyone":
         raise _NotApplicable("clients have no model in common")
     ours = run(_task(method), method.without_weights(), **SHORT)
-    same = tree.equal({"model": ours.model}, {"model": _fedavg_model()})
-    _require(same, f"with {', '.join(off)} = 0 the model is not FedAvg's, bit for bit")
+    fedavg = _fedavg_model()  # modules that the method adds are not compared
+    common = {name: t for name, t in ours.model.items() if name in fedavg}
+    _require(
+        tree.equal({"model": common}, {"model": fedavg}),
+        f"with {', '.join(off)} = 0 the model is not FedAvg's, bit for bit: if it is not meant to "
+        "be, leave out weight=True",
+    )
     return f"{', '.join(off)} = 0"
 
 
@@ -351,7 +373,7 @@ def _resume(subject: _Subject) -> str:
             raise AssertionError("the run was not interrupted")
         resumed = run(task, config=config, out=out, resume=True)
         same = _same(whole, resumed) and tree.equal(_kept(whole), _kept(resumed))
-        _require(same, "a resumed run differs from an uninterrupted one")
+        _require(same, f"a resumed run differs from an uninterrupted one: {UNKEYED}")
         if subject.method.uses_rounds:
             return "interrupted in its second round, resumed, the same bits; cannot be extended"
         longer = dataclasses.replace(config, rounds=config.rounds + 1)
@@ -399,9 +421,11 @@ def _capture(subject: _Subject) -> str:
         try:
             graph = make_fx(lambda *a, phase=phase: step(phase, *a))(*first)
         except Exception as error:
+            if "tracing tensor" not in str(error):
+                raise
             raise _Failed(
-                f"the step cannot be recorded: {str(error).splitlines()[0]} (a hot hook reads a "
-                "tensor's value: .item(), float(t), an `if` on a tensor, a shape from a mask)"
+                "the step cannot be recorded: a hot hook reads a tensor's value (.item(), "
+                "float(t), an `if` on a tensor, a shape from a mask)"
             ) from error
         later = subject.method.phases(2, step.epochs)[number]
         for a, b in zip(graph(*second), step(later, *step.inputs(later=True)), strict=True):
@@ -472,6 +496,8 @@ class _Interrupt(Observer):
 def _after_a_round(method: Method, precision: str) -> Federation:
     task = _task(method)
     federation = Federation(make_config(task, method, **SHORT, precision=precision), task)
+    server, dtype = federation.server, federation.setup.dtype
+    server.state = in_dtype(server.state, dtype)  # float32 as most methods make it
     federation.run_round()
     return federation
 
@@ -498,7 +524,7 @@ def _run_twice(
     method: Method, classes_of: dict[str, Sequence[int]] | None = None, **settings: Any
 ) -> None:
     first, second = (_run(method, classes_of, **settings) for _ in range(2))
-    _require(_same(first, second), "two runs with the same seed differ")
+    _require(_same(first, second), f"two runs with the same seed differ: {UNKEYED}")
 
 
 def _same(a: Result, b: Result) -> bool:
