@@ -37,7 +37,7 @@ from protofed.methods.fedavg import FedAvg
 from protofed.runs.records import without_times
 from protofed.runs.result import Result
 from protofed.runs.run import run
-from protofed.testing.training_step import TrainingStep, in_dtype
+from protofed.testing.training_step import TrainingStep
 from protofed.tree import Slot, Tree
 
 CLASSES, PIXELS = 4, 8
@@ -496,8 +496,6 @@ class _Interrupt(Observer):
 def _after_a_round(method: Method, precision: str) -> Federation:
     task = _task(method)
     federation = Federation(make_config(task, method, **SHORT, precision=precision), task)
-    server, dtype = federation.server, federation.setup.dtype
-    server.state = in_dtype(server.state, dtype)  # float32 as most methods make it
     federation.run_round()
     return federation
 

@@ -25,10 +25,10 @@ class TrainingStep:
         method, dtype = federation.method, federation.setup.dtype
         self.method, self.dtype, self.sizes = method, dtype, federation.sizes
         self.network = federation.make_network()
-        self.received = in_dtype(federation.server.broadcast(), dtype)
+        self.received = federation.server.broadcast()
         self.site, *others = federation.clients.values()
         self.another = others[-1]
-        self.mine = in_dtype(federation.store.get(self.site.name), dtype)
+        self.mine = federation.store.get(self.site.name)
         self.epochs = federation.setup.training.epochs
         self.phases = method.phases(1, self.epochs)
         load_model(self.network, self.mine.get("model", {}) | self.received.get("model", {}))
@@ -124,11 +124,6 @@ class TrainingStep:
 def _moving(phase: Phase, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     moves = phase.trainable or (lambda name: True)
     return {name: p for name, p in parameters.items() if moves(name)}
-
-
-def in_dtype(content: Tree, dtype: torch.dtype) -> Tree:
-    """The Tree with its floating-point tensors in this type."""
-    return tree.map_tensors(content, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _scaled(factor: float, t: Tensor) -> Tensor:
