@@ -386,8 +386,9 @@ class Config:
     augment: str = setting(
         "str",
         CLIENTS,
-        "crop (padding 4); color: crop and color jitter; large: resized crop, stronger color "
-        "jitter, grayscale. Default: crop; large for your own images of 96 pixels and more.",
+        "crop (padding 4); color: crop and color jitter; resized: a part of 25 to 100 %, enlarged; "
+        "large: a part of 70 to 100 %, enlarged, stronger color jitter, grayscale. Default: crop; "
+        "large for your own images of 96 pixels and more.",
         "crop",
         choices=tuple(AUGMENTS),
     )
