@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from protofed import engines as engines
 from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from protofed import engines as engines  # makes the engines known
 from protofed import tree
 from protofed.config import Config, merged_config, task_settings
 from protofed.data import Task, load_task
