@@ -25,7 +25,7 @@ from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.inference.calibration import calibrate, held_out_images
 from protofed.inference.metrics import fit_temperature, measure
-from protofed.inference.model import softmax
+from protofed.inference.model import TrainedModel, softmax
 from protofed.runs import Result
 from protofed.runs.model_file import read_model
 
@@ -282,6 +282,22 @@ def test_a_client_is_calibrated_on_its_own_domain(tmp_path: Path) -> None:
     assert "fitted on 2" in said, "a tenth of 240"
     assert load_model(tmp_path, "photo-0").temperature != 1
     assert load_model(tmp_path, "scan-0").temperature == 1
+
+
+def test_no_temperature_fits_images_that_are_all_right(
+    trained: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be the lowest that is tried, and every probability 100 %."""
+    assert trained.folder is not None
+    shutil.copytree(trained.folder, tmp_path / "run")
+    labels = torch.cat([images.y for images in held_out_images(trained).values()])
+    right = F.one_hot(labels, 10).double().numpy()
+    monkeypatch.setattr(TrainedModel, "logits", lambda self, x: right)
+    with pytest.raises(ProtofedError, match=f"right on all {len(labels)} images"):
+        calibrate(tmp_path / "run")
+    assert load_model(tmp_path / "run").temperature == 1
+    right[0] = right[0][::-1]
+    assert 0.05 < calibrate(tmp_path / "run").temperature < 1
 
 
 def test_nothing_to_calibrate_on(tmp_path: Path) -> None:

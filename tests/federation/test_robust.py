@@ -98,6 +98,17 @@ def test_of_a_table_with_several_prototypes_a_class() -> None:
     assert found == [[3.0, 3.0, 99.0], [3.0], [3.0, 3.0]]
 
 
+@pytest.mark.parametrize("kind", ["median", "trimmed"])
+def test_a_client_with_many_prototypes_of_a_class_has_one_vote(kind: str) -> None:
+    def of_class(value: float, many: int) -> Tree:
+        mask = torch.tensor([[1.0] * many])
+        return {"prototypes": {"mean": torch.full((1, many, 2), value), "mask": mask}}
+
+    given = updates(of_class(100.0, 16), *(of_class(1.0, 2) for _ in range(4)))
+    for update in joined(kind, given):
+        assert bool((update["prototypes"]["mean"] == 1).all())
+
+
 @pytest.mark.parametrize("other", [{"x": torch.ones(3)}, {"y": torch.ones(2)}, {}])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_slot_without_common_coordinates(other: Slot, first: bool) -> None:
@@ -127,6 +138,19 @@ def test_krum_drops_what_is_far_from_the_others_in_any_slot() -> None:
     messages.insert(1, {"model": {"w": torch.tensor(near[0])}} | table((1.0, -9.0)))
     kept = joined("krum", updates(*messages))
     assert [u.name for u in kept] == ["0", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("slot", ["model", "prototypes"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_krum_drops_what_is_not_finite(slot: str, value: float) -> None:
+    """With ``--bounds off``, nothing has refused it before."""
+    near = [(1.0, 1.0), (1.1, 1.0), (1.0, 1.1), (0.9, 1.0), (1.0, 0.8), (1.2, 1.2)]
+    for liar in range(len(near)):
+        rows = [(value, 1.0) if i == liar else row for i, row in enumerate(near)]
+        tables = [table(row, (1.0, 1.0) if i % 2 else None) for i, row in enumerate(rows)]
+        given = models(*rows) if slot == "model" else updates(*tables)
+        kept = {u.name for u in robust_updates("krum", 0.1, given, {slot}, START)}
+        assert kept == {str(i) for i in range(len(near)) if i != liar}
 
 
 def test_distances_are_the_same_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,12 @@ def calibrate(
     x = torch.cat([images.x for images in held_out.values()])
     labels = torch.cat([images.y for images in held_out.values()]).numpy()
     logits = model.logits(x)
+    if bool((logits.argmax(1) == labels).all()):
+        raise ProtofedError(
+            f"the model is right on all {len(labels)} images to calibrate on: the lower the "
+            "temperature, the likelier they are, so none fits",
+            "evaluate without --calibrate, or train with more images held out: --validate 0.2",
+        )
     temperature = float(f"{fit_temperature(logits, labels):.6g}")
     scaled = [logits, logits / temperature]
     before, after = (measure(softmax(each), labels).calibration_error for each in scaled)
