@@ -303,5 +303,6 @@ def test_no_temperature_fits_images_that_are_all_right(
 def test_nothing_to_calibrate_on(tmp_path: Path) -> None:
     settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"inverse": 1}, "samples": 245}
     run("glyphs", "fedavg", out=tmp_path, device="cpu", **settings)
-    with pytest.raises(ProtofedError, match=r"no images to calibrate on.*--validate 0.1"):
+    with pytest.raises(ProtofedError, match=r"no images to calibrate on.*--validate 0.1") as told:
         call("evaluate", tmp_path, "--calibrate")
+    assert "unused" not in str(told.value), "a setting that nobody gave"

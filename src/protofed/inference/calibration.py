@@ -76,18 +76,18 @@ def held_out_images(result: Result) -> dict[str, Images]:
     """By domain, images that were neither trained on nor are for testing."""
     task = result.task()
     config = result.found_config.for_task(task.info)
-    error = None
     for part in [config.validate] if config.validate is not None else [VAL_FOLDERS, UNUSED]:
         asked = replace(config, validate=part)
         try:
             rows = rows_to_validate(asked, task, make_shares(asked, task))
-        except ProtofedError as found:
-            error = found
+        except ProtofedError:
+            if config.validate is not None:
+                raise
             continue
         images = {name: validation_source(task, name, part) for name in rows}
         return {name: Images(images[name].x[r], images[name].y[r]) for name, r in rows.items()}
-    assert error is not None
     raise ProtofedError(
-        f"the run has no images to calibrate on: {error.message}",
+        "the run has no images to calibrate on: it held none out, and its clients trained on all "
+        "images or on nearly all of them",
         "train with --validate 0.1, which holds some out",
     )
