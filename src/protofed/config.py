@@ -99,7 +99,7 @@ class Setting:
         high = self.most if self.most is not None else self.below
         most = ""
         if low is not None and high is not None and high >= 1000 * max(1, low):
-            most = f" and at most {high:g}"  # a guard against absurd values, not an interval
+            most = f" and at most {high:,.15g}"  # a guard against absurd values, no interval
         elif low is not None and high is not None:
             ends = f"{'[' if self.least is not None else '('}{low:g}, {high:g}"
             return f"{noun} in {ends}{']' if self.most is not None else ')'}"
@@ -151,6 +151,7 @@ class Config:
         "Sets the default model, batch size, epochs, rounds and optimizer: glyphs, fpl, i2pfl, "
         "fedseproto, or folder (chosen to suit your images); default: the task's own (see "
         "`protofed tasks`).",
+        metavar="NAME",
     )
     seed: int = setting(
         "int", TRAINING, "Seed of the split, initial weights and training.", 0, least=0, most=10**15
