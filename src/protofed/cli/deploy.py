@@ -61,7 +61,8 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     sites: Annotated[str, typer.Option(help="The sites' names: a,b,c.")],
     classes: Annotated[
-        str | None, typer.Option(help="Names of the class folders, in the model's order.")
+        str | None,
+        typer.Option(help="Names of the class folders, in the order of the model's outputs: a,b."),
     ] = None,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where sites reach the server.")
