@@ -97,15 +97,17 @@ class Setting:
         noun = "a whole number" if self.kind == "int" else "a number"
         low = self.least if self.least is not None else self.above
         high = self.most if self.most is not None else self.below
-        most = ""
         if low is not None and high is not None and high >= 1000 * max(1, low):
-            most = f" and at most {high:,.15g}"  # a guard against absurd values, no interval
-        elif low is not None and high is not None:
+            most = f"{high:,.15g}"  # a guard against absurd values, no interval
+            if self.least is not None:
+                return f"{noun} from {low:g} to {most}"
+            return f"{noun} above {low:g} and at most {most}"
+        if low is not None and high is not None:
             ends = f"{'[' if self.least is not None else '('}{low:g}, {high:g}"
             return f"{noun} in {ends}{']' if self.most is not None else ')'}"
         if self.least is not None:
-            return f"{noun} of at least {low:g}{most}"
-        return f"{noun} above {low:g}{most}"
+            return f"{noun} of at least {low:g}"
+        return f"{noun} above {low:g}"
 
     def check(self, name: str, value: Any) -> Any:
         """The value as the setting's own type, or an error that says what is allowed."""
