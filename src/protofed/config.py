@@ -1100,6 +1100,12 @@ def short_task(name: str) -> str:
     return f"{kind}-{Path(path).resolve().name}" if colon else name
 
 
+def shown_task(name: str) -> str:
+    """A task's name for files that others get: ``folder:pictures/pets`` is ``folder:pets``."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{Path(path).resolve().name}" if colon else name
+
+
 def short_hash(parts: Any) -> str:
     text = json.dumps(parts, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=5).hexdigest()

@@ -125,6 +125,8 @@ def test_evaluate_reads_the_images_as_the_run_did(tmp_path: Path) -> None:
     run(f"folder:{folder}", out=tmp_path / "r", device="cpu", skip_bad=True, **settings)
     assert "night" in call("evaluate", tmp_path / "r")
     with pytest.raises(ProtofedError, match=r"bad\.png"):
+        call("evaluate", tmp_path / "r" / "model.safetensors", "--task", f"folder:{folder}")
+    with pytest.raises(ProtofedError, match="does not say where the images of folder:images are"):
         call("evaluate", tmp_path / "r" / "model.safetensors")
     stored = read_model(tmp_path / "r" / "model.safetensors")
     replace(stored, card=replace(stored.card, task="vlcs")).save(tmp_path / "v.safetensors")
