@@ -146,3 +146,18 @@ def test_lines_that_are_logged_before_a_start_returns_are_shown(
     words = ["deploy", "start", "--dir", str(home), "--method", "fpl", "--rounds", "1", "--wait"]
     said = CliRunner().invoke(app, words).output
     assert "waiting for sites" in said and "an earlier attempt" not in said
+
+
+def test_a_start_with_nothing_to_resume_says_so(
+    tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other settings make another run, in another folder."""
+    home = tmp_path / "f" / "server"
+    out = deploy.run_folder(home, deploy.plan_run(members, None, "fpl", {}, {"rounds": 1}))
+    out.mkdir(parents=True)
+    (out / "config.toml").touch()
+    monkeypatch.setattr(deploy, "start", lambda *args, **more: 7)
+    start = ["deploy", "start", "--dir", str(home), "--method", "fpl", "--resume", "--rounds"]
+    for rounds, told in (("1", False), ("2", True)):
+        said = CliRunner().invoke(app, [*start, rounds]).output
+        assert ("there is no run to resume in" in said) == told
