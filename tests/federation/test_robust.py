@@ -217,6 +217,28 @@ def test_a_fraction_that_is_no_client_is_refused() -> None:
         choose_attackers(["left-0"], 0.2, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "attack", "lacks"),
+    [
+        ("fedavg", "prototypes", "prototypes"),
+        ("fedtgp", "scale", "model"),
+        ("local", "noise", "model"),
+        ("fpl", "prototypes", ""),
+        ("fedtgp", "prototypes", ""),
+        ("fedtgp", "flip", ""),
+        ("fedavg", "noise", ""),
+    ],
+)
+def test_an_attack_that_changes_nothing_is_told(
+    method: str, attack: str, lacks: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A warning: in a study it may be the control."""
+    given = {**TINY, "attack": attack, "attackers": 0.5}
+    Federation(make_config(tiny_task(), method, **given), tiny_task())
+    told = [f"attack = {attack} changes nothing: {method} sends no {lacks}"] if lacks else []
+    assert [str(w.message) for w in recwarn] == told
+
+
 def settings(**more: Any) -> dict[str, Any]:
     return {**TINY, "rounds": 2, "clients": 3, "samples": 12, "attackers": 0.3, **more}
 

@@ -344,7 +344,7 @@ def start(
     from protofed.deploy.run_log import log_path
     from protofed.deploy.setup import server_folder
     from protofed.federation.public_images import describe_digest
-    from protofed.runs.folder import RunFolder
+    from protofed.runs import RunFolder
 
     if on_poison not in (known := ("stop", "rollback")):
         raise unknown("value for --on-poison", on_poison, known)
@@ -354,7 +354,7 @@ def start(
     if run.facts.public_digest is not None:
         say(f"public: {describe_digest(run.facts.public_digest)}")
     out = operator.run_folder(home, run)
-    if resume and not RunFolder(out).exists:
+    if resume and not overwrite and not RunFolder(out).exists:
         say(f"there is no run to resume in {out}: it starts from the beginning")
     log = log_path(out)
     before = log.stat().st_size if log.is_file() else 0

@@ -70,6 +70,7 @@ class ModelCard:
     norm: str | None
     method: str
     options: Mapping[str, Any]
+    """Of a path among them, the last part alone: the file may be handed on."""
     seed: int
     rounds: int
     precision: str
