@@ -23,6 +23,7 @@ CONTROLS = {
     JITTER: "Color jitter alone (FedAvg with it)",
     "color jitter, uniform": "The same with a uniform average",
     "FedAvg, uniform": "FedAvg with a uniform average",
+    "resized crop": "A stronger augmentation without color (FedAvg with resized crops)",
     "GroupNorm": "GroupNorm alone (FedAvg with it)",
 }
 JITTERED = f", {JITTER}"

@@ -41,6 +41,19 @@ def test_infinity_is_not_a_hyper_parameter(name):
         FPL(**{name: float("inf")})
 
 
+@pytest.mark.parametrize("value", [1e300, -1e300, 10**30, 10**400, 2e15])
+def test_a_number_too_large_to_compute_with_is_refused(value):
+    class Wide(Method):
+        x: float = hyper(1.0, "x", "")
+        n: int = hyper(1, "n", "")
+
+    Wide = dataclass(frozen=True)(Wide)
+    for name in ["x", "n"] if isinstance(value, int) else ["x"]:
+        with pytest.raises(ProtofedError, match=f"hyper-parameter {name} .*too large a number"):
+            Wide(**{name: value})
+    assert Wide(x=-1e15, n=10**15).n == 10**15
+
+
 @pytest.mark.parametrize("value", ["0.1", None, True, [0.1], {}])
 def test_a_wrong_type_is_refused(value):
     with pytest.raises(ProtofedError, match="tau of fpl must be a number") as error:

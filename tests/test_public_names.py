@@ -64,6 +64,14 @@ def test_what_the_docs_name_needs_no_other_import(name: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
 
 
+def test_a_federation_finds_its_engine_whatever_was_imported_before() -> None:
+    code = """
+from protofed.federation.engine import engine_factory
+assert [engine_factory(name) for name in ("loop", "workers", "lanes", "ray")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="'protofed' has no attribute 'rum'"):
         protofed.rum  # noqa: B018

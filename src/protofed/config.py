@@ -97,15 +97,17 @@ class Setting:
         noun = "a whole number" if self.kind == "int" else "a number"
         low = self.least if self.least is not None else self.above
         high = self.most if self.most is not None else self.below
-        most = ""
         if low is not None and high is not None and high >= 1000 * max(1, low):
-            most = f" and at most {high:g}"  # a guard against absurd values, not an interval
-        elif low is not None and high is not None:
+            most = f"{high:,.15g}"  # a guard against absurd values, no interval
+            if self.least is not None:
+                return f"{noun} from {low:g} to {most}"
+            return f"{noun} above {low:g} and at most {most}"
+        if low is not None and high is not None:
             ends = f"{'[' if self.least is not None else '('}{low:g}, {high:g}"
             return f"{noun} in {ends}{']' if self.most is not None else ')'}"
         if self.least is not None:
-            return f"{noun} of at least {low:g}{most}"
-        return f"{noun} above {low:g}{most}"
+            return f"{noun} of at least {low:g}"
+        return f"{noun} above {low:g}"
 
     def check(self, name: str, value: Any) -> Any:
         """The value as the setting's own type, or an error that says what is allowed."""
@@ -151,6 +153,7 @@ class Config:
         "Sets the default model, batch size, epochs, rounds and optimizer: glyphs, fpl, i2pfl, "
         "fedseproto, or folder (chosen to suit your images); default: the task's own (see "
         "`protofed tasks`).",
+        metavar="NAME",
     )
     seed: int = setting(
         "int", TRAINING, "Seed of the split, initial weights and training.", 0, least=0, most=10**15
@@ -386,8 +389,9 @@ class Config:
     augment: str = setting(
         "str",
         CLIENTS,
-        "crop (padding 4); color: crop and color jitter; large: resized crop, stronger color "
-        "jitter, grayscale. Default: crop; large for your own images of 96 pixels and more.",
+        "crop (padding 4); color: crop and color jitter; resized: a part of 25 to 100 %, enlarged; "
+        "large: a part of 70 to 100 %, enlarged, stronger color jitter, grayscale. Default: crop; "
+        "large for your own images of 96 pixels and more.",
         "crop",
         choices=tuple(AUGMENTS),
     )
@@ -1094,6 +1098,12 @@ def short_task(name: str) -> str:
     """A task's name as part of a file's name: ``folder:pictures/pets`` is ``folder-pets``."""
     kind, colon, path = name.partition(":")
     return f"{kind}-{Path(path).resolve().name}" if colon else name
+
+
+def shown_task(name: str) -> str:
+    """A task's name for files that others get: ``folder:pictures/pets`` is ``folder:pets``."""
+    kind, colon, path = name.partition(":")
+    return f"{kind}:{Path(path).resolve().name}" if colon else name
 
 
 def short_hash(parts: Any) -> str:

@@ -479,6 +479,8 @@ HOOKS = tuple(
 """The names that a subclass may override."""
 
 _KINDS = {float: "a number", int: "a whole number", bool: "true or false", str: "a word"}
+_MOST = 10**15
+"""The largest hyper-parameter: its square must fit into float32, and it into 64 bits."""
 _LIMITS = {"above": operator.gt, "least": operator.ge, "most": operator.le}
 
 
@@ -510,6 +512,8 @@ def _checked(method: str, f: dataclasses.Field[Any], value: Any) -> Any:
             )
     if isinstance(value, float) and not math.isfinite(value):
         raise ProtofedError(f"{where} must be a finite number, got {value}")
+    if numbers and abs(value) > _MOST:
+        raise ProtofedError(f"{where} is too large a number: {value!r:.100}")
     return value
 
 

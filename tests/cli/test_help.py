@@ -14,6 +14,7 @@ from tests.cli.commands import Done, call, whole
 
 from protofed.cli import app
 from protofed.cli.deploy import DEPLOYED
+from protofed.cli.options import COMMON
 from protofed.config import PANELS, SETTINGS
 from protofed.version import __version__
 
@@ -127,6 +128,21 @@ def test_the_list_says_of_a_command_what_its_own_help_says_first(name: str) -> N
 def test_h_works_everywhere(command: tuple[str, ...]) -> None:
     done = call(*command, "-h")
     assert done.code == 0 and "Usage: " in done.out
+
+
+@pytest.mark.parametrize("command", list(CONFIGURED), ids=" ".join)
+def test_h_shows_the_common_settings_and_where_the_others_are(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    brief, whole = call(*command, "-h").out, call(*command, "--help").out
+    assert brief.count("\n") < whole.count("\n") / 3
+    names = [re.findall(r"^│ (?:\*  )?\s*--([\w-]+)", page, re.M) for page in (brief, whole)]
+    shown, listed = ({name.replace("-", "_") for name in found} for found in names)
+    rare = CONFIGURED[command] - set(COMMON)
+    assert (listed - shown) & SETTINGS.keys() == rare and {"set", "help"} < shown
+    name = " ".join(command)
+    assert re.search(f" {len(rare)} more settings: .*protofed {name} --help, or docs/", brief)
 
 
 def test_version_and_nothing(protofed: Protofed) -> None:

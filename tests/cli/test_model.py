@@ -25,7 +25,7 @@ from protofed.data import load_task
 from protofed.errors import ProtofedError
 from protofed.inference.calibration import calibrate, held_out_images
 from protofed.inference.metrics import fit_temperature, measure
-from protofed.inference.model import softmax
+from protofed.inference.model import TrainedModel, softmax
 from protofed.runs import Result
 from protofed.runs.model_file import read_model
 
@@ -125,6 +125,8 @@ def test_evaluate_reads_the_images_as_the_run_did(tmp_path: Path) -> None:
     run(f"folder:{folder}", out=tmp_path / "r", device="cpu", skip_bad=True, **settings)
     assert "night" in call("evaluate", tmp_path / "r")
     with pytest.raises(ProtofedError, match=r"bad\.png"):
+        call("evaluate", tmp_path / "r" / "model.safetensors", "--task", f"folder:{folder}")
+    with pytest.raises(ProtofedError, match="does not say where the images of folder:images are"):
         call("evaluate", tmp_path / "r" / "model.safetensors")
     stored = read_model(tmp_path / "r" / "model.safetensors")
     replace(stored, card=replace(stored.card, task="vlcs")).save(tmp_path / "v.safetensors")
@@ -284,8 +286,25 @@ def test_a_client_is_calibrated_on_its_own_domain(tmp_path: Path) -> None:
     assert load_model(tmp_path, "scan-0").temperature == 1
 
 
+def test_no_temperature_fits_images_that_are_all_right(
+    trained: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be the lowest that is tried, and every probability 100 %."""
+    assert trained.folder is not None
+    shutil.copytree(trained.folder, tmp_path / "run")
+    labels = torch.cat([images.y for images in held_out_images(trained).values()])
+    right = F.one_hot(labels, 10).double().numpy()
+    monkeypatch.setattr(TrainedModel, "logits", lambda self, x: right)
+    with pytest.raises(ProtofedError, match=f"right on all {len(labels)} images"):
+        calibrate(tmp_path / "run")
+    assert load_model(tmp_path / "run").temperature == 1
+    right[0] = right[0][::-1]
+    assert 0.05 < calibrate(tmp_path / "run").temperature < 1
+
+
 def test_nothing_to_calibrate_on(tmp_path: Path) -> None:
     settings = {"rounds": 1, "epochs": 1, "width": 4, "clients": {"inverse": 1}, "samples": 245}
     run("glyphs", "fedavg", out=tmp_path, device="cpu", **settings)
-    with pytest.raises(ProtofedError, match=r"no images to calibrate on.*--validate 0.1"):
+    with pytest.raises(ProtofedError, match=r"no images to calibrate on.*--validate 0.1") as told:
         call("evaluate", tmp_path, "--calibrate")
+    assert "unused" not in str(told.value), "a setting that nobody gave"

@@ -157,6 +157,8 @@ def test_show_prints_what_was_found(finished: Path) -> None:
     out = succeed("show", finished)
     assert "fpl on glyphs, seed 3" in out and "1 of 1 rounds" in out
     assert ("fp32 on cpu" in out and "engine workers" in out) or "engine loop" in out
+    done = call("show", finished.parent / "RUN")
+    assert done.code == 2 and "runs are in runs/" in " ".join(done.err.split())
     done = call("show", finished.parent)
     assert done.code == 2 and "not a run's folder" in done.err
 

@@ -74,6 +74,7 @@ def reference(image: Tensor, i: int, choices: Choices, augment: Augment) -> np.n
         AUGMENTS["large"](True),
         AUGMENTS["large"](False),
         AUGMENTS["color"](True),
+        AUGMENTS["resized"](True),
         Augment(padding=0, resized_crop=(0.08, 1.0)),
         Augment(padding=2, jitter=(0.4, 0.4, 0.4, 0.4)),
         Augment(padding=2, flip=False, grayscale=0.5),
@@ -135,6 +136,17 @@ def test_color_is_crop_with_jitter() -> None:
     low, high = color.jitter.min(0).values, color.jitter.max(0).values
     torch.testing.assert_close(low, middle - spread, atol=0.01, rtol=0)
     torch.testing.assert_close(high, middle + spread, atol=0.01, rtol=0)
+
+
+def test_resized_takes_a_quarter_of_the_image_or_more_and_changes_no_color() -> None:
+    choices = Choices.draw(np.random.default_rng(3), 4000, AUGMENTS["resized"](True), 32)
+    assert choices.size is not None and choices.jitter is None and choices.gray is None
+    share = choices.size.prod(1) / 32**2
+    assert 0.2 < share.min() < 0.3 and share.max() > 0.95
+    one_color = torch.tensor([200, 100, 10], dtype=torch.uint8)[None, :, None, None]
+    images = one_color.expand(20, 3, 32, 32)
+    rows = choices.rows(torch.arange(20), torch.device("cpu"))
+    assert torch.equal(cropped(images, rows, AUGMENTS["resized"](True)), images)
 
 
 def test_the_plain_augmentation_draws_what_it_always_did() -> None:

@@ -288,7 +288,9 @@ def test_too_few_replies_average_nothing_and_end_after_three_attempts(
     assert about["round"] == 0 and tree.equal(state, before)
 
 
-def test_a_late_site_takes_part_from_the_next_round(world: Callable[..., Any]) -> None:
+def test_a_late_site_takes_part_from_the_next_round(
+    world: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     w = world(rounds=3)
     w.grid.online = ["scan-0", "photo-0"]
 
@@ -297,11 +299,28 @@ def test_a_late_site_takes_part_from_the_next_round(world: Callable[..., Any]) -
         return reply
 
     w.grid.spoil = change
-    w.coordinator().run()
+    with caplog.at_level(logging.INFO, "protofed.deploy"):
+        w.coordinator().run()
     records = read_records(w.out / "rounds.jsonl")
     assert [r["clients"] for r in records] == [2, 3, 3]
     assert records[0]["problems"] == {BAD: "not connected"}
+    why, sent = f"round 1: site {BAD}: not connected", "round 1: sent to scan-0, photo-0"
+    assert caplog.messages.index(why) < caplog.messages.index(sent)
     assert records[0]["accuracy"]["print"] == records[0]["accuracy"]["print"]  # measured later
+
+
+def test_the_log_says_once_why_a_site_takes_no_part(
+    world: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    w = world(rounds=3)
+    w.grid.online = ["scan-0", "photo-0"]
+    with caplog.at_level(logging.WARNING, "protofed.deploy"):
+        w.coordinator().run()
+    records = read_records(w.out / "rounds.jsonl")
+    assert [r["problems"] for r in records] == [{BAD: "not connected"}] * 3
+    assert [m for m in caplog.messages if BAD in m and "missing" not in m] == [
+        f"round 1: site {BAD}: not connected"
+    ]
 
 
 def test_prototypes_of_an_attempt_that_failed_are_not_kept(world: Callable[..., Any]) -> None:

@@ -37,6 +37,22 @@ def test_a_run_without_classes_asks_for_them(tmp_path: Path) -> None:
     assert "names no classes yet" in (tmp_path / "f" / "README.md").read_text()
 
 
+def test_resume_says_that_there_is_no_such_run(
+    tmp_path: Path, members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more rounds, for example, it is another run: sites would train from the beginning."""
+    monkeypatch.setattr(deploy, "runs", lambda folder: [])
+    monkeypatch.setattr(deploy, "flwr", lambda *_: {"run-id": 1})
+    home = tmp_path / "f" / "server"
+    asked = ["deploy", "start", "--dir", str(home), "--resume", "--rounds", "3"]
+    said = CliRunner().invoke(app, asked).output
+    assert "no run to resume" in said and "starts from the beginning" in said
+    folder = deploy.run_folder(home, deploy.plan_run(members, None, None, {}, {"rounds": 3}))
+    folder.mkdir(parents=True)
+    (folder / "config.toml").touch()
+    assert "no run to resume" not in CliRunner().invoke(app, asked).output
+
+
 def test_what_only_a_simulator_can_do_is_refused(tmp_path: Path, members: Members) -> None:
     spec = deploy.plan_run(members, None, "fpl", {}, {"rounds": 1})
     toml, file = spec.config.toml(), tmp_path / "again.toml"

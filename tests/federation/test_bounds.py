@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from protofed import engines as engines
 from protofed.config import make_config
 from protofed.errors import Diverged, ProtofedError
 from protofed.federation import dry_run

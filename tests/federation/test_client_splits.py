@@ -102,7 +102,7 @@ def test_every_setting_changes_the_hash() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"dirichlet": 0.0}, r"a number of at least 1e-06 and at most 1e\+06, got 0.0"),
+        ({"dirichlet": 0.0}, r"a number from 1e-06 to 1,000,000, got 0.0"),
         ({"dirichlet": float("nan")}, "dirichlet must be"),
         ({"quantity": -1.0}, "quantity must be"),
         ({"leftover": "yes"}, "leftover must be true or false, got 'yes'"),

@@ -31,12 +31,12 @@ from protofed.federation.privacy import (
 )
 from protofed.federation.setup import ClientData
 from protofed.federation.simulation import Federation, Observer
-from protofed.method import Client, PrototypeMethod, Slots
+from protofed.method import Client, Output, PrototypeMethod, Sizes, Slots
 from protofed.methods import METHODS, FedAvg, FedProto
 from protofed.runs.result import load_run
 from protofed.runs.run import run
 from protofed.testing.checks import TINY, tiny_task
-from protofed.tree import Tree
+from protofed.tree import Slot, Tree
 
 pytest.importorskip("dp_accounting")
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -350,6 +350,49 @@ def test_a_method_that_sends_something_else_is_stopped(slot: str, words: str) ->
     found = Federation(make_config(TASK, Leaky(slot), **SHORT, proto_epsilon=1.0), TASK)
     with pytest.raises(ProtofedError, match=words):
         found.run_round()
+
+
+@dataclass(frozen=True)
+class FarReaching(PrototypeMethod):
+    """One image more moves more than its own feature, in one of several ways."""
+
+    name: ClassVar[str] = "far_reaching"
+    proto_pass: ClassVar[str] = "post"  # type: ignore[misc]
+    by: str = "holdout"
+
+    @property
+    def holdout(self) -> float:
+        return 0.1 if self.by == "holdout" else 0.0
+
+    def init_client(self, model: Slot, sizes: Sizes) -> Tree:
+        return {"kept": {"shift": torch.zeros(())}} if self.by == "kept" else {}
+
+    def forward(self, client: Client, x: torch.Tensor) -> Output:
+        z, logits = client.network(x)
+        if self.by == "batch":
+            z = z - z.mean(0)
+        return Output(z + client.mine["kept"]["shift"] if self.by == "kept" else z, logits)
+
+
+@pytest.mark.parametrize(
+    ("by", "words"),
+    [
+        ("holdout", "holds out a part of the images"),
+        ("batch", "depend on the other images of the batch"),
+        ("kept", r"entries that clients keep \(kept"),
+    ],
+)
+def test_an_image_must_not_move_the_features_of_others(by: str, words: str) -> None:
+    with pytest.raises(ProtofedError, match=words):
+        Federation(make_config(TASK, FarReaching(by), **SHORT, proto_epsilon=1.0), TASK)
+    Federation(make_config(TASK, FarReaching(""), **SHORT, proto_epsilon=1.0), TASK)
+
+
+def test_with_a_holdout_one_image_more_would_change_which_images_are_summed() -> None:
+    """Why it is refused: the images held out are drawn by how many there are."""
+    s = replace(setup(FarReaching()), privacy=Privacy(prototypes=PROTOTYPES, normal=no_noise))
+    kept = [set(ClientBatches(s, client_data(n)).parts["train"].tolist()) for n in (40, 41)]
+    assert len(kept[0] ^ kept[1]) > 1
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbn", "fpl"])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from protofed import engines as engines
 from protofed import tree
 from protofed.config import make_config
 from protofed.errors import ProtofedError
@@ -99,6 +98,17 @@ def test_of_a_table_with_several_prototypes_a_class() -> None:
     assert found == [[3.0, 3.0, 99.0], [3.0], [3.0, 3.0]]
 
 
+@pytest.mark.parametrize("kind", ["median", "trimmed"])
+def test_a_client_with_many_prototypes_of_a_class_has_one_vote(kind: str) -> None:
+    def of_class(value: float, many: int) -> Tree:
+        mask = torch.tensor([[1.0] * many])
+        return {"prototypes": {"mean": torch.full((1, many, 2), value), "mask": mask}}
+
+    given = updates(of_class(100.0, 16), *(of_class(1.0, 2) for _ in range(4)))
+    for update in joined(kind, given):
+        assert bool((update["prototypes"]["mean"] == 1).all())
+
+
 @pytest.mark.parametrize("other", [{"x": torch.ones(3)}, {"y": torch.ones(2)}, {}])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_slot_without_common_coordinates(other: Slot, first: bool) -> None:
@@ -128,6 +138,19 @@ def test_krum_drops_what_is_far_from_the_others_in_any_slot() -> None:
     messages.insert(1, {"model": {"w": torch.tensor(near[0])}} | table((1.0, -9.0)))
     kept = joined("krum", updates(*messages))
     assert [u.name for u in kept] == ["0", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("slot", ["model", "prototypes"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_krum_drops_what_is_not_finite(slot: str, value: float) -> None:
+    """With ``--bounds off``, nothing has refused it before."""
+    near = [(1.0, 1.0), (1.1, 1.0), (1.0, 1.1), (0.9, 1.0), (1.0, 0.8), (1.2, 1.2)]
+    for liar in range(len(near)):
+        rows = [(value, 1.0) if i == liar else row for i, row in enumerate(near)]
+        tables = [table(row, (1.0, 1.0) if i % 2 else None) for i, row in enumerate(rows)]
+        given = models(*rows) if slot == "model" else updates(*tables)
+        kept = {u.name for u in robust_updates("krum", 0.1, given, {slot}, START)}
+        assert kept == {str(i) for i in range(len(near)) if i != liar}
 
 
 def test_distances_are_the_same_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +215,28 @@ def test_a_fraction_that_is_no_client_is_refused() -> None:
         run(tiny_task(), **{**TINY, "clients": 1, "attack": "flip"})
     with pytest.raises(ProtofedError, match=r"none: .*to 0.99 for one client"):  # 1 is too many
         choose_attackers(["left-0"], 0.2, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "attack", "lacks"),
+    [
+        ("fedavg", "prototypes", "prototypes"),
+        ("fedtgp", "scale", "model"),
+        ("local", "noise", "model"),
+        ("fpl", "prototypes", ""),
+        ("fedtgp", "prototypes", ""),
+        ("fedtgp", "flip", ""),
+        ("fedavg", "noise", ""),
+    ],
+)
+def test_an_attack_that_changes_nothing_is_told(
+    method: str, attack: str, lacks: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """A warning: in a study it may be the control."""
+    given = {**TINY, "attack": attack, "attackers": 0.5}
+    Federation(make_config(tiny_task(), method, **given), tiny_task())
+    told = [f"attack = {attack} changes nothing: {method} sends no {lacks}"] if lacks else []
+    assert [str(w.message) for w in recwarn] == told
 
 
 def settings(**more: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def test_onnx(model: TrainedModel, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     export_onnx(model, tmp_path / "m.onnx")
+    assert b"protofed/" not in (tmp_path / "m.onnx").read_bytes(), "no paths of this machine"
     x = load_task("glyphs").domains["photo"].test.x[:7]
     session = onnxruntime.InferenceSession(str(tmp_path / "m.onnx"))
     (found,) = session.run(None, {"images": x.numpy()})
@@ -42,6 +43,7 @@ def test_onnx(model: TrainedModel, tmp_path: Path) -> None:
 def test_pt2_of_methods_with_rules_and_modules_of_their_own(method: str, tmp_path: Path) -> None:
     own = trained(tmp_path / "r", method)
     export_pt2(own, tmp_path / "m.pt2")
+    assert b"protofed/" not in (tmp_path / "m.pt2").read_bytes(), "no paths of this machine"
     x = load_task("glyphs").domains["scan"].test.x[:3]
     found = torch.export.load(tmp_path / "m.pt2").module()(x)
     np.testing.assert_allclose(found.detach().numpy(), own.predict_proba(x), atol=1e-5)

@@ -28,6 +28,7 @@ from protofed.methods import CCST, create
 from protofed.models import build
 from protofed.runs import load_run
 from protofed.runs.folder import RunFolder
+from protofed.runs.model_file import read_model
 from protofed.runs.pool import Pool
 from protofed.runs.run import run
 from protofed.testing.checks import SHORT, tiny_task
@@ -304,6 +305,8 @@ def test_files_may_move_and_packed_runs_have_their_names_alone(tmp_path: Path) -
     packed = json.loads(stored.line())["config"]["options"]
     assert packed["encoder"] == "file:my-encoder.safetensors" and packed["enlarge"] == 2
     assert str(tmp_path) not in stored.line()
+    card = read_model(folder.path / "model.safetensors").card
+    assert card.options["decoder"] == "file:my-decoder.safetensors" and card.options["single"] == 16
 
 
 def test_a_model_is_used_without_the_files(tmp_path: Path) -> None:

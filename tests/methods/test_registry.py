@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,32 @@ def test_every_class_of_the_package_that_names_itself_is_registered():
         assert cls.__name__ in dir(methods) and cls.__name__ in methods.__all__
     with pytest.raises(AttributeError, match="FPLL"):
         _ = methods.FPLL
+
+
+def test_type_checkers_accept_hyper_parameters(tmp_path):
+    """As in the README; in a class's own module they also check them."""
+    code = [
+        "import protofed.methods",
+        "from protofed.methods.fpl import FPL",
+        "protofed.methods.FPL(tau=0.05)",
+        "FPL(tau=0.05)",
+        "FPL(tua=0.05)",
+    ]
+    (tmp_path / "user.py").write_text("\n".join(code))
+    package = Path(methods.__file__).parents[1]
+    # what is not named is not read: PyTorch takes a minute
+    read = ["__init__.py", "method.py", "methods/__init__.py", "methods/fpl.py"]
+    options = ["--follow-imports=skip", "--config-file=", f"--cache-dir={tmp_path}", "--strict"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "user.py", *(package / name for name in read)],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(package.parent)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    found = [line for line in done.stdout.splitlines() if line.startswith("user.py")]
+    assert len(found) == 1 and found[0].startswith("user.py:5: error: Unexpected keyword"), found
 
 
 def test_the_registry_has_the_methods_by_their_names():

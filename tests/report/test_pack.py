@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.report.conftest import SMALL
-from tests.studies.made_runs import PAPER, make_runs, make_study, study
+from tests.studies.made_runs import PAPER, image_folder, make_runs, make_study, study
 
-from protofed import analysis
+from protofed import analysis, compare, load_model
 from protofed.errors import ProtofedError
 from protofed.federation.facts import NUMERICS
 from protofed.files import sealed
@@ -286,3 +286,26 @@ def test_a_study_whose_figure_is_a_tsne_is_packed_with_it(
     again = StudyFolder.create(tmp_path / "pool" / "drawn", drawn, tmp_path / "pool")
     pack(again.path, tmp_path / "c", images=10)
     assert {p.name for p in (tmp_path / "c").glob("*.png")} == names
+
+
+def test_what_is_handed_on_does_not_say_where_images_were(tmp_path: Path) -> None:
+    home = tmp_path / "patients"
+    images = image_folder(home / "scans")
+    (images / "day" / "cat" / "broken.png").write_bytes(b"no image")
+    settings = {"rounds": 1, "epochs": 1, "batch": 8, "model": "cnn2", "skip_bad": True}
+    compare(
+        f"folder:{images}", ["fedavg"], runs=home / "runs", out=home / "study", jobs=1,
+        progress=False, **settings,
+    )  # fmt: skip
+    (own,) = [p for p in (home / "runs").iterdir() if p.is_dir()]
+    packed, page = tmp_path / "packed", tmp_path / "page.html"
+    pack(home / "study", packed, images=2)
+    write_report(collect([home / "study"]), page, images=2, kinds=("png",))
+    lines = gzip.decompress((packed / "runs.jsonl.gz").read_bytes())
+    for content in (
+        (own / "model.safetensors").read_bytes(), lines, page.read_bytes(),
+        (packed / "study.toml").read_bytes(), (packed / "table.md").read_bytes(),
+    ):  # fmt: skip
+        assert b"folder:scans" in content and b"patients" not in content
+    assert load_model(own).card.task == "folder:scans"
+    assert StudyFolder.open(packed).tables()[0].rows[0].state == ""

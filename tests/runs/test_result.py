@@ -127,7 +127,7 @@ def test_load_run_of_what_is_no_finished_run(tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
     with pytest.raises(ProtofedError, match=r"no finished run.*--resume"):
         load_run(tmp_path)
-    with pytest.raises(ProtofedError, match="there is no folder"):
+    with pytest.raises(ProtofedError, match=r"there is no folder.*runs are in runs/"):
         load_run(tmp_path / "nowhere")
     (tmp_path / "study.toml").touch()
     with pytest.raises(ProtofedError, match=r"is a study's folder.*one of the runs in its pool"):

@@ -248,6 +248,13 @@ def test_a_loaded_task_takes_no_settings_of_its_loading(given: dict[str, Any]) -
         run(task, "fedavg", **{**TINY, **given})
 
 
+def test_a_loaded_task_takes_the_settings_that_it_has() -> None:
+    """One dictionary of settings may serve load_task and run."""
+    own = {"image_size": TASK.image_size, "flip": TASK.augment.flip}
+    result = run(TASK, "fedavg", **{**QUICK, "rounds": 1, **own})
+    assert result.config.hash == make_config(TASK, "fedavg", **{**QUICK, "rounds": 1}).hash
+
+
 def test_a_ready_config_takes_no_task_by_name() -> None:
     with pytest.raises(ProtofedError, match="no further settings"):
         run("glyphs", config=make_config(TASK, "fedavg", **QUICK))

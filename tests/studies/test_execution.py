@@ -364,6 +364,28 @@ def test_a_signal_stops_all_runs_and_waits_for_their_checkpoints(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_a_second_sigterm_interrupts_neither_the_runs_nor_the_wait_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``timeout`` sends it to the process and then to its group."""
+
+    class Impatient(Forever):
+        def terminate(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().terminate()
+
+        def wait(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            super().wait()
+
+    FOREVER.clear()
+    monkeypatch.setattr(execution.subprocess, "Popen", Impatient)
+    monkeypatch.setattr(execution.time, "sleep", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt):
+        run_quietly(jobs_of(study(seeds=1), tmp_path), at_once=2)
+    assert [p.done for p in FOREVER] == [["terminated", "waited for"]] * 2
+
+
 def test_sigterm_leaves_runs_that_can_be_resumed(tmp_path: Path) -> None:
     """With real processes: of the study, and of its run."""
     made = one(settings={**TINY, "rounds": 500})

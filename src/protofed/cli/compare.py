@@ -35,7 +35,7 @@ def compare(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated names, or all that need no files; file.py:Class works too."
+            help="Comma-separated names or file.py:Class; all: every method that needs no files."
         ),
     ] = "all",
     seeds: SeedsOption = 1,

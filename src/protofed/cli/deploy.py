@@ -61,7 +61,8 @@ def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new folder.")],
     sites: Annotated[str, typer.Option(help="The sites' names: a,b,c.")],
     classes: Annotated[
-        str | None, typer.Option(help="Names of the class folders, in the model's order.")
+        str | None,
+        typer.Option(help="Names of the class folders, in the order of the model's outputs: a,b."),
     ] = None,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="Where sites reach the server.")
@@ -343,6 +344,7 @@ def start(
     from protofed.deploy.run_log import log_path
     from protofed.deploy.setup import server_folder
     from protofed.federation.public_images import describe_digest
+    from protofed.runs import RunFolder
 
     if on_poison not in (known := ("stop", "rollback")):
         raise unknown("value for --on-poison", on_poison, known)
@@ -352,6 +354,8 @@ def start(
     if run.facts.public_digest is not None:
         say(f"public: {describe_digest(run.facts.public_digest)}")
     out = operator.run_folder(home, run)
+    if resume and not overwrite and not RunFolder(out).exists:
+        say(f"there is no run to resume in {out}: it starts from the beginning")
     log = log_path(out)
     before = log.stat().st_size if log.is_file() else 0
     number = operator.start(home, run, resume, overwrite, confirm=confirm, on_poison=on_poison)

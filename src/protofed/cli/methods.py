@@ -33,9 +33,9 @@ def methods(
 ) -> None:
     """List the methods, show one (protofed methods fpl), or check one.
 
-    [bold]protofed methods check file.py:Class[/bold] runs the whole battery of checks on a method:
-    gradients, weights at 0, a missing class, one client, resume, serialization, capture safety.
-    It is checked with its default hyper-parameters, or with those of --set.
+    [bold]protofed methods check file.py:Class[/bold] runs all checks on a method: gradients,
+    weights at 0, a missing class, one client, resume, serialization, CUDA graph capture. Its
+    hyper-parameters are the defaults, or those of --set.
     """
     if set_ and name != CHECK:
         raise ProtofedError("--set is for protofed methods check", "leave it out")

@@ -211,10 +211,12 @@ def evaluate(
     class's numbers and the confusion matrices.
     """
     from protofed.data import load_task
+    from protofed.data.info import FOLDER
     from protofed.federation.simulation import tested_images
     from protofed.inference import load_model
     from protofed.inference.calibration import calibrate as fit
     from protofed.inference.metrics import measure
+    from protofed.runs import load_run
 
     if calibrate:
         fitted = fit(model, client, device, data)
@@ -224,9 +226,15 @@ def evaluate(
             f"calibration error {_change(fitted.error, 1)} %"
         )
     trained = load_model(model, client, device)
-    name = task or trained.card.task
-    given, unseen = _settings_of_run(model, name) if name == trained.card.task else ({}, None)
-    if all_images and name == trained.card.task:
+    own = load_run(model, model=False).config.task if model.is_dir() else trained.card.task
+    if task is None and own.startswith(FOLDER) and not model.is_dir():
+        raise ProtofedError(
+            f"'{model}' does not say where the images of {own} are",
+            "name the run's folder, or the images: --task folder:PATH",
+        )
+    name = task or own
+    given, unseen = _settings_of_run(model, name) if name == own else ({}, None)
+    if all_images and name == own:
         raise ProtofedError(
             f"the model was trained on images of {name}", "--all-images is for another --task"
         )
@@ -238,7 +246,7 @@ def evaluate(
         given["data"] = data
     loaded = load_task(name, **given)
     order = _class_order(trained, loaded)
-    if name != trained.card.task:
+    if name != own:
         say(f"{name}: {loaded.note}{' Evaluated on all images.' * all_images}")
     if loaded.pixel_range and not trained.card.pixel_range:
         raise ProtofedError(

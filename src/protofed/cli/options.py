@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +31,12 @@ else:
 METHOD = "Method"
 PANELS = ("", TRAINING, CLIENTS, METHOD, ROBUSTNESS, PRIVACY, ENGINE, OUTPUT)
 """The panels of a command's help, in order; options without a panel come first."""
+
+COMMON = (
+    "protocol", "seed", "rounds", "epochs", "batch", "lr", "model", "clients", "samples",
+    "leave_out", "data", "image_size", "device",
+)  # fmt: skip
+"""The settings that ``-h`` shows; ``--help`` shows all."""
 
 output_option = functools.partial(typer.Option, rich_help_panel=OUTPUT)
 set_option = functools.partial(typer.Option, "--set", rich_help_panel=METHOD)
@@ -177,15 +184,43 @@ def with_settings(
 
         @functools.wraps(command)
         def wrapped(**arguments: Any) -> None:
+            del arguments[_BRIEF.name]
             typed = {name: arguments.pop(name) for name in names}
             settings = {n: parse_setting(n, v) for n, v in typed.items() if v is not None}
             command(**arguments, settings=settings)
 
-        return _with_parameters(
-            wrapped, sorted((*kept, *made), key=lambda p: PANELS.index(_panel(p)))
-        )
+        ordered = sorted((*kept, *made), key=lambda p: PANELS.index(_panel(p)))
+        return _with_parameters(wrapped, [*ordered, _BRIEF])
 
     return decorate
+
+
+def _show_common(context: typer.Context, given: bool) -> None:
+    if not given:
+        return
+    brief, all_options = copy.copy(context.command), context.command.params
+    brief.params = [p for p in all_options if p.name not in SETTINGS or p.name in COMMON]
+    more = len(all_options) - len(brief.params)
+    print(brief.get_help(context))
+    print(f" {more} more settings: {context.command_path} --help, or docs/settings.md")
+    raise typer.Exit
+
+
+_BRIEF = inspect.Parameter(
+    "brief",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "-h",
+            is_eager=True,
+            callback=_show_common,
+            help="Show the common options.",
+        ),
+    ],
+)
+"""Of commands with settings, whose whole help is long; it takes ``-h`` away from ``--help``."""
 
 
 def _with_parameters(

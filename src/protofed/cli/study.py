@@ -157,8 +157,8 @@ def run_(
     """Run studies, or what is left of them, and write their tables and figures.
 
     Runs that are already in the pool, whichever command made them, are not repeated; interrupted
-    ones resume. Several studies are run as one: the runs of the next start while the last ones of
-    the first are under way. Settings given here apply to all runs.
+    ones resume. With several studies, the next one starts while the last runs of the one before
+    are still under way. Settings given here apply to all runs.
     """
     at_least_one(seeds=seeds)
     if out is not None and len(names) > 1:

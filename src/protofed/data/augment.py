@@ -29,11 +29,13 @@ _CACHE_BYTES = 1 << 19
 AUGMENTS: dict[str, Callable[[bool], Augment]] = {
     "crop": lambda flip: Augment(flip=flip),
     "color": lambda flip: Augment(flip=flip, jitter=(0.4, 0.4, 0.4, 0.1)),
+    "resized": lambda flip: Augment(padding=0, flip=flip, resized_crop=(0.25, 1.0)),
     "large": lambda flip: Augment(
         padding=0, flip=flip, resized_crop=(0.7, 1.0), jitter=(0.4, 0.4, 0.4, 0.4), grayscale=0.1
     ),
 }
 """``crop``: as in the papers at 32 pixels; ``color``: the same with color jitter.
+``resized``: stronger than ``crop``, without a change of color.
 ``large``: as usual in domain generalization."""
 
 

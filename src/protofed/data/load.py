@@ -115,7 +115,7 @@ def load_task(
         reading = replace(reading, pixel_range=pixel_range or survey.pixel_range)
     assert size is not None
     images = _decoded(kind, paths, size, split, reading, plan)
-    notes = [info.about or f"Images of {paths[0]}.", *images.notes]
+    notes = [*filter(None, [info.about]), *images.notes]
     if published is None:
         augment = augment or choose.augment(size).value
         for text in class_warnings(images.classes, images.domains):

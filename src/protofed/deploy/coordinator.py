@@ -120,6 +120,8 @@ class Coordinator:
         """When each site was asked for its images."""
         self.unready: dict[str, str] = {}
         """Why sites that are connected do not take part."""
+        self.absent: dict[str, str] = {}
+        """Why sites of the last round took no part in it."""
         self.pulls: dict[str, Future[list[Message]]] = {}
         """What fetches a site's reply. One that the site holds back may take Flower two hours."""
         self.excluded: dict[str, int] = {}
@@ -291,6 +293,9 @@ class Coordinator:
         """Run one round; False if it failed and must be tried again."""
         server, nodes = self.server, self._wait_for_minimum()
         round, sampled = server.round, server.sample()
+        left_out = [name for name in sampled if self.excluded.get(name, 0) > round]
+        reasons = self.unready | dict.fromkeys(left_out, "left out")
+        self._note_absent({n: reasons.get(n, "not connected") for n in sampled if n not in nodes})
         got = self._exchange(nodes, sampled, evaluate=self.pending is not None)
         for name, why in server.screen().items():
             got.failed.add(name)
@@ -299,10 +304,7 @@ class Coordinator:
             else:
                 self._refuse(got, name, why)
         trained = [name for name in sampled if name in got.answers]
-        left_out = [name for name in sampled if self.excluded.get(name, 0) > round]
-        absent = [name for name in sampled if name not in nodes]
-        got.problems |= {name: self.unready.get(name, "not connected") for name in absent}
-        got.problems |= dict.fromkeys(left_out, "left out")
+        got.problems |= self.absent
         if signs := self._signs_of_poison(got, trained):
             self._go_back(signs)
             return False
@@ -333,6 +335,13 @@ class Coordinator:
             round + 1, self.config.rounds, len(trained), len(sampled), got.seconds,
         )  # fmt: skip
         return True
+
+    def _note_absent(self, found: dict[str, str]) -> None:
+        """Log why sites take no part in the round, unless it is as in the round before."""
+        for name, why in found.items():
+            if self.absent.get(name) != why:
+                log.warning("round %d: site %s: %s", self.server.round + 1, name, why)
+        self.absent = found
 
     def _aggregate(self) -> str:
         """Close the round with the accepted replies; returns what went wrong, if anything did.

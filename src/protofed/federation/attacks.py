@@ -14,6 +14,9 @@ from protofed import keys
 from protofed.data import Images
 from protofed.errors import ProtofedError
 from protofed.federation.bounds import prototypes_of
+from protofed.federation.model_state import travel
+from protofed.method import Method
+from protofed.models import Network
 from protofed.tree import Slot, Tree
 
 STRENGTH = 5.0
@@ -30,6 +33,14 @@ def choose_attackers(names: Sequence[str], fraction: float, seed: int) -> frozen
         )
     chosen = keys.generator(seed, "attackers").permutation(len(names))[:count]
     return frozenset(names[i] for i in chosen)
+
+
+def what_it_lacks(kind: str, method: Method, network: Network) -> str:
+    """What such an attacker changes, if the method's clients do not send it; else empty."""
+    if kind == "prototypes":
+        return "" if "prototypes" in method.slots.up else "prototypes"
+    sends_model = kind == "flip" or "both" in travel(method, network).values()
+    return "" if sends_model else "model"
 
 
 def flipped(images: Images, classes: int) -> Images:

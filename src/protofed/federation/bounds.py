@@ -4,7 +4,8 @@ A slot has a *size*: for the model the norm of its change, for prototypes the no
 for a slot with a row for each of some images (``Slots.rows``) the root mean square of the rows'
 norms, for anything else its norm. It may be ``Method.size_limit`` times the median over the clients
 of the last ``ROUNDS`` rounds, or of this one: where most move, nobody stands out. There are no
-rounds before the first, so its reference is what the server itself sends in a dry run on noise.
+rounds before the first, so its reference is what the server itself sends in a dry run on noise (of
+its model, the whole norm).
 With fewer than ``FEW`` clients, one of which could choose the median, it is the reference in every
 round, with a wider factor.
 """

@@ -39,6 +39,8 @@ def dry_run(setup: Setup, network: Network, server: Server, received: Tree) -> d
         message = noise_message(shown, network, server, images, 12, received=received)
     except Diverged:  # so will the clients, whose error says more
         return {}
+    # the model's is its norm, not that of its change: a step on noise says little about how far
+    # the epochs of a client go
     found = sizes(message, {}, setup.method.slots.rows)
     # under privacy, no prototype is longer than a feature that counts in full
     return found | ({} if protos is None else {protos.part: protos.clip})

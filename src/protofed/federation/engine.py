@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from importlib import import_module
 from typing import Protocol
 
 import torch
@@ -47,16 +48,21 @@ class Engine(Protocol):
 EngineFactory = Callable[[Setup, MakeNetworks, torch.device, int | None, Sequence[Images]], Engine]
 """The last arguments are the setting ``workers``, and all images of clients and tests."""
 
+ENGINES = "protofed.engines"
+"""Registers its engines when it is imported, which is when a federation needs the first one. By
+name: engines import the federation's interface, not the other way around."""
+
 _FACTORIES: dict[str, EngineFactory] = {}
 
 
 def register_engine(name: str, factory: EngineFactory) -> None:
-    """Make an engine known by its name; ``protofed.engines`` does so when it is imported."""
+    """Make an engine known by its name."""
     _FACTORIES[name] = factory
 
 
 def engine_factory(name: str) -> EngineFactory:
     """What makes the engine of that name."""
+    import_module(ENGINES)
     if name not in _FACTORIES:
         raise unknown("engine", name, _FACTORIES)
     return _FACTORIES[name]

@@ -32,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from protofed import keys
+from protofed import keys, tree
 from protofed.config import Config
 from protofed.errors import ProtofedError
 from protofed.federation.model_state import private_as_nan, travel
@@ -183,16 +183,38 @@ def planned_releases(config: Config) -> int:
 def _require_class_means(method: Method, network: Network, sizes: Sizes) -> None:
     if PROTOTYPES not in method.slots.up or method.proto_pass == "none":
         raise _no_privacy(method, "sends no class means", "proto_epsilon")
-    own = private_as_nan(method, network)
-    image = torch.zeros(2, 3, sizes.image, sizes.image, dtype=next(network.parameters()).dtype)
-    view = Client(method, network, sizes, received={}, mine={})
-    if own and not bool(view.forward_with(own, image).feature.isfinite().all()):
+    if method.holdout:
         raise _no_privacy(
             method,
-            f"computes features with entries that clients keep ({next(iter(own))} ...); the "
+            "holds out a part of the images; with one more, it would be another part",
+            "proto_epsilon",
+        )
+    model = network.state_dict()
+    own, received = private_as_nan(method, network), method.init_server(model, sizes)
+    mine = tree.map_tensors(method.init_client(model, sizes), _as_nan)
+    view = Client(method, network, sizes, received=received, mine=mine)
+    drawn = keys.generator("features", "privacy").standard_normal((3, 3, sizes.image, sizes.image))
+    images = torch.from_numpy(drawn).to(next(network.parameters()))
+    kept = [*own, *mine]
+    if kept and not bool(view.forward_with(own, images).feature.isfinite().all()):
+        raise _no_privacy(
+            method,
+            f"computes features with entries that clients keep ({kept[0]} ...); the "
             "guarantee is for those of a received model",
             "proto_epsilon",
         )
+    with_another, alone = (view.forward_with({}, x).feature for x in (images, images[:2]))
+    if not torch.allclose(with_another[:2], alone, rtol=1e-3, atol=1e-3 * float(alone.abs().max())):
+        raise ProtofedError(
+            f"proto_epsilon: features of {method.name}'s network depend on the other images of "
+            "the batch, so one image would change them all",
+            "use layers that see one image at a time in evaluation mode, such as BatchNorm with "
+            "running statistics",
+        )
+
+
+def _as_nan(t: Tensor) -> Tensor:
+    return torch.full_like(t, math.nan) if t.is_floating_point() else t
 
 
 def _require_plain_updates(method: Method, network: Network) -> None:

@@ -107,16 +107,21 @@ def _common_entries(sent: list[Slot]) -> list[str] | None:
 
 
 def _middle_prototypes(sent: list[Slot], fraction: float) -> list[Slot]:
-    """The same for each class's prototypes; a client without any of a class still has none."""
+    """The same for each class's prototypes; a client without any of a class still has none.
+
+    A client's own mean counts, not each of its prototypes: of these, it may send as many as it has
+    images, and with them choose the middle alone.
+    """
     means = [entries["mean"].clone() for entries in sent]
     there = [table[1] for entries in sent if (table := prototypes_of(entries)) is not None]
     for k in range(len(means[0])):
         of_class = [(mean[k], own[k]) for mean, own in zip(means, there, strict=True)]
-        rows = torch.cat([mean[own].reshape(-1, mean.shape[-1]) for mean, own in of_class])
-        if len(rows):
+        owners = [mean[own].double() for mean, own in of_class if bool(own.any())]
+        if owners:
+            rows = torch.stack([rows.reshape(-1, rows.shape[-1]).mean(0) for rows in owners])
             middle = trimmed_mean(rows, fraction)
             for mean, own in of_class:
-                mean[own] = middle
+                mean[own] = middle.to(mean.dtype)
     return [{**entries, "mean": mean} for entries, mean in zip(sent, means, strict=True)]
 
 
@@ -148,9 +153,10 @@ def outlyingness(updates: Sequence[Update], slots: Iterable[str], wrong: int) ->
         if distance is None:
             continue
         distance.fill_diagonal_(math.inf)
-        score = distance.sort(1).values[:, :near].sum(1)
+        score = distance.nan_to_num(math.inf, math.inf).sort(1).values[:, :near].sum(1)
         middle = float(score.sort().values[(len(updates) - 1) // 2])
-        worst = torch.maximum(worst, score / (middle or 1.0))
+        # inf / inf: as far away as most
+        worst = torch.maximum(worst, (score / (middle or 1.0)).nan_to_num(1.0, math.inf))
     return {u.name: float(w) for u, w in zip(updates, worst, strict=True)}
 
 
@@ -178,7 +184,7 @@ def _distances(sent: list[Slot]) -> Tensor | None:
     total = (torch.stack([_squared(m) for m in means]) * both).sum(0)
     mean = total / common.clamp(min=1)
     known = mean[(common > 0) & ~torch.eye(len(mean), dtype=torch.bool)]
-    return torch.where(common > 0, mean, known.median() if len(known) else 0.0)
+    return torch.where(common > 0, mean, known.nanmedian() if len(known) else 0.0)
 
 
 def _class_means(mean: Tensor, there: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,7 +19,7 @@ from protofed.config import Config, task_settings
 from protofed.data import Images, Share, Task, load_task, split
 from protofed.data.split import UNUSED, hold_out, validation_rows, validation_source
 from protofed.errors import Diverged, ProtofedError, unknown
-from protofed.federation.attacks import attacked, choose_attackers, flipped
+from protofed.federation.attacks import attacked, choose_attackers, flipped, what_it_lacks
 from protofed.federation.bounds import Bounds, OutOfBounds
 from protofed.federation.client_state import ClientStore
 from protofed.federation.dry_run import dry_run
@@ -185,6 +186,11 @@ class Federation:
         self.attackers = (
             choose_attackers(names, config.attackers, config.seed) if config.attack else frozenset()
         )
+        if config.attack and (lacks := what_it_lacks(config.attack, self.method, network)):
+            warnings.warn(
+                f"attack = {config.attack} changes nothing: {self.method.name} sends no {lacks}",
+                stacklevel=2,
+            )
         mislabeled = self.attackers if config.attack == "flip" else ()
         self.clients = Clients(self.task, self.shares, self._here, self.models, mislabeled)
         self.tests = {

@@ -56,6 +56,12 @@ def calibrate(
     x = torch.cat([images.x for images in held_out.values()])
     labels = torch.cat([images.y for images in held_out.values()]).numpy()
     logits = model.logits(x)
+    if bool((logits.argmax(1) == labels).all()):
+        raise ProtofedError(
+            f"the model is right on all {len(labels)} images to calibrate on: the lower the "
+            "temperature, the likelier they are, so none fits",
+            "evaluate without --calibrate, or train with more images held out: --validate 0.2",
+        )
     temperature = float(f"{fit_temperature(logits, labels):.6g}")
     scaled = [logits, logits / temperature]
     before, after = (measure(softmax(each), labels).calibration_error for each in scaled)
@@ -70,18 +76,18 @@ def held_out_images(result: Result) -> dict[str, Images]:
     """By domain, images that were neither trained on nor are for testing."""
     task = result.task()
     config = result.found_config.for_task(task.info)
-    error = None
     for part in [config.validate] if config.validate is not None else [VAL_FOLDERS, UNUSED]:
         asked = replace(config, validate=part)
         try:
             rows = rows_to_validate(asked, task, make_shares(asked, task))
-        except ProtofedError as found:
-            error = found
+        except ProtofedError:
+            if config.validate is not None:
+                raise
             continue
         images = {name: validation_source(task, name, part) for name in rows}
         return {name: Images(images[name].x[r], images[name].y[r]) for name, r in rows.items()}
-    assert error is not None
     raise ProtofedError(
-        f"the run has no images to calibrate on: {error.message}",
+        "the run has no images to calibrate on: it held none out, and its clients trained on all "
+        "images or on nearly all of them",
         "train with --validate 0.1, which holds some out",
     )

@@ -80,13 +80,17 @@ def _program(model: TrainedModel) -> torch.export.ExportedProgram:
     batch = torch.export.Dim("batch", min=1)
     try:
         with torch.no_grad(), _quiet():
-            return torch.export.export(Graph(model), (example,), dynamic_shapes=({0: batch},))
+            program = torch.export.export(Graph(model), (example,), dynamic_shapes=({0: batch},))
     except Exception as error:
         raise ProtofedError(
             f"the predictions of {model.method.name} cannot be exported as a graph: "
             f"{str(error).splitlines()[0]}",
             "its model.safetensors can be used with protofed.load_model",
         ) from error
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # it names the folders of this machine
+    return program
 
 
 def _compare(model: TrainedModel, name: str, run: Callable[[Any], Any]) -> None:

@@ -1,8 +1,8 @@
 """The methods, one file per paper. A method registers by being defined in this package.
 
 ``METHODS`` has every class of this package that names itself, in alphabetical order of the names.
-``protofed.methods.FPL`` and the other classes are attributes of the package; a type checker sees
-them as ``type[Method]``, and sees all of a class in ``from protofed.methods.fpl import FPL``.
+``protofed.methods.FPL`` and the other classes are attributes of the package; a type checker knows
+nothing of them there, and all of a class in ``from protofed.methods.fpl import FPL``.
 
 A method may also be in a file of your own. The file is executed if the user names it
 (``method_class``); one that only a run or a study names is a ``RecordedMethod`` until
@@ -58,7 +58,7 @@ __all__ = [
 
 if TYPE_CHECKING:
 
-    def __getattr__(name: str) -> type[Method]: ...
+    def __getattr__(name: str) -> type[Any]: ...
 
 
 _LOADED: dict[str, type[Method]] = {}

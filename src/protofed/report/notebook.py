@@ -19,13 +19,14 @@ DPI = 150
 
 def plot(result: Result) -> bytes:
     """The accuracy curves as PNG."""
+    from protofed.config import shown_task
     from protofed.report.figures import curves
     from protofed.report.plot import render
 
     config = result.config
     clients = result.summary.get("clients")
     held = f"{len(clients)} clients, " if clients is not None else ""
-    heading = f"{config.task}, protocol {config.protocol}, {held}seed {config.seed}"
+    heading = f"{shown_task(config.task)}, protocol {config.protocol}, {held}seed {config.seed}"
     return render(curves([RunHistory.of_result(result)], heading=heading), ("png",), DPI)["png"]
 
 

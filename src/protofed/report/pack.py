@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from protofed.config import shown_task
 from protofed.errors import ProtofedError
 from protofed.files import write_atomic
 from protofed.report import figures, plot, stored_analysis
@@ -122,6 +123,13 @@ def _anywhere(study: Study, diverged: Mapping[str, list[str]]) -> Study:
         settings = _without_data(study.override.get("settings", {}))
         override = {**study.override, "settings": settings}
         raw["override"] = {k: v for k, v in override.items() if v}
+    if "tasks" in raw:
+        raw["tasks"] = {
+            name: {**task, "task": shown_task(task["task"])} if "task" in task else task
+            for name, task in raw["tasks"].items()
+        }
+    if "images" in raw:
+        raw["images"] = {shown_task(task): found for task, found in raw["images"].items()}
     return replace(study, raw=raw)
 
 

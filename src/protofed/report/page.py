@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from protofed.config import EACH
+from protofed.config import EACH, shown_task
 from protofed.files import write_atomic
 from protofed.report import figures, plot, run_details
 from protofed.report.collect import Group, Progress, ReportInput
@@ -174,7 +174,7 @@ def _title(given: ReportInput) -> str:
     studies = {g.study.title if g.study is not None else None for g in given.groups}
     if len(studies) == 1 and (study := studies.pop()) is not None:
         return study
-    tasks = list(dict.fromkeys(g.results[0].config.task for g in given.groups))
+    tasks = list(dict.fromkeys(shown_task(g.results[0].config.task) for g in given.groups))
     methods = {m for g in given.groups for m in g.methods}
     what = next(iter(methods)) if len(methods) == 1 else f"{len(methods)} methods"
     return f"{what} on {', '.join(tasks)}" if len(tasks) < 5 else f"{what}, {len(tasks)} tasks"

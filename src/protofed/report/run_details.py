@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from protofed.config import training_options
+from protofed.config import shown_task, training_options
 from protofed.report.collect import Group
 from protofed.report.page_table import PageTable, cells
 from protofed.runs.records import last_mean, selection
@@ -25,7 +26,7 @@ def facts(group: Group) -> dict[str, str]:
     return {
         "Numbers": f"test accuracy in %, {selection(group.last_rounds)}; never the best round on "
         "test data",
-        "Data": f"{config.task}: {summary.get('data', '')}",
+        "Data": f"{shown_task(config.task)}: {summary.get('data', '')}",
         "Clients × samples": _sizes_of_group(group),
         "Seeds": ", ".join(map(str, group.seeds)),
         "Training": _common(group, _training),
@@ -138,7 +139,10 @@ def run_table(group: Group) -> PageTable:
 
 def settings(group: Group) -> dict[str, str]:
     """As TOML: the settings that all labels share, and those in which each label differs."""
-    configs = {label: _sections(runs[0].config.toml()) for label, runs in group.methods.items()}
+    # without the folders of this machine
+    shown = {m: replace(r[0].config, task=shown_task(r[0].config.task), data=None)
+             for m, r in group.methods.items()}  # fmt: skip
+    configs = {label: _sections(config.toml()) for label, config in shown.items()}
     every = list(configs.values())
     shared = {
         section: [line for line in lines if all(line in c.get(section, ()) for c in every)]

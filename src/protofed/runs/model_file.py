@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from protofed import keys, tree
-from protofed.config import Config, check_settings
+from protofed.config import Config, check_settings, short_option, shown_task
 from protofed.data import Task
 from protofed.errors import ProtofedError, unknown
 from protofed.federation.facts import DTYPES
@@ -70,6 +70,7 @@ class ModelCard:
     norm: str | None
     method: str
     options: Mapping[str, Any]
+    """Of a path among them, the last part alone: the file may be handed on."""
     seed: int
     rounds: int
     precision: str
@@ -96,7 +97,7 @@ class ModelCard:
         return cls(
             hash=hash,
             holds=holds,
-            task=config.task,
+            task=shown_task(config.task),
             classes=task.classes,
             image_size=task.image_size,
             mean=task.augment.mean,
@@ -106,7 +107,7 @@ class ModelCard:
             width=config.width,
             norm=config.norm,
             method=reference(config.method),
-            options=config.method.options(),
+            options={n: short_option(v) for n, v in config.method.options().items()},
             seed=config.seed,
             rounds=config.rounds,
             precision=config.precision,

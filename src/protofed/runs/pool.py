@@ -19,7 +19,14 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from protofed.config import AUTO, Config, check_settings, short_option, without_paths
+from protofed.config import (
+    AUTO,
+    Config,
+    check_settings,
+    short_option,
+    shown_task,
+    without_paths,
+)
 from protofed.errors import ProtofedError
 from protofed.federation.facts import DIGESTS, FACTS_SHAPE, NUMERICS, Facts
 from protofed.files import Damaged, sealed, unsealed, write_atomic
@@ -120,11 +127,12 @@ class StoredRun:
         config = {k: without_paths(k, v) for k, v in self.config.items() if k != "data"}
         if "options" in config:
             config["options"] = {n: short_option(v) for n, v in config["options"].items()}
+        shown = {"task": shown_task(config["task"]), "skipped": []}
         parts = {
             "name": self.name,
-            "config": config,
+            "config": config | {"task": shown["task"]},
             "facts": self.facts,
-            "summary": self.summary,
+            "summary": {k: shown.get(k, v) for k, v in self.summary.items()},
             # what each client did is three quarters of a run, and no table needs it
             "rounds": [{k: v for k, v in r.items() if k != BY_CLIENT} for r in self.records],
             "analysis": analysis or self.analysis,

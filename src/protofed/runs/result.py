@@ -177,6 +177,11 @@ class Result:
         return _notebook().html(self)
 
 
+def no_folder(named: str | Path) -> ProtofedError:
+    hint = "runs are in runs/, or where --runs or --out says"
+    return ProtofedError(f"there is no folder '{named}'", hint)
+
+
 def load_run(folder: str | Path, model: bool = True) -> Result:
     """A finished run, read back from its folder; without its model if there is none.
 
@@ -186,7 +191,7 @@ def load_run(folder: str | Path, model: bool = True) -> Result:
     found = RunFolder(folder)
     if not found.is_finished():
         if not found.path.is_dir():
-            raise ProtofedError(f"there is no folder '{folder}'")
+            raise no_folder(folder)
         if (found.path / "study.toml").is_file():
             raise ProtofedError(
                 f"'{folder}' is a study's folder", "name one of the runs in its pool"

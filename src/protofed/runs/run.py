@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from protofed import engines as engines  # makes the engines known
 from protofed import tree
 from protofed.config import Config, merged_config, task_settings
 from protofed.data import Task, load_task
@@ -58,12 +57,14 @@ def run(
             raise ProtofedError("a ready Config takes no further settings", "use make_config")
     else:
         config = merged_config(config, task, method, options, settings)
-        late = [name for name in LOADING if settings.get(name) is not None]
-        if isinstance(task, Task) and late:
-            raise ProtofedError(
-                f"{late[0]} has no effect on a task that is already loaded",
-                f"give it to load_task, or name the task: task={task.name!r}",
-            )
+        if isinstance(task, Task):
+            own = {"image_size": task.image_size, "flip": task.augment.flip}
+            late = [name for name in LOADING if settings.get(name) not in (None, own.get(name))]
+            if late:
+                raise ProtofedError(
+                    f"{late[0]} has no effect on a task that is already loaded",
+                    f"give it to load_task, or name the task: task={task.name!r}",
+                )
     loaded = task if isinstance(task, Task) else load_task(config.task, **task_settings(config))
     asked, config = config, config.settled(loaded.info)
     folder = RunFolder(out) if out is not None else None

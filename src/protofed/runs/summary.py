@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from protofed.config import Config, short_option
+from protofed.config import Config, short_option, shown_task
 from protofed.federation.facts import Facts
 from protofed.runs.records import SEEN, SELECTION, Records, digest, last_mean, shown
 
@@ -52,7 +52,7 @@ def summarize(
     """
     method, accuracy = config.method, last_mean(records)
     return {
-        "task": config.task,
+        "task": shown_task(config.task),
         "data": data,
         "skipped": list(skipped),
         "method": method.name,

@@ -16,6 +16,7 @@ from protofed.config import (
     is_whole,
     paper_differences,
     short_task,
+    shown_task,
 )
 from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.errors import ProtofedError
@@ -51,7 +52,9 @@ def comparison(
     rows = {label: (name, {**own, **options.get(label, {})}) for label, (name, own) in rows.items()}
     left_out = settings.get("leave_out")
     on = {None: "", EACH: ", unseen domains"}.get(left_out, f" without {left_out}")
-    study = adhoc("compare", f"Methods on {task}{on}", task, rows, *_seeded(seeds, settings))
+    study = adhoc(
+        "compare", f"Methods on {shown_task(task)}{on}", task, rows, *_seeded(seeds, settings)
+    )
     study = study.with_note(note := protocol_note(study))
     says = (f"warning: {note}",) if note else ()
     return Asked(study, f"compare-{short_task(task)}-{study.hash}", says)

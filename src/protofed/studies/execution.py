@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from types import FrameType
 from typing import Protocol, Self
 
 from rich.console import Console
@@ -263,11 +264,19 @@ def _run(jobs: Sequence[Job], todo: Sequence[Job], runner: Runner, console: Cons
 
 @contextlib.contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """As with Ctrl-C: batch systems and ``timeout`` send it, and no run must be left behind."""
+    """As with Ctrl-C: batch systems and ``timeout`` send it, and no run must be left behind.
+
+    They may send it twice. The second is ignored: it would interrupt the wait for the runs.
+    """
     if threading.current_thread() is not threading.main_thread():  # where handlers may be set
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from protofed.models.mixed import model_names
 from protofed.observers.progress import duration
 from protofed.runs.folder import RunFolder
 from protofed.runs.records import LAST, SELECTION, beside, last_mean, shown
+from protofed.runs.result import no_folder
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -36,6 +37,8 @@ def sparkline(values: Sequence[float], low: float, high: float, width: int = WID
 def lines(folder: Path) -> list[str]:
     run = RunFolder(folder)
     if not run.exists:
+        if not folder.is_dir():
+            raise no_folder(folder)
         if (folder / "study.toml").is_file():
             raise ProtofedError(f"'{folder}' is a study's folder", f"protofed study table {folder}")
         raise ProtofedError(f"'{folder}' is not a run's folder")

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, pstdev, stdev
 from typing import TYPE_CHECKING, Any
 
-from protofed.config import EACH, short_option, training_options
+from protofed.config import EACH, short_option, shown_task, training_options
 from protofed.data.split import UNUSED, VAL_FOLDERS
 from protofed.federation.simulation import NO_WEIGHTS
 from protofed.models.mixed import model_names
@@ -596,7 +596,7 @@ def describe(
             "the interval contains 0)"
         )
     parts += [
-        f"task {first['task']} ({summary.get('data', '?').rstrip('.')})",
+        f"task {shown_task(first['task'])} ({summary.get('data', '?').rstrip('.')})",
         f"protocol {one('protocol')}, {', '.join([_rounds(one('rounds')), *options])}, "
         f"clients × samples: {clients}{_special(measures)}",
         f"seeds {', '.join(map(str, seeds))}{seed_warning(len(seeds), fewest)}",

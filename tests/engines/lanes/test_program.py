@@ -14,7 +14,7 @@ import torch
 from tests.engines.lanes.cpu_stand_in import RECORD, both, difference, in_lanes, nothing
 from torch import Tensor
 
-from protofed.data import Task
+from protofed.data import Domain, Images, Task
 from protofed.engines.lanes import lane
 from protofed.engines.lanes.engine import Lanes
 from protofed.engines.lanes.program import Program
@@ -176,6 +176,37 @@ def real_record(lanes_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_method_that_cannot_be_recorded_runs_eagerly() -> None:
     with pytest.warns(UserWarning, match="cannot be recorded as a CUDA graph.*there is no GPU"):
         assert difference(*both(METHODS["fedproto"]())) < 1e-8
+
+
+@pytest.mark.usefixtures("real_record")
+@pytest.mark.parametrize(("side", "batch", "steps"), [(8, 3, 2), (9, 3, 5), (9, 2, 5), (9, 4, 2)])
+def test_the_warm_up_has_batches_of_every_alignment(
+    side: int, batch: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles for each, which it cannot do while a graph is recorded."""
+    inner, seen = Program._epoch, list[list[int]]()
+
+    def epoch(self: Any, steps: Any) -> None:
+        seen.append(list(steps))
+        inner(self, steps)
+
+    def enlarged(images: Images) -> Images:
+        return replace(images, x=torch.nn.functional.pad(images.x, (0, side - 8, 0, side - 8)))
+
+    def task(**sizes: Any) -> Task:
+        plain = tiny_task(**sizes)
+        larger = {n: Domain(enlarged(d.train), enlarged(d.test)) for n, d in plain.domains.items()}
+        return replace(plain, domains=larger)
+
+    monkeypatch.setattr("tests.engines.lanes.cpu_stand_in.tiny_task", task)
+    monkeypatch.setattr(Program, "_epoch", epoch)
+    with pytest.warns(UserWarning, match="there is no GPU"):
+        settings = {"model": "resnet10", "width": 4, "precision": "fp32"}  # for sides that are odd
+        in_lanes(FedAvg(), lanes=1, batch=batch, samples=20, **settings).run_round()
+    start = batch * 3 * side**2 * 4
+    alignments = [{step * start % 16 for step in steps} for steps in (seen[0], max(seen, key=len))]
+    assert alignments[0] == alignments[1]
+    assert len(seen[0]) == steps
 
 
 def fail_while_recording(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
