@@ -46,6 +46,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from protofed import keys, tree
 from protofed.errors import NoSecondDerivative, unknown
 from protofed.errors import ProtofedError as ProtofedError
+from protofed.models.dropout import KeyedDropout
 from protofed.models.network import Between as Between
 from protofed.models.network import Network as Network
 from protofed.models.network import Output as Output
@@ -648,6 +649,10 @@ class Client:
         """The method's stages in this network."""
         return restyled_stages(self.method, self.network)
 
+    @cached_property
+    def _dropouts(self) -> list[KeyedDropout]:
+        return [m for m in self.network.modules() if isinstance(m, KeyedDropout)]
+
     def cross_entropy(self, logits: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
         """The cross-entropy of logits [B, K] and labels [B], with the run's label smoothing."""
         self.smoothed = True
@@ -775,6 +780,8 @@ class Client:
         self.key = key if isinstance(key, Tensor) else self.key.fill_(key)
         self._draws = 0
         self._main = None
+        for dropout in self._dropouts:
+            dropout.uniform = self.uniform
 
     @property
     def draws(self) -> tuple[Tensor, int]:

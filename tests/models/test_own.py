@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from protofed import load_model, load_run, run, user_code
+from protofed import load_model, load_run, run, tree, user_code
 from protofed.config import make_config, merged_config
 from protofed.errors import ProtofedError
 from protofed.federation.facts import discover
 from protofed.federation.simulation import Federation, initial_network
+from protofed.methods import METHODS
 from protofed.models import build, own
+from protofed.models.dropout import KeyedDropout
 from protofed.models.weights import load_weights
 from protofed.testing.checks import SHORT, tiny_task
 
@@ -59,11 +61,15 @@ def wider(image_size):
 def image(image_size):
     return nn.Identity()
 
-def random(image_size, p=0.5):
-    return nn.Sequential(small(image_size), nn.Dropout(p))
+class Random(nn.Dropout):
+    ...
 
-def never(image_size):
-    return random(image_size, 0.0)
+def random(image_size):
+    return nn.Sequential(small(image_size), Random())
+
+def dropout(image_size):
+    return nn.Sequential(*small(image_size)[:3], nn.Dropout2d(0.3), *small(image_size)[3:],
+                         nn.Dropout(0.3))
 
 def number(image_size):
     return 3
@@ -226,7 +232,7 @@ WRONG = {
     "absent.py:small": "there is no file .*absent.py' to load model small",
     "net.py:image": r"makes \[2, 3, 8, 8\] of 2 images of 8×8",
     "net.py:number": "returns 3",
-    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:52",
+    "net.py:fails": r"fails with images of 8×8: KeyError.*net.py:56",
     "net.py:flat": r"its stage first, the module 4, gives \[\[2, 4\]\].*maps \[B, C, H, W\]",
     "net.py:absent": "fails with images of 8×8: .*no attribute `conv`",
 }
@@ -245,9 +251,27 @@ def test_width_and_norm_are_for_built_in_models() -> None:
 
 def test_random_numbers_that_no_run_seeds_are_refused() -> None:
     """Two runs with the same seed would differ, and so would a resumed one."""
-    with pytest.raises(
-        ProtofedError, match=r"net.py:random draws random numbers.* to 0: encoder.1"
-    ):
+    words = r"net.py:random draws random numbers in training.*nn.Dropout"
+    with pytest.raises(ProtofedError, match=words):
         run(tiny_task(), **{**MINE, "model": "net.py:random"})
-    run(tiny_task(), **{**MINE, "model": "net.py:never"})
     run(tiny_task(), **{**MINE, "model": "net.py:random", "train": "head"})  # in evaluation mode
+
+
+def test_dropout_is_the_same_in_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**MINE, "model": "net.py:dropout", "rounds": 2, "epochs": 2}
+    first = run(tiny_task(), **settings)
+    torch.manual_seed(7)
+    again = run(tiny_task(), **{**settings, "engine": "workers", "workers": 2})
+    assert tree.equal({"model": first.model}, {"model": again.model})
+    monkeypatch.setattr(KeyedDropout, "forward", lambda self, x: x)
+    without = run(tiny_task(), **settings)
+    assert not tree.equal({"model": first.model}, {"model": without.model})
+
+
+def test_dropout_in_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.engines.lanes.cpu_stand_in import both, difference, pretend
+
+    own.load_factory("net.py:dropout")
+    pretend(monkeypatch)
+    loop, lanes = both(METHODS["moon"](), model="net.py:dropout", width=None, norm=None)
+    assert difference(loop, lanes) < 1e-6

@@ -173,9 +173,10 @@ def _measure(config: Config, task: Task, model: str) -> tuple[int, list[int]]:
         probe(images)
     known = {t.data_ptr() for t in (images, *probe.state_dict().values())}
     activations = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() not in known}
-    # of the encoder: a method may give the network parameters of its own, which come first
-    width, probed_width = (len(next(n.encoder.parameters(), images)) for n in (backbone, probe))
-    wider = 1.0 if own else width / probed_width
+    wider = 1.0
+    if not own:  # by the encoder: parameters that a method gives the network come before it
+        width, probed_width = (len(next(n.encoder.parameters())) for n in (backbone, probe))
+        wider = width / probed_width
     scale = wider * (side / probed) ** 2 / 2  # the probe saw two images
     return state, [3 * side**2, *(math.ceil(scale * count) for count in activations.values())]
 

@@ -37,6 +37,7 @@ from protofed.federation.server import Server
 from protofed.federation.setup import ClientData, Schedule, Setup, Training
 from protofed.method import Method, Sizes, restyled_stages
 from protofed.models import Network, build
+from protofed.models.dropout import key_dropout
 from protofed.models.mixed import client_models
 from protofed.models.network import freeze, frozen, require_registered, require_repeatable
 from protofed.models.own import short_name
@@ -559,8 +560,6 @@ def initial_network(
         if weights is not None:
             load_weights(backbone, model, weights)
         freeze(backbone, config.train, config.freeze_bn)
-        if is_file(model):
-            require_repeatable(backbone, short_name(model), task.image_size)
         sizes = Sizes.of(backbone, classes, task.image_size)
         network = config.method.network(backbone, sizes)
     if not isinstance(network, Network):
@@ -569,6 +568,9 @@ def initial_network(
             "it must return the backbone, with modules added to it, or another Network",
         )
     require_registered(network)
+    key_dropout(network)
+    if is_file(model):
+        require_repeatable(backbone, short_name(model), task.image_size)
     return network.to(DTYPES[config.precision])
 
 

@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from protofed.errors import ProtofedError
+from protofed.models.dropout import draws_unkeyed
 
 NORMS = ("batch", "group", "none")
 
@@ -146,17 +147,14 @@ def _parts(kept: Any) -> Iterator[object]:
 def require_repeatable(network: Network, name: str, image_size: int) -> None:
     """Raise an error if training draws from PyTorch's own generator, which no run seeds."""
     buffers = {n: b.clone() for n, b in network.named_buffers()}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        before = torch.get_rng_state()
-        functional_call(network, buffers, torch.zeros(2, 3, image_size, image_size))
-        if torch.equal(before, torch.get_rng_state()):
-            return
-    drops = [n for n, m in network.named_modules() if "drop" in type(m).__name__.lower()]
-    raise ProtofedError(
-        f"model {name} draws random numbers in training, so that no run could be repeated or "
-        "resumed",
-        "set the rates of its dropout to 0" + f": {', '.join(drops[:3])}" * bool(drops),
-    )
+    images = torch.zeros(2, 3, image_size, image_size)
+    if draws_unkeyed(network, lambda: functional_call(network, buffers, images)):
+        raise ProtofedError(
+            f"model {name} draws random numbers in training, so that no run could be repeated or "
+            "resumed",
+            "dropout must be nn.Dropout, nn.Dropout1d, 2d or 3d; set the rate of any other (drop "
+            "path, stochastic depth) to 0",
+        )
 
 
 def freeze(network: Network, train: str, freeze_bn: bool) -> None:

@@ -55,7 +55,7 @@ TINY: dict[str, Any] = {
 """The settings of a tiny run."""
 
 UNKEYED = (
-    "it keeps state outside of slots, or draws random numbers from torch, NumPy or nn.Dropout "
+    "it keeps state outside of slots, or draws random numbers from torch, NumPy or F.dropout "
     "instead of client.uniform or server.generator"
 )
 """Why numbers may differ that should be the same."""
