@@ -154,6 +154,19 @@ def test_the_caption_says_of_all_rows_only_what_is_so_of_all(tmp_path: Path) -> 
     ) in table.caption
 
 
+def test_the_caption_says_what_was_done_to_robustness_and_privacy(tmp_path: Path) -> None:
+    lies = {"attack": "scale", "attackers": 0.3, "robust": "median", "bounds": "off"}
+    runs = study(rows={"FedAvg": "fedavg"}, settings={**TINY, **lies, "proto_epsilon": 5.0})
+    (table,) = make_study(runs, tmp_path / "s").tables()
+    assert (
+        ", 30 % of the clients lie (scale), robust aggregation (median), no bounds, differential "
+        "privacy (prototypes ε 5); seeds"
+    ) in table.caption
+    plain = {"FedAvg": "fedavg", "Clipped": {"method": "fedavg", "settings": {"robust": "clip"}}}
+    (table,) = make_study(study(rows=plain, settings=TINY), tmp_path / "t").tables()
+    assert "; the runs differ in robust aggregation; seeds" in table.caption
+
+
 def test_every_format(tmp_path: Path) -> None:
     made = study(printed={"glyphs": PAPER}, notes=["the paper did otherwise"])
     folder = make_study(made, tmp_path / "s")

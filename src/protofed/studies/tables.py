@@ -737,6 +737,16 @@ def _specials(m: Measure, counted: bool) -> dict[str, str]:
         words["quantity skew"] = f"sizes Dirichlet({beta:g})"
     if settings.get("repair"):
         words["repair"] = "missing classes repaired"
+    if (attack := settings.get("attack")) is not None:
+        words["attacks"] = f"{100 * settings['attackers']:g} % of the clients lie ({attack})"
+    if (robust := settings.get("robust", "none")) != "none":
+        words["robust aggregation"] = f"robust aggregation ({robust})"
+    if (bounds := settings.get("bounds", "refuse")) != "refuse":
+        words["bounds"] = {"clip": "replies clipped to their bounds", "off": "no bounds"}[bounds]
+    epsilons = {"prototypes": "proto_epsilon", "updates": "update_epsilon"}
+    budgets = [f"{p} ε {settings[e]:g}" for p, e in epsilons.items() if settings.get(e) is not None]
+    if budgets:
+        words["privacy budgets"] = f"differential privacy ({', '.join(budgets)})"
     if (patience := settings.get("patience")) is not None:
         words["patience"] = (
             f"stopped early after {patience} rounds without a better validation average"
