@@ -219,7 +219,7 @@ def test_softmax_and_distances() -> None:
         ({"mean": 3}, "mean is not a list"),
         ({"models": {}}, "models is empty"),
         ({"models": {"a": "vgg"}}, "unknown model"),
-        ({"width": 10**12}, "at most"),
+        ({"width": 10**12}, "from 1 to 100,000"),
         ({"width": 3}, "do not fit cnn3"),
         ({"precision": "auto"}, "what precision"),
     ],

@@ -78,6 +78,6 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
     make_study(study(seeds=1), tmp_path / "s")
     with pytest.raises(ProtofedError, match=r"a study's folder \(protofed study table"):
         lines(tmp_path / "s")
-    for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ProtofedError, match="not a run's folder"):
+    for path, words in (tmp_path, "not a run's folder"), (tmp_path / "nowhere", "no folder"):
+        with pytest.raises(ProtofedError, match=words):
             lines(path)
