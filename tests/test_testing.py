@@ -671,6 +671,9 @@ def test_a_list_of_modules_that_pytorch_sees_is_fine():
     class Listed(Base):
         def network(self, backbone, sizes):
             backbone.parts = [backbone.encoder, backbone.head]
+            backbone.rows = [nn.Sequential(backbone.encoder, backbone.head), nn.ReLU()]
+            backbone.cycle = {}
+            backbone.cycle["itself"] = backbone.cycle
             return backbone
 
     assert not result_of(Listed, "one client").failed

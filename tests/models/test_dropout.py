@@ -46,6 +46,13 @@ def test_pytorchs_modules_are_replaced_wherever_they_are(kind: type[nn.Module]) 
     assert inner.uniform is None
 
 
+def test_a_module_that_is_there_twice() -> None:
+    dropout = nn.Dropout(0.5)
+    network = nn.Sequential(dropout, nn.Linear(2, 2), dropout)
+    key_dropout(network)
+    assert not draws_unkeyed(network, lambda: network(torch.ones(2, 2)))
+
+
 def test_a_copy_draws_from_no_client() -> None:
     dropout = KeyedDropout(0.5, whole=False)
     dropout.uniform = drawn

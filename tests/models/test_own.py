@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from protofed.config import make_config, merged_config
 from protofed.errors import ProtofedError
 from protofed.federation.facts import discover
 from protofed.federation.simulation import Federation, initial_network
-from protofed.methods import METHODS
+from protofed.method import Network, Sizes
+from protofed.methods import METHODS, FedAvg
 from protofed.models import build, own
 from protofed.models.dropout import KeyedDropout
 from protofed.models.weights import load_weights
@@ -255,6 +258,17 @@ def test_random_numbers_that_no_run_seeds_are_refused() -> None:
     with pytest.raises(ProtofedError, match=words):
         run(tiny_task(), **{**MINE, "model": "net.py:random"})
     run(tiny_task(), **{**MINE, "model": "net.py:random", "train": "head"})  # in evaluation mode
+
+
+def test_a_method_may_copy_a_model_with_dropout() -> None:
+    @dataclass(frozen=True)
+    class Copies(FedAvg):
+        name: ClassVar[str] = "copies"
+
+        def network(self, backbone: Network, sizes: Sizes) -> Network:
+            return copy.deepcopy(backbone)
+
+    run(tiny_task(), Copies(), **{**MINE, "model": "net.py:dropout", "rounds": 1})
 
 
 def test_dropout_is_the_same_in_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.report.conftest import SMALL
-from tests.studies.made_runs import PAPER, image_folder, make_runs, make_study, study
+from tests.studies.made_runs import PAPER, TINY, image_folder, make_runs, make_study, study
 
 from protofed import analysis, compare, load_model
 from protofed.errors import ProtofedError
 from protofed.federation.facts import NUMERICS
 from protofed.files import sealed
+from protofed.methods import method_class
 from protofed.report import plot, stored_analysis
 from protofed.report.collect import collect
 from protofed.report.group_analysis import analyze, analyzed_run
@@ -24,7 +25,7 @@ from protofed.report.page import write_report
 from protofed.runs.pool import PACKED, Pool, unpack
 from protofed.runs.result import load_run
 from protofed.runs.run import run
-from protofed.studies.definition import parse
+from protofed.studies.definition import FolderImages, parse
 from protofed.studies.folder import StudyFolder, to_text
 from protofed.studies.launch import prepare
 
@@ -309,3 +310,47 @@ def test_what_is_handed_on_does_not_say_where_images_were(tmp_path: Path) -> Non
         assert b"folder:scans" in content and b"patients" not in content
     assert load_model(own).card.task == "folder:scans"
     assert StudyFolder.open(packed).tables()[0].rows[0].state == ""
+
+
+OWN = """
+from dataclasses import dataclass
+from protofed.method import hyper
+from protofed.methods import FedAvg
+
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    name = "mine"
+    mu: float = hyper(0.5, "μ", "")
+"""
+
+
+@pytest.mark.usefixtures("no_drawing")
+@pytest.mark.parametrize("on", [None, "second"])
+def test_folders_of_one_name_keep_their_rows(tmp_path: Path, on: str | None) -> None:
+    """Packed without their paths, one would have the runs of the other."""
+    (tmp_path / "mine.py").write_text(OWN)
+    method_class(mine := f"{tmp_path / 'mine.py'}:Mine")
+    folders = {name: f"folder:{tmp_path}/patients/{name}/scans" for name in ("first", "second")}
+    held = {"clients": {"day": 1, "night": 1}, "samples": {"day": 10, "night": 10}}
+    asked = study(
+        tasks={name: {"task": folder, **held} for name, folder in folders.items()},
+        rows={"FedAvg": "fedavg", "Mine": mine}, settings={**TINY, "image_size": 8}, seeds=1,
+    )  # fmt: skip
+    found = {folder: FolderImages(("day", "night"), (name,)) for name, folder in folders.items()}
+    for value, (name, folder) in enumerate(folders.items()):
+        same = dict.fromkeys(("day", "night"), 40.0 + value)
+        alone = parse({**asked.raw, "tasks": {name: asked.raw["tasks"][name]}}, "alone")
+        images = {folder: found[folder]}
+        make_runs(alone.with_images(images), tmp_path, lambda _, a=same: a, digest=name)  # type: ignore[misc]
+    if on is not None:
+        elsewhere = parse({**asked.raw, "tasks": {"glyphs": {}}}, "elsewhere")
+        asked = elsewhere.overridden(on=folders[on], settings={**asked.settings, **held})
+        found = {folders[on]: found[folders[on]]}
+    ours = StudyFolder.create(tmp_path / "s", asked.with_images(found), tmp_path)
+    packed = tmp_path / "packed"
+    pack(ours.path, packed, images=0)
+    tables = StudyFolder.open(packed).tables()
+    scores = [[row.accuracy["average"].mean for row in table.rows] for table in tables]
+    assert scores == ([[40.0, 40.0], [41.0, 41.0]] if on is None else [[41.0, 41.0]])
+    written = (packed / "study.toml").read_text() + (packed / "table.md").read_text()
+    assert "patients" not in written

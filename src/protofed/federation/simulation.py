@@ -570,6 +570,7 @@ def initial_network(
     require_registered(network)
     key_dropout(network)
     if is_file(model):
+        key_dropout(backbone)  # of which the method may have made a copy
         require_repeatable(backbone, short_name(model), task.image_size)
     return network.to(DTYPES[config.precision])
 

@@ -8,11 +8,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 Uniform = Callable[..., Tensor]
 """From a shape to uniform numbers in (0, 1): ``Client.uniform``."""
 
-_WHOLE = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
+_WHOLE: dict[type[nn.Module], bool] = {
+    nn.Dropout: False,
+    nn.Dropout1d: True,
+    nn.Dropout2d: True,
+    nn.Dropout3d: True,
+}
 """The modules that are replaced, and whether they drop whole channels."""
 
 
@@ -46,9 +52,10 @@ class KeyedDropout(nn.Module):
 def key_dropout(network: nn.Module) -> None:
     """Replace PyTorch's dropout in a network, which draws from a generator that no run seeds."""
     for module in network.modules():
-        for name, child in module.named_children():
-            if type(child) in _WHOLE:
-                keyed = KeyedDropout(child.p, _WHOLE[type(child)])  # type: ignore[index, arg-type]
+        # not named_children: it has a module once, though it may be there under several names
+        for name, child in module._modules.items():
+            if isinstance(child, _DropoutNd) and type(child) in _WHOLE:
+                keyed = KeyedDropout(child.p, _WHOLE[type(child)])
                 setattr(module, name, keyed.train(child.training))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from protofed.errors import ProtofedError
 from protofed.models.dropout import draws_unkeyed
@@ -115,13 +116,13 @@ def require_registered(network: nn.Module) -> None:
 
     It would not be trained, averaged, stored or moved to the GPU, and nothing would say so.
     """
-    there = {id(part) for part in (*network.modules(), *network.parameters())}
+    there = {id(p) for p in (*network.modules(), *network.parameters(), *network.buffers())}
     for prefix, module in network.named_modules():
         for name, kept in vars(module).items():
             if name in _REGISTERED or not isinstance(kept, list | tuple | dict | Tensor):
                 continue
-            for part in _parts(kept):
-                if id(part) not in there:
+            for part in _parts(kept, set()):
+                if any(id(state) not in there for state in _state(part)):
                     where = ".".join(filter(None, (prefix, name)))
                     raise ProtofedError(
                         f"{where} of the network holds a {type(part).__name__} that PyTorch does "
@@ -133,15 +134,22 @@ def require_registered(network: nn.Module) -> None:
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
-def _parts(kept: Any) -> Iterator[object]:
+def _parts(kept: Any, seen: set[int]) -> Iterator[nn.Module | Tensor]:
     """The modules and parameters in a value that is an attribute of a module."""
     if isinstance(kept, nn.Module) or (isinstance(kept, Tensor) and kept.requires_grad):
         yield kept
-    elif isinstance(kept, dict):
-        yield from _parts([*kept.values()])
-    elif isinstance(kept, list | tuple):
-        for part in kept:
-            yield from _parts(part)
+    elif isinstance(kept, dict | list | tuple) and id(kept) not in seen:
+        seen.add(id(kept))  # it may contain itself
+        for part in kept.values() if isinstance(kept, dict) else kept:
+            yield from _parts(part, seen)
+
+
+def _state(part: nn.Module | Tensor) -> list[object]:
+    """What PyTorch must see of it: an activation, or other modules in a row, have none."""
+    if isinstance(part, Tensor):
+        return [part]
+    dropouts = [m for m in part.modules() if isinstance(m, _DropoutNd)]
+    return [*part.parameters(), *part.buffers(), *dropouts]
 
 
 def require_repeatable(network: Network, name: str, image_size: int) -> None:
@@ -152,8 +160,8 @@ def require_repeatable(network: Network, name: str, image_size: int) -> None:
         raise ProtofedError(
             f"model {name} draws random numbers in training, so that no run could be repeated or "
             "resumed",
-            "dropout must be nn.Dropout, nn.Dropout1d, 2d or 3d; set the rate of any other (drop "
-            "path, stochastic depth) to 0",
+            "dropout must be nn.Dropout, nn.Dropout1d, 2d or 3d; set the rate of any other (of "
+            "attention, drop path, stochastic depth) to 0",
         )
 
 

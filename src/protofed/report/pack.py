@@ -119,18 +119,42 @@ def _anywhere(study: Study, diverged: Mapping[str, list[str]]) -> Study:
         raw["diverged"] = diverged
     if "settings" in raw:
         raw["settings"] = _without_data(raw["settings"])
+    shown = _shown_tasks(study)
     if "override" in raw:
         settings = _without_data(study.override.get("settings", {}))
         override = {**study.override, "settings": settings}
+        if "on" in override:
+            override["on"] = shown[override["on"]]
         raw["override"] = {k: v for k, v in override.items() if v}
     if "tasks" in raw:
         raw["tasks"] = {
-            name: {**task, "task": shown_task(task["task"])} if "task" in task else task
+            name: {**task, "task": shown[task["task"]]} if "task" in task else task
             for name, task in raw["tasks"].items()
         }
     if "images" in raw:
-        raw["images"] = {shown_task(task): found for task, found in raw["images"].items()}
+        raw["images"] = {shown[t]: own for t, own in raw["images"].items() if t in shown}
+    if "methods" in raw:
+        raw["methods"] = {
+            name: {
+                **file,
+                "defaults": {shown[t]: own for t, own in file["defaults"].items() if t in shown},
+            }
+            for name, file in raw["methods"].items()
+        }
     return replace(study, raw=raw)
+
+
+def _shown_tasks(study: Study) -> dict[str, str]:
+    """By task, what a packed study calls it; two folders of one name stay two tasks."""
+    named = [(name, task.task) for name, task in study.tasks.items()]
+    named += [("on", study.override["on"])] if "on" in study.override else []
+    found: dict[str, str] = {}
+    for name, task in named:
+        if task not in found:
+            shown = shown_task(task)
+            taken = shown in found.values()
+            found[task] = shown.replace(":", f":{name}/", 1) if taken else shown
+    return found
 
 
 def _without_data(settings: Mapping[str, Any]) -> dict[str, Any]:
