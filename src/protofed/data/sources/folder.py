@@ -41,7 +41,8 @@ _SPLIT_TREE = "domain/{train,test}/class/image"
 
 def folder_path(
     name: str,
-    hint: str = "write --task folder:PATH, where PATH has folders domain/class with images",
+    hint: str = "write --task folder:PATH (for a study: --on folder:PATH), where PATH has folders "
+    "domain/class with images",
 ) -> Path:
     """The folder or archive of ``folder:PATH``."""
     path = expand_user(name.removeprefix(FOLDER))
