@@ -679,20 +679,6 @@ def test_a_list_of_modules_that_pytorch_sees_is_fine():
     assert not result_of(Listed, "one client").failed
 
 
-def test_float32_slots_are_no_fault_where_a_check_computes_in_float64():
-    @dataclass(frozen=True)
-    class Similar(Base):
-        slots = Slots(down={"table": "rows"})
-
-        def init_server(self, model, sizes):
-            return {"table": {"rows": torch.ones(3, sizes.features)}}
-
-        def extra(self, client, batch, z):
-            return 0.01 * (z @ client.received["table"]["rows"].T).square().mean()
-
-    assert not any(r.failed for r in run_checks(Similar, only=["gradients", "capture-safety"]))
-
-
 def test_a_float32_tensor_of_a_loss_is_told_from_an_error_of_shape():
     @dataclass(frozen=True)
     class Single(Base):

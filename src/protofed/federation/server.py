@@ -53,7 +53,7 @@ class Server:
         state = network.state_dict()
         self.travels, self._tied = travel(method, network), tied(network)
         model = {n: state[n] for n, way in self.travels.items() if way != "no"}
-        slots = _own_slots("init_server", method, method.init_server(state, sizes), state)
+        slots = _own_slots("init_server", method, method.init_server(state, sizes))
         self.state: Tree = tree.copy({**slots, "model": model}, device)
         self.round = 0
         """The next round to run."""
@@ -92,7 +92,7 @@ class Server:
         """
         private = {n: t for n, t in model.items() if self.travels.get(n, "no") == "no"}
         slots = self.method.init_client(model, sizes or self.sizes)
-        slots = _own_slots("init_client", self.method, slots, model)
+        slots = _own_slots("init_client", self.method, slots)
         return tree.copy({**slots, "model": private})
 
     def accept(self, name: str, reply: Reply) -> None:
@@ -225,20 +225,12 @@ class Server:
             self.bounds.abandon()
 
 
-def _own_slots(hook: str, method: Method, slots: Tree, model: Slot) -> Tree:
-    """The slots that a method starts with, which are those beside the model.
-
-    Where the model is float64, so are they: PyTorch's default would not fit what it computes.
-    """
+def _own_slots(hook: str, method: Method, slots: Tree) -> Tree:
+    """The slots that a method starts with, which are those beside the model."""
     if not isinstance(slots, Mapping) or "model" in slots:
         found = "a slot 'model'" if isinstance(slots, Mapping) else tree.in_words(slots)
         raise ProtofedError(
             f"{hook} of {method.name} returns {found}",
             "it must return the slots beside the model, which starts as network makes it",
         )
-    if not any(t.dtype == torch.float64 for t in model.values()):
-        return slots
-    return {
-        slot: {n: t.double() if t.is_floating_point() else t for n, t in entries.items()}
-        for slot, entries in slots.items()
-    }
+    return slots
